@@ -1,0 +1,306 @@
+"""What the core does: the interface that the Rust core and the Python reference both have.
+
+Hashes travel packed, as ``bytes`` of little-endian u64. Ranks are pairs ``(worker_id, dp_rank)``.
+
+The prefix index, in terms that every implementation must keep:
+
+- A rank holds *entries*: engine hash → (place, copies in each tier). The *place* of a block is its sequence hash: the
+  chain of local hashes from the start of the sequence. Two engine hashes may have one place; both then hold it.
+- ``stored`` gives a chain of blocks places below its parent's place (or at the root). An engine hash that the rank
+  holds at another place moves: all copies at the old place are released first. Its children keep their places. Held at
+  the same place, the copies in that tier rise by one (COUNTED) or stay at one (SET).
+- ``removed`` lowers the copies in the tier by one (COUNTED), or to none (SET); an entry without copies in any tier is
+  gone. Removing what is not held is counted and changes nothing. Blocks may go in any order, parents before children.
+- ``cleared`` drops every entry in the tier, or in all tiers for TIER_UNSPECIFIED.
+- The overlap of a rank to a tier is the number of leading blocks of the prompt whose places it holds in that tier or in
+  a faster one. A hole ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+Rank = tuple[int, int]
+"""(worker_id, dp_rank)"""
+
+TokenBuffer = bytes | bytearray | memoryview | Sequence[int]
+"""Token ids: a list or array of ints, or a contiguous buffer of 32-bit integers (``bytes`` are little-endian u32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What besides its tokens decides whether a block may be shared."""
+
+    lora_name: str = ""
+    """LoRA adapter; empty for the base model."""
+    cache_salt: str = ""
+    """Salt that keeps a client's cache apart; empty for none."""
+    tenant: str = ""
+    """Tenant whose cache is kept apart; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplySummary:
+    """What one batch did to the index."""
+
+    worker_id: int
+    """The rank's worker; 0 if the batch could not be parsed."""
+    dp_rank: int
+    """The rank."""
+    applied: int = 0
+    """Events applied; the cursor moved by these and by ``rejected`` and ``unknown_parents``."""
+    stored_blocks: int = 0
+    """Blocks in the stores that were applied."""
+    removed_blocks: int = 0
+    """Blocks in the removals that were applied and were held."""
+    duplicates: int = 0
+    """Events below the cursor, dropped."""
+    fenced: int = 0
+    """Events of an older incarnation, dropped; a batch without events counts 1."""
+    gap: tuple[int, int] | None = None
+    """(id expected, id found) where ids were missing: that event and the rest of the batch are *not* applied, and the
+    cursor stays before them."""
+    unknown_parents: int = 0
+    """Stores whose parent is not held: skipped, the cursor moves on, the rank is partial from then on."""
+    unknown_removals: int = 0
+    """Removed blocks that were not held."""
+    rejected: tuple[str, ...] = ()
+    """Why events were refused (at most 16 reasons): they are skipped, the cursor moves on, the rank is partial."""
+    unparsable: str = ""
+    """Why the batch as a whole could not be read; nothing of it was applied."""
+    next_event_id: int = 0
+    """The rank's cursor after the batch."""
+    incarnation: int = 0
+    """The rank's incarnation after the batch."""
+    new_incarnation: bool = False
+    """Whether the batch began a new incarnation, so that older blocks were dropped."""
+    digest_differs: bool = False
+    """Whether the batch carries a digest, ends at the rank's cursor, and the digest is not that of the index. Left
+    unchecked (False) for partial ranks, and for batches with events unless the index was made with check_digests."""
+
+
+class RankInfo(NamedTuple):
+    """State of one rank in the index."""
+
+    worker_id: int
+    dp_rank: int
+    incarnation: int
+    next_event_id: int
+    blocks: int
+    """Entries held: (engine hash, tier) pairs."""
+    memory_bytes: int
+    """Estimate of the memory that would be free without this rank."""
+    partial: bool
+    """Whether blocks may be missing."""
+
+
+class IndexStats(NamedTuple):
+    """Size of an index."""
+
+    ranks: int
+    blocks: int
+    """Entries over all ranks: (rank, engine hash, tier)."""
+    distinct_blocks: int
+    """Distinct places."""
+    memory_bytes: int
+    """Memory in use by the index, from its own accounting."""
+
+
+class PrefixIndex(Protocol):
+    """Who holds which blocks, for the ranks of one component.
+
+    Made by ``PrefixIndex(max_blocks=0, max_bytes=0)``; 0 is no bound. Over a bound the rank whose store would exceed it
+    is emptied and marked partial, and its events move the cursor only, until it is replaced or cleared by an event.
+    """
+
+    def apply(self, batch: bytes) -> ApplySummary:
+        """Applies an encoded KvEventBatch. Never raises for what the bytes contain.
+
+        A rank not seen before starts at event 0 of the batch's incarnation; a higher incarnation drops the rank's
+        blocks and starts again at event 0.
+        """
+        ...
+
+    def find_matches(self, local_hashes: bytes) -> bytes:
+        """The encoded FindMatchesResponse for a prompt: every rank of the index, in order of (worker_id, dp_rank)."""
+        ...
+
+    def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
+        """Overlap to ``tier`` (a value of the enum Tier) by slot: packed little-endian u32, as many as ``slots()``."""
+        ...
+
+    def overlaps_of_tokens(self, token_ids: TokenBuffer, block_size: int, scope: Scope = ..., tier: int = 1) -> bytes:
+        """As ``overlaps``, from tokens."""
+        ...
+
+    def slots(self) -> list[Rank | None]:
+        """The rank behind each slot; None for a slot that is free. A rank keeps its slot while it is in the index."""
+        ...
+
+    def cursor(self, rank: Rank) -> tuple[int, int] | None:
+        """(incarnation, next_event_id) of a rank; None if it is unknown."""
+        ...
+
+    def digest(self, rank: Rank) -> int | None:
+        """Digest of a rank's entries as KvEventBatch.digest defines it; None if the rank is unknown."""
+        ...
+
+    def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
+        """Replaces a rank by an empty one with that cursor. Returns the entries dropped."""
+        ...
+
+    def remove_rank(self, rank: Rank) -> int:
+        """Forgets a rank and its cursor. Returns the entries dropped; 0 if it is unknown."""
+        ...
+
+    def mark_partial(self, rank: Rank, partial: bool) -> None:
+        """Marks whether a rank's blocks may be fewer than it holds. Unknown ranks are left alone."""
+        ...
+
+    def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
+        """Encoded RankState chunks of one rank, parents before children, the last one marked; one chunk at least.
+
+        A block's parent_engine_hash is left out where no held entry is at the parent's place; sequence_hash and depth are
+        always there. The cursor and the blocks are those of one moment, whatever is applied meanwhile. An unknown rank
+        gives nothing.
+        """
+        ...
+
+    def load_rank(self, chunks: Iterable[bytes]) -> int:
+        """Replaces a rank by a dump, atomically. Returns its entries.
+
+        Raises:
+            InvalidDump: the chunks cannot be parsed, disagree on rank or cursor, lack a last one, do not match their digest,
+                or hold a block whose parent chain cannot be placed. The index is then unchanged.
+        """
+        ...
+
+    def ranks(self) -> list[RankInfo]:
+        """All ranks, in order of (worker_id, dp_rank)."""
+        ...
+
+    def stats(self) -> IndexStats:
+        """Size of the index."""
+        ...
+
+
+class InvalidDump(ValueError):
+    """A dump cannot be loaded; the message says why."""
+
+
+class PredictedIndex(Protocol):
+    """Blocks that ranks are predicted to hold, from where requests were sent: the approximate mode.
+
+    Made by ``PredictedIndex(ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8)``. Time is handed in, seconds of a
+    monotonic clock. An entry (rank, place) lives ``ttl_seconds`` from its last use. When a store leads to more than
+    ``max_blocks`` entries, the least recently used go until ``prune_ratio * max_blocks`` are left; of entries used at
+    the same time, deeper ones go first.
+    """
+
+    def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
+        """A request with these blocks was sent to the rank."""
+        ...
+
+    def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
+        """Overlap of every rank that has one above 0."""
+        ...
+
+    def remove_rank(self, rank: Rank) -> int:
+        """Forgets a rank. Returns the entries dropped."""
+        ...
+
+    def expire(self, now: float) -> int:
+        """Drops what is too old. Returns how many entries; ``overlaps`` never counts such entries, dropped or not."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class LoadColumns(NamedTuple):
+    """Load of ranks, as columns: entry i of each speaks of ``ranks[i]``, in order of (worker_id, dp_rank)."""
+
+    ranks: list[Rank]
+    active_blocks: list[int]
+    """Distinct blocks of requests in flight, with those of the request that was asked about, if any."""
+    prefill_tokens: list[int]
+    """Prefill tokens booked and not done, without those of a request that was asked about."""
+    requests: list[int]
+    """Bookings that are not freed."""
+    leading_active_blocks: list[int]
+    """Leading blocks of the request that was asked about that are active there; 0 where none was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """A request's load on a rank."""
+
+    key: tuple[str, int, int]
+    """(request_id, attempt, stage)"""
+    rank: Rank
+    sequence_hashes: bytes = field(repr=False)
+    """Sequence hashes of the prompt's full blocks."""
+    prompt_tokens: int
+    prefill_tokens: int
+    """Prompt tokens that the rank must compute: those not held when the request was booked."""
+    track_blocks: bool = True
+    """Whether its blocks count as active."""
+    unique_blocks: bool = False
+    """Whether its blocks are taken as shared with no other request's."""
+
+
+class ActiveSequences(Protocol):
+    """Load that requests in flight put on the ranks of one component: exact under any order of calls.
+
+    Made by ``ActiveSequences(block_size, max_bookings=1 << 20, tombstones=1 << 16)``. A booking is booked, then
+    prefilled, then freed; states merge by maximum, so that a call which comes late or twice changes nothing. Freed keys are
+    kept, the newest ``tombstones`` of them, and are not booked again.
+
+    Active blocks of a rank are the distinct full blocks (by sequence hash) of its tracked bookings, and for each
+    booking ``ceil((prompt + output tokens) / block_size) - prompt_tokens // block_size`` private ones (for a booking of
+    unique blocks, all of them are private).
+    """
+
+    def add_rank(self, rank: Rank) -> None:
+        """Makes a rank known, with no load; a known one is left alone."""
+        ...
+
+    def remove_rank(self, rank: Rank) -> list[tuple[str, int, int]]:
+        """Forgets a rank. Its bookings are freed; their keys are returned."""
+        ...
+
+    def book(self, booking: Booking) -> bool:
+        """Books. Returns False, and changes nothing, if the key is booked already or was freed.
+
+        A key whose prefill_complete or output_tokens came before the booking is not remembered for that: only frees are.
+
+        Raises:
+            KeyError: the rank is unknown.
+            OverflowError: there are ``max_bookings`` already.
+        """
+        ...
+
+    def booking(self, key: tuple[str, int, int]) -> Booking | None:
+        """The live booking of a key."""
+        ...
+
+    def prefill_complete(self, key: tuple[str, int, int]) -> bool:
+        """The prompt is computed: its prefill tokens count no more. Returns whether the booking is live."""
+        ...
+
+    def output_tokens(self, key: tuple[str, int, int], tokens: int) -> bool:
+        """``tokens`` have been generated in all; a lower number than before changes nothing. Returns whether it is live."""
+        ...
+
+    def free(self, key: tuple[str, int, int]) -> bool:
+        """Releases a booking. Returns whether it was live; an unknown key is remembered as freed all the same."""
+        ...
+
+    def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
+        """Load of every rank; given a prompt, with its blocks added to ``active_blocks``."""
+        ...
+
+    def __len__(self) -> int:
+        """Live bookings."""
+        ...
