@@ -1,1 +1,1 @@
-"""The contract: messages of ``kvrouter/v1/*.proto``, and in ``names`` the keys, streams and subjects that go with them."""
+"""The contract: the messages of ``kvrouter/v1/*.proto``, and in ``names`` the keys, streams and subjects."""
