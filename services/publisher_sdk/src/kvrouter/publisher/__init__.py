@@ -1,0 +1,1 @@
+"""What an engine links against to report its KV cache, its load and itself to kvrouter."""

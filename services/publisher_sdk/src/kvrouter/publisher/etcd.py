@@ -1,0 +1,387 @@
+"""Leases and watches on etcd that outlive etcd's absence.
+
+The client library's leases are not renewed and its watches end with the connection; ``LeasedKeys`` and ``watch_prefix``
+hold both. Each keeps a connection of its own, so that one that is lost or moves to another endpoint disturbs no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aetcd
+import grpc
+import structlog
+from aetcd import rpc
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_TTL_SECONDS = 10
+"""Life of a lease that nobody renews: how long a dead process is taken for a live one."""
+
+_CALL_SECONDS = 3.0
+_RETRY_SECONDS = (0.1, 0.6)  # drawn at random, so that a fleet does not come back in one moment
+_PROGRESS_SECONDS = 5.0
+_CHANNEL_OPTIONS = {
+    # A channel of its own, and a short wait before it dials again: gRPC's default grows to two minutes.
+    "grpc.use_local_subchannel_pool": 1,
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    # Sees a peer that vanished without closing; etcd refuses pings more often than every 5 s.
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+    # A listing of some 10,000 workers is a few megabytes; the default limit is 4 MiB.
+    "grpc.max_receive_message_length": 64 << 20,
+}
+
+
+class InvalidEndpoint(ValueError):
+    """An etcd endpoint is not ``host:port``."""
+
+
+class EtcdAway(Exception):
+    """None of the etcd endpoints answers."""
+
+
+class TakenOver(Exception):
+    """Another process registered under the same key: two live processes have one identity."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key} was registered by another process; give each process an id of its own")
+        self.key = key
+
+
+# A call on a stream that has just ended raises InvalidStateError.
+AWAY = (EtcdAway, aetcd.ClientError, grpc.aio.AioRpcError, TimeoutError, OSError, asyncio.InvalidStateError)
+"""What calls raise when etcd is away; trying again later is the remedy."""
+
+
+def parse_endpoints(endpoints: str) -> tuple[tuple[str, int], ...]:
+    """Reads ``host:port`` or ``http://host:port``, several separated by commas.
+
+    Raises:
+        InvalidEndpoint: one has another form, or names a scheme other than http.
+    """
+    parsed = []
+    for text in filter(None, (part.strip() for part in endpoints.split(","))):
+        url = urlsplit(text if "://" in text else f"http://{text}")
+        try:
+            host, port = url.hostname, url.port
+        except ValueError as error:
+            raise InvalidEndpoint(f"etcd endpoint {text!r}: {error}") from None
+        if url.scheme != "http" or not host or port is None or url.path.strip("/"):
+            raise InvalidEndpoint(f"etcd endpoint {text!r}: write host:port or http://host:port")
+        parsed.append((f"[{host}]" if ":" in host else host, port))
+    if not parsed:
+        raise InvalidEndpoint("no etcd endpoint given: write host:port")
+    return tuple(parsed)
+
+
+@asynccontextmanager
+async def connect(endpoints: str) -> AsyncIterator[aetcd.Client]:
+    """A client of the first endpoint that answers. Its calls have a deadline of a few seconds.
+
+    Raises:
+        InvalidEndpoint: the endpoints cannot be read.
+        EtcdAway: none of them answers.
+    """
+    errors = []
+    for host, port in parse_endpoints(endpoints):
+        async with aetcd.Client(host, port, timeout=_CALL_SECONDS, options=_CHANNEL_OPTIONS) as client:
+            try:
+                await client.get(b"kvrouter-probe")
+            except AWAY as error:
+                errors.append(f"{host}:{port}: {error}")
+                continue
+            yield client
+            return
+    raise EtcdAway("; ".join(errors))
+
+
+async def _pause() -> None:
+    await asyncio.sleep(random.uniform(*_RETRY_SECONDS))
+
+
+class LeasedKeys:
+    """Keys that are in etcd for as long as this process lives.
+
+    ``run`` writes them under one lease, renews it, and writes all of them again after the lease lapsed, etcd lost its
+    data, or somebody deleted a key. The last process to register a key owns it; the one before gets ``TakenOver``.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        *,
+        ttl_seconds: int = DEFAULT_TTL_SECONDS,
+        on_registered: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """``on_registered`` is awaited each time that all keys were written under a new lease.
+
+        Raises:
+            InvalidEndpoint: the endpoints cannot be read.
+        """
+        parse_endpoints(endpoints)
+        self._endpoints = endpoints
+        self._ttl = ttl_seconds
+        self._on_registered = on_registered
+        self._wanted: dict[str, bytes] = {}
+        self._deleted: set[str] = set()
+        self._owned: set[str] = set()
+        self._lease: int | None = None
+        # A lease that seemed lost can live on for its TTL: keys under it are still ours.
+        self._leases: deque[int] = deque(maxlen=64)
+        self._expires = 0.0
+        self._changed = asyncio.Event()
+        self._held = asyncio.Event()
+        self._announce = False
+        self._stopping = False
+        self.registrations = 0
+        """Times that all keys were written under a new lease."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Wants ``key`` to have ``value``; ``run`` writes it. ``wait_held`` tells when it is there."""
+        self._wanted[key] = value
+        self._deleted.discard(key)
+        self._touch()
+
+    def delete(self, key: str) -> None:
+        """Wants ``key`` gone."""
+        if self._wanted.pop(key, None) is not None:
+            self._deleted.add(key)
+            self._touch()
+
+    def stop(self) -> None:
+        """Makes ``run`` revoke the lease, which deletes the keys, and return."""
+        self._stopping = True
+        self._changed.set()
+
+    @property
+    def lease_id(self) -> int | None:
+        """The lease that the keys are under."""
+        return self._lease
+
+    @property
+    def held(self) -> bool:
+        """Whether every key is in etcd as wanted, under a lease that has not run out by this process's clock."""
+        return self._held.is_set() and time.monotonic() < self._expires
+
+    async def wait_held(self) -> None:
+        """Waits until every key is in etcd as wanted."""
+        while not self.held:
+            self._held.clear()
+            await self._held.wait()
+
+    def _touch(self) -> None:
+        self._held.clear()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Keeps the keys in etcd until ``stop`` or cancellation, then revokes the lease.
+
+        Raises:
+            TakenOver: another process registered one of the keys.
+        """
+        away = False
+        try:
+            while not self._stopping:
+                try:
+                    async with connect(self._endpoints) as client:
+                        if away:
+                            log.info("etcd is back", endpoints=self._endpoints)
+                            away = False
+                        await self._hold(client)
+                except AWAY as error:
+                    if not away:
+                        log.warning("etcd is away", endpoints=self._endpoints, error=str(error))
+                    away = True
+                    if time.monotonic() >= self._expires:
+                        self._held.clear()
+                    await _pause()
+        finally:
+            self._held.clear()
+            with contextlib.suppress(*AWAY):
+                await self._revoke()
+
+    async def _hold(self, client: aetcd.Client) -> None:
+        while not self._stopping:
+            await self._renew(client)
+            await self._write(client)
+            # Two renewals may fail before the lease runs out.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._ttl / 3):
+                    await self._changed.wait()
+
+    async def _renew(self, client: aetcd.Client) -> None:
+        asked = time.monotonic()
+        if self._lease is not None:
+            reply = await client.refresh_lease(self._lease)
+            if reply is not None and reply.TTL > 0:
+                self._expires = asked + float(reply.TTL)
+                return
+            log.warning("lease lapsed", lease=self._lease)
+            self._lease = None
+            self._held.clear()
+        lease = await client.lease(self._ttl)
+        self._lease = int(lease.id)
+        self._leases.append(self._lease)
+        self._expires = asked + float(lease.ttl)
+        self._announce = True
+
+    async def _write(self, client: aetcd.Client) -> None:
+        self._changed.clear()
+        wanted = dict(self._wanted)
+        for key in sorted(self._deleted):
+            await self._delete_own(client, key)
+        for key, value in wanted.items():
+            await self._put_own(client, key, value)
+        if self._changed.is_set() or not wanted:
+            return
+        self._held.set()
+        if self._announce:
+            self.registrations += 1
+            log.info("registered", keys=sorted(wanted), lease=self._lease)
+            if self._on_registered is not None:
+                await self._on_registered()
+            self._announce = False
+
+    async def _put_own(self, client: aetcd.Client, key: str, value: bytes) -> None:
+        name = key.encode()
+        for _ in range(16):
+            found = await client.get(name)
+            if found is not None and found.lease == self._lease and found.value == value:
+                self._owned.add(key)
+                return
+            if found is not None and key in self._owned and found.lease not in self._leases:
+                raise TakenOver(key)
+            # Only the key as it was read is replaced, so that a process that registers meanwhile is seen.
+            revision = 0 if found is None else found.mod_revision
+            written, _responses = await client.transaction(
+                compare=[client.transactions.mod(name) == revision],
+                success=[client.transactions.put(name, value, lease=self._lease)],
+                failure=[],
+            )
+            if written:
+                self._owned.add(key)
+                return
+        raise TakenOver(key)
+
+    async def _delete_own(self, client: aetcd.Client, key: str) -> None:
+        name = key.encode()
+        found = await client.get(name)
+        if found is not None and found.lease in self._leases:
+            await client.transaction(
+                compare=[client.transactions.mod(name) == found.mod_revision],
+                success=[client.transactions.delete(name)],
+                failure=[],
+            )
+        self._deleted.discard(key)
+        self._owned.discard(key)
+
+    async def _revoke(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            async with asyncio.timeout(_CALL_SECONDS), connect(self._endpoints) as client:
+                await client.revoke_lease(lease)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All keys under the prefix. Keys that an earlier snapshot had and this one lacks are gone."""
+
+    entries: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A key has a value."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A key is gone."""
+
+    key: str
+
+
+Change = Snapshot | Put | Delete
+
+
+async def watch_prefix(
+    endpoints: str, prefix: str, *, progress_seconds: float = _PROGRESS_SECONDS
+) -> AsyncGenerator[Change]:
+    """All keys under a prefix, then every change of them, for ever.
+
+    After etcd was away, a new Snapshot comes, which the consumer compares with what it knows; meanwhile nothing comes.
+    A watch that gives no sign of life for two spans of ``progress_seconds`` is taken for lost, though connected.
+    Close the iterator (``contextlib.aclosing``) or cancel its consumer to end it.
+
+    Raises:
+        InvalidEndpoint: the endpoints cannot be read.
+    """
+    away = False
+    while True:
+        try:
+            async with connect(endpoints) as client:
+                listing = await client.get_prefix(prefix.encode())
+                if away:
+                    log.info("watching again", prefix=prefix)
+                    away = False
+                yield Snapshot({pair.key.decode(): pair.value for pair in listing})
+                async with contextlib.aclosing(
+                    _changes(client, prefix, listing.header.revision + 1, progress_seconds)
+                ) as changes:
+                    async for change in changes:
+                        yield change
+        except AWAY as error:
+            if not away:
+                log.warning("watch interrupted", prefix=prefix, error=str(error))
+            away = True
+        await _pause()
+
+
+async def _changes(
+    client: aetcd.Client, prefix: str, revision: int, progress_seconds: float
+) -> AsyncGenerator[Put | Delete]:
+    """Changes from a revision on; ends, or raises one of AWAY, where the watch does."""
+    call: Any = rpc.WatchStub(client.channel).Watch(metadata=client.metadata)
+    reading: asyncio.Future[Any] | None = None
+    try:
+        key = prefix.encode()
+        end = aetcd.utils.prefix_range_end(key)
+        create = rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, progress_notify=True)
+        await call.write(rpc.WatchRequest(create_request=create))
+        asked = False
+        while True:
+            # Kept across time-outs: cancelling a read ends the call.
+            reading = reading or asyncio.ensure_future(call.read())
+            done, _ = await asyncio.wait({reading}, timeout=progress_seconds)
+            if not done:
+                if asked:
+                    raise EtcdAway(f"no sign of life from the watch for {2 * progress_seconds:g} s")
+                await call.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+                asked = True
+                continue
+            response, reading, asked = reading.result(), None, False
+            if response is grpc.aio.EOF or response.canceled:
+                return
+            for event in response.events:
+                name = event.kv.key.decode()
+                yield Delete(name) if event.type == rpc.Event.DELETE else Put(name, event.kv.value)
+    finally:
+        call.cancel()
+        if reading is not None:
+            await asyncio.wait({reading})
+            if not reading.cancelled():
+                reading.exception()
