@@ -1,0 +1,101 @@
+# Commands for people and for CI. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := .stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+
+# What mypy checks: every package, by its own directory, since `kvrouter` itself is a namespace.
+PACKAGES = $(wildcard protos/src/kvrouter/*/names.py core/src/kvrouter/* services/*/src/kvrouter/* cli/src/kvrouter/*)
+
+export PIP_ROOT_USER_ACTION := ignore
+
+# Without a Rust toolchain the plain Python core is used, and said to be.
+CARGO := $(shell command -v cargo 2>/dev/null)
+ifeq ($(CARGO),)
+export KVROUTER_CORE := reference
+SAY_CORE = @echo "No Rust toolchain found: running on the plain Python core (KVROUTER_CORE=reference)."
+else
+SAY_CORE = @:
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo up test lint types unit integration e2e protos protos-check protos-release constraints clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMPS)/installed $(STAMPS)/core $(STAMPS)/protos ## virtual environment with everything built into it
+
+demo: setup ## a real trace through a whole system, round-robin against kv: a table and a picture
+	$(SAY_CORE)
+	@$(BIN)/kvrouter demo $(ARGS)
+
+up: setup ## the same system, left running
+	$(SAY_CORE)
+	@$(BIN)/kvrouter up $(ARGS)
+
+test: lint unit integration e2e ## the gate before merging: all of lint, unit, integration, e2e
+
+lint: setup types protos-check ## style, types and the contract's own rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy $(PACKAGES)
+
+unit: setup ## tests without servers, import rules among them
+	$(SAY_CORE)
+	$(BIN)/pytest -n auto tests/unit
+
+integration: setup ## tests over real NATS and etcd
+	$(SAY_CORE)
+	$(BIN)/pytest -n auto tests/integration
+
+e2e: setup ## the whole system in separate processes
+	$(SAY_CORE)
+	$(BIN)/pytest tests/test_end_to_end.py
+
+protos: setup ## generated code of the contract, written again
+	$(BIN)/python protos/generate.py
+
+protos-check: setup
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against released.binpb
+
+protos-release: setup ## the contract as it is becomes the one that changes are checked against
+	cd protos && ../$(BIN)/buf build -o released.binpb
+
+constraints: setup ## constraints.txt, rewritten from what is installed
+	@{ head -n 1 constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sort -f; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove all that the other commands made
+	rm -rf $(VENV) $(STAMPS) demo-results build dist core/rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f core/src/kvrouter/core/_native*.so protos/src/kvrouter/v1/*_pb2*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} + ; find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or newer, or name one: make setup PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than 3.11: name a newer one: make setup PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) lacks venv or ensurepip: install your system's package for it (Debian, Ubuntu: python3-venv)" >&2; exit 2; }
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# Build tools first, pinned like the rest, so that no build fetches another version of its own.
+$(STAMPS)/installed: $(STAMPS)/venv constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml services/publisher_sdk/pyproject.toml
+	@echo "Installing (a few minutes the first time)"
+	@$(PIP) install -c constraints.txt hatchling setuptools setuptools-rust grpcio-tools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e services/publisher_sdk -e '.[stack,dev]'
+	@touch $@ $(STAMPS)/core $(STAMPS)/protos
+
+$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs)
+	@echo "Building the core"
+	@$(PIP) install -c constraints.txt --no-build-isolation --no-deps -e core
+	@touch $@
+
+$(STAMPS)/protos: $(STAMPS)/installed $(wildcard protos/kvrouter/v1/*.proto) protos/generate.py
+	@$(BIN)/python protos/generate.py
+	@touch $@

@@ -1,0 +1,1 @@
+"""The ``kvrouter`` command: starts, drives, measures and composes the services."""
