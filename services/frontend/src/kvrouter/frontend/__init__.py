@@ -1,0 +1,1 @@
+"""The gateway: routes each request, runs it on its worker, and streams its tokens."""

@@ -1,0 +1,64 @@
+"""Puts a Frontend together, and runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+from aiohttp import web
+from kvrouter.frontend.http_api import HttpApi
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.prompts import Limits
+from kvrouter.frontend.scheduler_link import SchedulerSource
+from kvrouter.frontend.schedulers import SchedulerLinks
+from kvrouter.frontend.service import FrontendService, GatewayOptions
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.frontend.workers import WorkerPool
+from kvrouter.runtime.context import Runtime
+
+log = structlog.get_logger(component="frontend")
+
+
+@asynccontextmanager
+async def running(
+    settings: FrontendSettings, runtime: Runtime, schedulers: SchedulerSource
+) -> AsyncIterator[FrontendService]:
+    """A Frontend's object with its links to Schedulers, while the context lasts."""
+    metrics = FrontendMetrics(runtime.registry)
+    links = SchedulerLinks(runtime.directory, schedulers, instance_id=runtime.instance_id)
+    workers = WorkerPool()
+    limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
+    options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds)
+    service = FrontendService(runtime.directory, links, workers, metrics, options)
+    async with asyncio.TaskGroup() as group:
+        linking = group.create_task(links.run(), name="scheduler-links")
+        try:
+            yield service
+        finally:
+            linking.cancel()
+            await workers.close()
+
+
+@asynccontextmanager
+async def serving_http(service: FrontendService, settings: FrontendSettings, runtime: Runtime) -> AsyncIterator[str]:
+    """The HTTP API of a Frontend, while the context lasts; yields its address, host:port.
+
+    A client that disconnects cancels its request. When the context ends, requests that are under way may finish.
+    """
+    runner = web.AppRunner(
+        HttpApi(service, runtime.registry).application(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=settings.drain_seconds,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port, reuse_port=False)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        log.info("http listening", address=f"{host}:{port}")
+        yield f"{host}:{port}"
+    finally:
+        await runner.cleanup()

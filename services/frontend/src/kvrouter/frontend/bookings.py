@@ -1,0 +1,71 @@
+"""What the gateway knows of the load that it has booked, so that another Scheduler can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
+from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
+
+Key = tuple[str, int, int]
+"""(request_id, attempt, stage)"""
+
+
+def key_of(booking: BookingKey) -> Key:
+    """The key as a value that can be hashed."""
+    return (booking.request_id, booking.attempt, booking.stage)
+
+
+@dataclass(slots=True)
+class LiveBooking:
+    """A booking that is not freed, and how far its request is."""
+
+    key: BookingKey
+    component: Component
+    rank: Rank
+    sequence_hashes: bytes = field(repr=False)
+    """Packed u64, one for each full block of the prompt."""
+    prompt_tokens: int
+    prefill_tokens: int
+    """Prompt tokens that the rank had to compute when the request was booked."""
+    block_size: int
+    prefill_complete: bool = False
+    output_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        key: BookingKey,
+        selection: SelectWorkerResponse,
+        sequence_hashes: bytes,
+        prompt_tokens: int,
+        block_size: int,
+    ) -> LiveBooking:
+        """The booking that a selection made."""
+        return cls(
+            key=key,
+            component=selection.component,
+            rank=selection.rank,
+            sequence_hashes=sequence_hashes,
+            prompt_tokens=prompt_tokens,
+            prefill_tokens=max(0, prompt_tokens - selection.overlap_blocks * block_size),
+            block_size=block_size,
+        )
+
+    def fills_block(self, output_tokens: int) -> bool:
+        """Whether the request takes another block with that many tokens generated, rather than with those counted."""
+        blocks = -(-(self.prompt_tokens + output_tokens) // self.block_size)
+        return blocks > -(-(self.prompt_tokens + self.output_tokens) // self.block_size)
+
+    def to_reassert(self) -> ReassertBooking:
+        """The booking as another Scheduler is told of it."""
+        return ReassertBooking(
+            booking=self.key,
+            rank=self.rank,
+            component=self.component,
+            sequence_hashes=memoryview(self.sequence_hashes).cast("Q").tolist(),
+            prompt_tokens=self.prompt_tokens,
+            prefill_tokens=self.prefill_tokens,
+            prefill_complete=self.prefill_complete,
+            output_tokens=self.output_tokens,
+        )

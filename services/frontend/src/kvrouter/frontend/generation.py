@@ -1,0 +1,213 @@
+"""The life of one request: book, run, mark its prefill complete, free, whatever happens.
+
+An attempt books a rank and streams from its worker. A worker that fails before the first token is left out, and the
+request is tried elsewhere; one that fails later ends the request, since tokens cannot be taken back. What a worker
+refuses as the client's fault is passed on, and never held against the worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+import structlog
+from kvrouter.core import Scope, local_hashes, sequence_hashes
+from kvrouter.frontend.bookings import LiveBooking
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.scheduler_link import SchedulerLink
+from kvrouter.frontend.workers import WorkerPool
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.errors import KvRouterError, WorkerLost
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, Stage
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceGenerateRequest,
+    FrontendServiceGenerateResponse,
+    RoutingInfo,
+)
+from kvrouter.v1.indexer_pb2 import LocalHashes
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    WorkerServiceGenerateRequest,
+    WorkerServiceGenerateResponse,
+)
+
+log = structlog.get_logger(component="frontend")
+
+_WORKER_FAILURES = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""Codes by which a worker, not the request, is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the answer, encoded as the client gets it, and what the gateway itself reads of it."""
+
+    encoded: bytes
+    """A FrontendServiceGenerateResponse."""
+    output: GenerateOutput
+    routing: RoutingInfo | None
+    """Where the request runs; in the first piece of an attempt."""
+
+
+class Generation:
+    """One request. ``pieces`` runs it, once."""
+
+    def __init__(
+        self,
+        request: FrontendServiceGenerateRequest,
+        view: ComponentView,
+        link: SchedulerLink,
+        workers: WorkerPool,
+        metrics: FrontendMetrics,
+        *,
+        max_attempts: int,
+    ) -> None:
+        self._request = request
+        self._block_size = view.descriptor.block_size
+        self._link = link
+        self._workers = workers
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._arrived_ns = time.perf_counter_ns()
+        self._arrived_unix_ns = time.time_ns()
+        self._prompt_tokens = len(request.token_ids)
+        self._started = False
+        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+        multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
+        local = local_hashes(list(request.token_ids), self._block_size, scope, multimodal)
+        self._sequence_hashes = sequence_hashes(local)
+        self._routing = RoutingRequest(
+            model=request.model,
+            component=view.descriptor.component,
+            local_hashes=LocalHashes(hashes=memoryview(local).cast("Q").tolist()),
+            prompt_tokens=self._prompt_tokens,
+            block_size=self._block_size,
+            scope=request.scope,
+            overrides=request.overrides,
+            constraints=request.constraints,
+            conversation_id=request.conversation_id,
+            priority=request.priority,
+            max_output_tokens=request.stop_conditions.max_tokens,
+        )
+
+    async def pieces(self, *, deadline: Deadline) -> AsyncGenerator[Piece, None]:
+        """Runs the request and yields its answer as it comes.
+
+        Raises:
+            KvRouterError: no worker could be chosen, the worker refused the request, or it was lost too late for
+                another attempt.
+        """
+        for attempt in range(self._max_attempts):
+            try:
+                async with aclosing(self._attempt(attempt, deadline)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except WorkerLost as lost:
+                if self._started or self._is_pinned() or attempt + 1 == self._max_attempts:
+                    raise
+                self._metrics.retries.inc()
+                log.warning(
+                    "worker failed before the first token",
+                    request_id=self._request.request_id,
+                    worker=lost.worker_id,
+                    attempt=attempt,
+                    cause=str(lost),
+                )
+                self._routing.constraints.excluded_worker_ids.append(lost.worker_id)
+
+    def _is_pinned(self) -> bool:
+        constraints: RoutingConstraints = self._request.constraints
+        return constraints.HasField("worker_id")
+
+    async def _attempt(self, attempt: int, deadline: Deadline) -> AsyncGenerator[Piece, None]:
+        key = BookingKey(request_id=self._request.request_id, attempt=attempt, stage=Stage.STAGE_WHOLE)
+        selection = await self._link.select(
+            SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
+            deadline=deadline,
+        )
+        booking = LiveBooking.of(key, selection, self._sequence_hashes, self._prompt_tokens, self._block_size)
+        self._link.keep(booking)
+        cached_tokens: int | None = None
+        try:
+            async with aclosing(self._run(booking, selection, deadline)) as pieces:
+                async for piece in pieces:
+                    if piece.output.HasField("cached_tokens"):
+                        cached_tokens = piece.output.cached_tokens
+                        self._metrics.cached_tokens.inc(cached_tokens)
+                        self._metrics.prompt_tokens.inc(self._prompt_tokens)
+                    yield piece
+        finally:
+            self._link.free(booking, cached_tokens)
+
+    async def _run(
+        self, booking: LiveBooking, selection: SelectWorkerResponse, deadline: Deadline
+    ) -> AsyncGenerator[Piece, None]:
+        worker_id = selection.rank.worker_id
+        added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
+        self._metrics.added_seconds.observe(added_us / 1e6)
+        routing: RoutingInfo | None = RoutingInfo(
+            request_id=self._request.request_id,
+            rank=selection.rank,
+            attempt=booking.key.attempt,
+            predicted_overlap_blocks=selection.overlap_blocks,
+            prompt_blocks=selection.prompt_blocks,
+            decision_id=selection.decision_id,
+            load_only=selection.load_only,
+            router_us=added_us,
+            mode=selection.mode,
+        )
+        finished = False
+        tokens = 0
+        try:
+            answer = self._workers.generate(selection.endpoint, self._worker_request(booking), deadline=deadline)
+            async with aclosing(answer) as pieces:
+                async for encoded in pieces:
+                    output = WorkerServiceGenerateResponse.FromString(encoded).output
+                    if output.token_ids:
+                        if not tokens:
+                            self._started = True
+                            self._link.prefill_complete(booking)
+                        tokens += len(output.token_ids)
+                        self._link.report_output(booking, tokens)
+                    finished = output.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED
+                    if routing is not None:
+                        encoded += FrontendServiceGenerateResponse(routing=routing).SerializeToString()
+                    yield Piece(encoded, output, routing)
+                    routing = None
+        except KvRouterError as error:
+            if error.code in _WORKER_FAILURES:
+                raise WorkerLost(worker_id, f"worker {worker_id} failed: {error}") from error
+            raise
+        if not finished:
+            raise WorkerLost(worker_id, f"worker {worker_id} ended its answer unfinished")
+
+    def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
+        request = self._request
+        return WorkerServiceGenerateRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            stop_conditions=request.stop_conditions,
+            sampling_options=request.sampling_options,
+            dp_rank=booking.rank.dp_rank,
+            scope=request.scope,
+            stage=Stage.STAGE_WHOLE,
+            attempt=booking.key.attempt,
+            priority=request.priority,
+            multimodal_hashes=request.multimodal_hashes,
+            conversation_id=request.conversation_id,
+        )

@@ -1,0 +1,167 @@
+"""The gateway over HTTP: completions for token ids, models, health and metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import structlog
+from aiohttp import web
+from kvrouter.frontend.completions import Completion, CompletionRequest
+from kvrouter.frontend.service import FrontendService
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import BadRequest, KvRouterError
+from kvrouter.v1.frontend_pb2 import ListModelsRequest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+log = structlog.get_logger(component="frontend")
+
+_MAX_BODY_BYTES = 64 << 20
+
+_HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+
+
+def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers by which an error is told."""
+    status = _HTTP_STATUS.get(error.code, 500)
+    body = {
+        "error": {
+            "message": f"{error} {error.info.advice}".strip(),
+            "type": "invalid_request_error" if status < 500 else "server_error",
+            "param": error.info.field or None,
+            "code": error.code.name.lower(),
+        }
+    }
+    headers = {}
+    if error.info.HasField("retry_after_ms"):
+        headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
+    return status, body, headers
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answers every failure in the one shape that clients of this API know."""
+    try:
+        return await handler(request)
+    except KvRouterError as error:
+        status, body, headers = error_body(error)
+        return web.json_response(body, status=status, headers=headers)
+    except web.HTTPException as error:
+        body = {"error": {"message": error.reason, "type": "invalid_request_error", "param": None, "code": None}}
+        return web.json_response(body, status=error.status, headers={"Allow": error.headers.get("Allow", "")})
+    except Exception:
+        log.exception("request failed", path=request.path)
+        body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
+        return web.json_response(body, status=500)
+
+
+class HttpApi:
+    """Handlers over the Frontend's object."""
+
+    def __init__(self, frontend: FrontendService, registry: CollectorRegistry) -> None:
+        self._frontend = frontend
+        self._registry = registry
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+                web.get("/v1/models", self.models),
+                web.post("/v1/completions", self.completions),
+            ]
+        )
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """200 where requests can be routed, 503 where not."""
+        ready = self._frontend.ready()
+        models = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        body = {
+            "status": "ready" if ready else "not ready",
+            "models": {model.name: {"workers": model.workers} for model in models.models},
+        }
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The figures of this process."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The models that are served, each once."""
+        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        names = {model.name: model for model in answer.models}
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "owned_by": "kvrouter",
+                "max_model_len": model.max_model_len or None,
+                "block_size": model.block_size,
+                "workers": model.workers,
+            }
+            for name, model in names.items()
+        ]
+        return web.json_response({"object": "list", "data": data})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Runs a completion, as one answer or as server-sent events."""
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise BadRequest(
+                f"the body exceeds {_MAX_BODY_BYTES} bytes", field="prompt", advice="Send a shorter prompt."
+            ) from None
+        completion_request = CompletionRequest.parse(body)
+        if completion_request.stream:
+            return await self._stream(request, completion_request)
+        completion = Completion(completion_request)
+        pieces = self._frontend.pieces(completion_request.to_generate(), deadline=Deadline.never())
+        async with aclosing(pieces):
+            async for piece in pieces:
+                completion.add(piece.output, piece.routing)
+        return web.json_response(completion.whole())
+
+    async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
+        completion = Completion(completion_request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        pieces = self._frontend.pieces(completion_request.to_generate(), deadline=Deadline.never())
+        async with aclosing(pieces):
+            try:
+                async for piece in pieces:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(_event(completion.add(piece.output, piece.routing)))
+            except KvRouterError as error:
+                if not response.prepared:
+                    raise
+                await response.write(_event(error_body(error)[1]))
+            else:
+                options = completion_request.stream_options
+                if options is not None and options.include_usage:
+                    await response.write(_event(completion.usage_chunk()))
+                await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

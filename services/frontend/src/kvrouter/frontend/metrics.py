@@ -1,0 +1,48 @@
+"""Figures of the gateway."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_ADDED_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
+_TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class FrontendMetrics:
+    """Counters and histograms; one object for each gateway."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvrouter_frontend_requests", "Requests by outcome (a gRPC code).", ["model", "code"], registry=registry
+        )
+        self.in_flight = Gauge("kvrouter_frontend_requests_in_flight", "Requests under way.", registry=registry)
+        self.retries = Counter(
+            "kvrouter_frontend_retries", "Attempts that failed before the first token.", registry=registry
+        )
+        self.added_seconds = Histogram(
+            "kvrouter_frontend_added_seconds",
+            "Time from a request's arrival to its dispatch to a worker.",
+            buckets=_ADDED_BUCKETS,
+            registry=registry,
+        )
+        self.ttft_seconds = Histogram(
+            "kvrouter_frontend_ttft_seconds",
+            "Time from a request's arrival to its first token.",
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvrouter_frontend_prompt_tokens", "Prompt tokens of requests that got a first token.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "kvrouter_frontend_cached_tokens",
+            "Prompt tokens that workers took from their caches, by their own count.",
+            registry=registry,
+        )
+        self.output_tokens = Counter(
+            "kvrouter_frontend_output_tokens", "Tokens generated and passed on.", registry=registry
+        )
+        self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings that are not freed.", registry=registry)
+        self.worker_channels = Gauge(
+            "kvrouter_frontend_worker_channels", "Open channels to workers.", registry=registry
+        )

@@ -1,0 +1,146 @@
+"""What a request must look like before anything is done for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
+from kvrouter.v1.common_pb2 import Role, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+
+MAX_REQUEST_ID_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one request may ask for."""
+
+    max_prompt_tokens: int
+    """Most prompt tokens, whatever the model allows."""
+    max_output_tokens: int
+    """Most tokens to generate."""
+
+
+def component_of_model(model: str, components: dict[ComponentName, ComponentView]) -> ComponentView:
+    """The component that serves a model: that with the most live workers, if there are several.
+
+    Raises:
+        UnknownModel: no component serves it.
+    """
+    serving = [
+        view
+        for view in components.values()
+        if view.descriptor.model == model and view.descriptor.role != Role.ROLE_PREFILL
+    ]
+    if not serving:
+        raise UnknownModel(model, sorted({view.descriptor.model for view in components.values()}))
+    return max(serving, key=lambda view: (len(view.workers), str(view.name)))
+
+
+def describe_models(components: dict[ComponentName, ComponentView]) -> list[Model]:
+    """Every model that is served, in order of name."""
+    models = [
+        Model(
+            name=view.descriptor.model,
+            component=view.descriptor.component,
+            block_size=view.descriptor.block_size,
+            workers=len(view.workers),
+            max_model_len=view.descriptor.max_model_len,
+            lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
+        )
+        for view in components.values()
+    ]
+    return sorted(models, key=lambda model: (model.name, model.component.name))
+
+
+def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, limits: Limits) -> None:
+    """Accepts a request, or says what is wrong with it.
+
+    Raises:
+        BadRequest: a field is missing or out of range; the error names it.
+        PromptTooLong: the prompt, or the prompt with the tokens asked for, exceeds a limit.
+    """
+    if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        raise BadRequest(
+            f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", field="request_id", advice="Send a shorter id."
+        )
+    tokens = len(request.token_ids)
+    if tokens == 0:
+        raise BadRequest("the prompt is empty", field="token_ids", advice="Send 1 token id or more.")
+    if tokens > limits.max_prompt_tokens:
+        raise PromptTooLong(tokens, limits.max_prompt_tokens)
+    longest = view.descriptor.max_model_len
+    if longest and tokens >= longest:
+        raise PromptTooLong(tokens, longest - 1)
+    _check_stop(request.stop_conditions, limits)
+    if longest and tokens + request.stop_conditions.max_tokens > longest:
+        raise BadRequest(
+            f"{tokens} prompt tokens and {request.stop_conditions.max_tokens} to generate exceed the model's {longest}",
+            field="stop_conditions.max_tokens",
+            advice=f"Ask for at most {longest - tokens} tokens.",
+        )
+    _check_sampling(request.sampling_options)
+    check_overrides(request.overrides)
+
+
+def check_overrides(overrides: RoutingOverrides) -> None:
+    """Refuses settings that no policy can work with.
+
+    Raises:
+        BadRequest: a number is negative, not finite, or above its range.
+    """
+    _at_least_zero(overrides.overlap_score_weight, "overrides.overlap_score_weight")
+    _at_least_zero(overrides.router_temperature, "overrides.router_temperature")
+    threshold = overrides.active_decode_blocks_threshold
+    if not 0 <= threshold <= 1:
+        raise BadRequest(
+            f"active_decode_blocks_threshold is {threshold}",
+            field="overrides.active_decode_blocks_threshold",
+            advice="Send a share between 0 and 1.",
+        )
+
+
+def _check_stop(stop: StopConditions, limits: Limits) -> None:
+    if not 1 <= stop.max_tokens <= limits.max_output_tokens:
+        raise BadRequest(
+            f"max_tokens is {stop.max_tokens}",
+            field="stop_conditions.max_tokens",
+            advice=f"Ask for 1 to {limits.max_output_tokens} tokens.",
+        )
+    if stop.min_tokens > stop.max_tokens:
+        raise BadRequest(
+            f"min_tokens {stop.min_tokens} exceeds max_tokens {stop.max_tokens}",
+            field="stop_conditions.min_tokens",
+            advice="Ask for no more than max_tokens.",
+        )
+    if stop.stop:
+        raise BadRequest(
+            "stop texts need a tokenizer, and the gateway has none",
+            field="stop_conditions.stop",
+            advice="Send stop_token_ids.",
+        )
+
+
+def _check_sampling(sampling: SamplingOptions) -> None:
+    _at_least_zero(sampling.temperature, "sampling_options.temperature")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise BadRequest(
+            f"top_p is {sampling.top_p}", field="sampling_options.top_p", advice="Send a number above 0, up to 1."
+        )
+    if not 0 <= sampling.min_p <= 1:
+        raise BadRequest(
+            f"min_p is {sampling.min_p}", field="sampling_options.min_p", advice="Send a number between 0 and 1."
+        )
+    if sampling.n > 1:
+        raise BadRequest(
+            f"n is {sampling.n}", field="sampling_options.n", advice="Send a request for each sequence instead."
+        )
+
+
+def _at_least_zero(value: float, field: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise BadRequest(f"{field} is {value}", field=field, advice="Send a number, 0 or more.")

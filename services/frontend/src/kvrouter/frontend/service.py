@@ -1,0 +1,192 @@
+"""The Frontend's contract, over links to Schedulers and channels to workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvrouter.frontend.generation import Generation, Piece
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.prompts import Limits, check_overrides, check_request, component_of_model, describe_models
+from kvrouter.frontend.schedulers import SchedulerLinks
+from kvrouter.frontend.workers import WorkerPool
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import ComponentView, Directory
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.frontend_pb2 import (
+    BestWorkerRequest,
+    BestWorkerResponse,
+    FrontendServiceGenerateRequest,
+    FrontendServiceGenerateResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    PotentialLoadsRequest,
+    PotentialLoadsResponse,
+    PrefillCompleteRequest,
+    PrefillCompleteResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+)
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    FreeRequest,
+    GetPotentialLoadsRequest,
+    MarkPrefillCompleteRequest,
+    RoutingRequest,
+    SelectWorkerRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """What an operator sets."""
+
+    limits: Limits
+    max_attempts: int
+    """Workers that a request is tried on before it fails."""
+    default_deadline_seconds: float
+    """Time that a request may take if its client sets no deadline."""
+
+
+class FrontendService:
+    """The object behind the Frontend's gRPC and HTTP APIs."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        links: SchedulerLinks,
+        workers: WorkerPool,
+        metrics: FrontendMetrics,
+        options: GatewayOptions,
+    ) -> None:
+        self.options = options
+        self._directory = directory
+        self._links = links
+        self._workers = workers
+        self._metrics = metrics
+        metrics.live_bookings.set_function(lambda: links.live_bookings)
+        metrics.worker_channels.set_function(lambda: len(workers))
+
+    def ready(self) -> bool:
+        """Whether requests can be routed."""
+        return self._directory.is_synced and self._links.ready()
+
+    async def generate(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[FrontendServiceGenerateResponse, None]:
+        """Routes a request, runs it, and yields its answer piece by piece."""
+        async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
+            async for piece in pieces:
+                yield FrontendServiceGenerateResponse(output=piece.output, routing=piece.routing)
+
+    async def generate_encoded(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[bytes, None]:
+        """As ``generate``, with the worker's encoding passed through."""
+        async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
+            async for piece in pieces:
+                yield piece.encoded
+
+    async def pieces(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[Piece, None]:
+        """As ``generate``, with the encoding of each piece beside what it says.
+
+        Raises:
+            KvRouterError: the request is refused, cannot be routed, or lost its worker.
+        """
+        arrived = time.perf_counter()
+        deadline = deadline.or_after(self.options.default_deadline_seconds)
+        known_model, code = "", "CANCELLED"
+        self._metrics.in_flight.inc()
+        try:
+            view = self._view(request.model)
+            known_model = view.descriptor.model
+            check_request(request, view, self.options.limits)
+            if not request.request_id:
+                request = _with_id(request)
+            generation = Generation(
+                request,
+                view,
+                self._links.link(view.name),
+                self._workers,
+                self._metrics,
+                max_attempts=self.options.max_attempts,
+            )
+            waiting = True
+            async with aclosing(generation.pieces(deadline=deadline)) as pieces:
+                async for piece in pieces:
+                    if waiting and piece.output.token_ids:
+                        self._metrics.ttft_seconds.observe(time.perf_counter() - arrived)
+                        waiting = False
+                    self._metrics.output_tokens.inc(len(piece.output.token_ids))
+                    yield piece
+            code = "OK"
+        except KvRouterError as error:
+            code = error.code.name
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(model=known_model, code=code).inc()
+
+    async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
+        """The rank that a request would go to; booked under a lease if the request names a booking."""
+        component = self._component_of(request.request)
+        booking = request.booking if request.HasField("booking") else None
+        select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
+        scheduler = self._links.scheduler(component)
+        return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
+
+    async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
+        """The load that each rank would have with a request."""
+        scheduler = self._links.scheduler(self._component_of(request.request))
+        answer = await scheduler.get_potential_loads(
+            GetPotentialLoadsRequest(request=request.request), deadline=deadline
+        )
+        return PotentialLoadsResponse(loads=answer.loads)
+
+    async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
+        """Marks the prefill of a booking made by ``best_worker`` complete."""
+        known = await self._mark_prefill_complete(request.booking, deadline)
+        return PrefillCompleteResponse(known=known)
+
+    async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
+        """Releases a booking made by ``best_worker``."""
+        async with asyncio.TaskGroup() as group:
+            answers = [
+                group.create_task(scheduler.free(FreeRequest(booking=request.booking), deadline=deadline))
+                for scheduler in self._links.schedulers()
+            ]
+        return ReleaseResponse(known=any(answer.result().known for answer in answers))
+
+    async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
+        """The models that are served."""
+        return ListModelsResponse(models=describe_models(dict(self._directory.components)))
+
+    async def _mark_prefill_complete(self, booking: BookingKey, deadline: Deadline) -> bool:
+        request = MarkPrefillCompleteRequest(booking=booking)
+        for scheduler in self._links.schedulers():
+            if (await scheduler.mark_prefill_complete(request, deadline=deadline)).known:
+                return True
+        return False
+
+    def _view(self, model: str) -> ComponentView:
+        return component_of_model(model, dict(self._directory.components))
+
+    def _component_of(self, request: RoutingRequest) -> ComponentName:
+        check_overrides(request.overrides)
+        if request.HasField("component"):
+            return ComponentName(request.component.namespace, request.component.name)
+        return self._view(request.model).name
+
+
+def _with_id(request: FrontendServiceGenerateRequest) -> FrontendServiceGenerateRequest:
+    copy = FrontendServiceGenerateRequest()
+    copy.CopyFrom(request)
+    copy.request_id = uuid.uuid4().hex
+    return copy

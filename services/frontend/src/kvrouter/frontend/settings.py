@@ -1,0 +1,33 @@
+"""Options of the Frontend."""
+
+from __future__ import annotations
+
+from kvrouter.runtime.settings import ServiceSettings
+from pydantic import AliasChoices, Field
+
+
+class FrontendSettings(ServiceSettings):
+    """Options of ``kvrouter-frontend``; each is a flag, an environment variable and a key of the file."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address that the HTTP API listens on.",
+        validation_alias=AliasChoices("host", "http-host"),
+    )
+    port: int = Field(
+        default=8000,
+        ge=0,
+        le=65535,
+        description="Port of the HTTP API; 0 takes a free one.",
+        validation_alias=AliasChoices("port", "http-port"),
+    )
+    max_prompt_tokens: int = Field(
+        default=1 << 20, ge=1, description="Most tokens in a prompt, whatever the model allows."
+    )
+    max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most tokens that a request may ask for.")
+    max_attempts: int = Field(
+        default=3, ge=1, le=16, description="Workers that a request is tried on while it has no token."
+    )
+    request_timeout_seconds: float = Field(
+        default=600.0, gt=0, description="Time that a request may take if its client sets no deadline, seconds."
+    )
