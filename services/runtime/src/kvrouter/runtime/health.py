@@ -1,0 +1,54 @@
+"""Readiness of the services in a process, as grpc.health and the HTTP ops server report it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class HealthBoard:
+    """Whether each service, by its full gRPC name, is ready. The empty name stands for all of them together."""
+
+    def __init__(self) -> None:
+        self.servicer = aio.HealthServicer()
+        """What answers grpc.health."""
+        self._ready: dict[str, bool] = {}
+        self._draining = False
+
+    async def announce(self, services: Iterable[str]) -> None:
+        """Lists services, as not ready."""
+        for service in services:
+            self._ready.setdefault(service, False)
+        await self._publish()
+
+    async def set_ready(self, service: str, ready: bool = True) -> None:
+        """Sets the readiness of one service. Once draining, none becomes ready again."""
+        if self._ready.get(service) == ready:
+            return
+        self._ready[service] = ready
+        await self._publish()
+
+    async def drain(self) -> None:
+        """Every service is not ready from here on."""
+        self._draining = True
+        await self._publish()
+
+    @property
+    def services(self) -> Mapping[str, bool]:
+        """Readiness by service."""
+        return {name: ready and not self._draining for name, ready in self._ready.items()}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all services are ready, and there is one."""
+        return bool(self._ready) and all(self.services.values())
+
+    async def _publish(self) -> None:
+        for name, ready in self.services.items():
+            await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
+        await self.servicer.set("", _SERVING if self.ready else _NOT_SERVING)

@@ -1,0 +1,19 @@
+"""gRPC at the edge of a service: objects of a contract become servers, channels become objects of a contract."""
+
+from kvrouter.runtime.channel_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from kvrouter.runtime.health import HealthBoard
+from kvrouter.runtime.rpc_client import open_channel, remote
+from kvrouter.runtime.rpc_server import BindFailed, RpcServer, add_service, open_server
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "MAX_MESSAGE_BYTES",
+    "SERVER_OPTIONS",
+    "BindFailed",
+    "HealthBoard",
+    "RpcServer",
+    "add_service",
+    "open_channel",
+    "open_server",
+    "remote",
+]

@@ -1,0 +1,196 @@
+"""Stubs that look like the object they stand for.
+
+Deadlines become gRPC timeouts, failures come out as the typed errors that the service raised, and a stream that is
+closed early cancels its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from kvrouter.runtime.channel_options import CHANNEL_OPTIONS
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
+from kvrouter.runtime.method_names import full_path, methods_by_python_name
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel to ``host:port``. It connects when it is first used, and again whenever the peer comes back."""
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+def remote(
+    descriptor: ServiceDescriptor, channel: grpc.aio.Channel, *, raw_responses: frozenset[str] = frozenset()
+) -> Any:
+    """A stub of a service, to be cast to its protocol in ``kvrouter.runtime.contracts``.
+
+    Args:
+        descriptor: The service.
+        channel: Where it is; stays the caller's to close.
+        raw_responses: Methods, by their protobuf names, whose responses come as ``bytes`` without being parsed.
+    """
+    return _Stub(descriptor, channel, raw_responses)
+
+
+class _Stub:
+    def __init__(self, descriptor: ServiceDescriptor, channel: grpc.aio.Channel, raw_responses: frozenset[str]) -> None:
+        self._methods = methods_by_python_name(descriptor)
+        self._channel = channel
+        self._raw_responses = raw_responses
+
+    def __getattr__(self, name: str) -> Any:
+        method = self._methods.get(name)
+        if method is None:
+            raise AttributeError(name)
+        call = _caller(method, self._channel, raw=method.name in self._raw_responses)
+        setattr(self, name, call)
+        return call
+
+
+def _caller(method: MethodDescriptor, channel: grpc.aio.Channel, *, raw: bool) -> Callable[..., Any]:
+    kinds = {
+        (False, False): (channel.unary_unary, _unary),
+        (False, True): (channel.unary_stream, _server_stream),
+        (True, False): (channel.stream_unary, _client_stream),
+        (True, True): (channel.stream_stream, _both_streams),
+    }
+    multicallable, adapt = kinds[method.client_streaming, method.server_streaming]
+    parse = GetMessageClass(method.output_type).FromString
+    call = multicallable(
+        full_path(method), request_serializer=_serialize, response_deserializer=None if raw else _parser(parse)
+    )
+    return adapt(call)
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def checked(encoded: bytes) -> Any:
+        # gRPC swallows what a deserializer raises; an exception that is handed on as a value is not lost.
+        try:
+            return parse(encoded)
+        except DecodeError:
+            return Internal("the service's answer cannot be parsed")
+
+    return checked
+
+
+def _checked(response: Any) -> Any:
+    if isinstance(response, KvRouterError):
+        raise response
+    return response
+
+
+def _translate_cancel(cancelled: asyncio.CancelledError) -> BaseException:
+    """What a CancelledError out of gRPC stands for.
+
+    gRPC raises one also when the call was cancelled under the caller, because its channel was closed. Only the caller's
+    own cancellation may unwind the caller's task.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return cancelled
+    return DependencyAway("the channel was closed during the call")
+
+
+def _timeout(deadline: Deadline) -> float | None:
+    # gRPC takes a timeout of 0 for none at all.
+    if deadline.expired:
+        raise DeadlineExceeded
+    return deadline.remaining()
+
+
+def _unary(multicallable: Any) -> Callable[..., Any]:
+    async def call(request: Message, *, deadline: Deadline) -> Any:
+        try:
+            return _checked(await multicallable(request, timeout=_timeout(deadline)))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.CancelledError as cancelled:
+            raise _translate_cancel(cancelled) from None
+
+    return call
+
+
+def _server_stream(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+    async def call(request: Message, *, deadline: Deadline) -> AsyncGenerator[Any, None]:
+        rpc = multicallable(request, timeout=_timeout(deadline))
+        try:
+            while (response := await _read(rpc)) is not grpc.aio.EOF:
+                yield _checked(response)
+        finally:
+            rpc.cancel()
+
+    return call
+
+
+def _client_stream(multicallable: Any) -> Callable[..., Any]:
+    async def call(requests: AsyncIterator[Message], *, deadline: Deadline) -> Any:
+        rpc = multicallable(timeout=_timeout(deadline))
+        sending = asyncio.create_task(_send(requests, rpc), name="rpc-send")
+        try:
+            return _checked(await rpc)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.CancelledError as cancelled:
+            raise _failure_of(sending) or _translate_cancel(cancelled) from None
+        finally:
+            await _end(rpc, sending)
+
+    return call
+
+
+def _both_streams(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+    async def call(requests: AsyncIterator[Message], *, deadline: Deadline) -> AsyncGenerator[Any, None]:
+        rpc = multicallable(timeout=_timeout(deadline))
+        sending = asyncio.create_task(_send(requests, rpc), name="rpc-send")
+        try:
+            while (response := await _read(rpc, sending)) is not grpc.aio.EOF:
+                yield _checked(response)
+        finally:
+            await _end(rpc, sending)
+
+    return call
+
+
+async def _read(rpc: Any, sending: asyncio.Task[None] | None = None) -> Any:
+    try:
+        return await rpc.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError as cancelled:
+        raise _failure_of(sending) or _translate_cancel(cancelled) from None
+
+
+async def _send(requests: AsyncIterator[Message], rpc: Any) -> None:
+    """Sends what comes, then closes the sending side. An error of the iterator itself ends the call."""
+    try:
+        async for request in requests:
+            await rpc.write(request)
+        await rpc.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # The call has ended; whoever reads learns why.
+    except Exception:
+        rpc.cancel()
+        raise
+
+
+def _failure_of(sending: asyncio.Task[None] | None) -> BaseException | None:
+    if sending is None or not sending.done() or sending.cancelled():
+        return None
+    return sending.exception()
+
+
+async def _end(rpc: Any, sending: asyncio.Task[None]) -> None:
+    rpc.cancel()
+    sending.cancel()
+    await asyncio.wait([sending])
+    _failure_of(sending)  # Retrieved, so that asyncio does not report it a second time.

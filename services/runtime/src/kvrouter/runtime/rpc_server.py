@@ -1,0 +1,245 @@
+"""Serves objects of a contract over gRPC.
+
+An exception of ``kvrouter.runtime.errors`` becomes its status code and typed detail; any other becomes INTERNAL, with
+the traceback in the log and nothing of it in the answer. The client's deadline is handed to the method. A client that
+cancels, disconnects or runs out of time cancels the method, and its async generator is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import structlog
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvrouter.runtime.channel_options import SERVER_OPTIONS
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import (
+    STATUS_KEY,
+    BadRequest,
+    DeadlineExceeded,
+    Draining,
+    Internal,
+    KvRouterError,
+    to_status,
+)
+from kvrouter.runtime.health import HealthBoard
+from kvrouter.runtime.method_names import full_path, methods_by_python_name
+
+log = structlog.get_logger(component="rpc")
+
+_UNARY_DEFAULT_SECONDS = 30.0
+"""Time that a unary call may take whose client set no deadline."""
+_MAX_CALLS = 16_384
+"""Calls under way at once in one server, sessions and streams included; further ones get RESOURCE_EXHAUSTED."""
+_LAST_WORDS_SECONDS = 0.5
+"""Time for answers of refused calls to reach their clients before connections are closed."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class BindFailed(Exception):
+    """The address cannot be listened on."""
+
+
+class RpcServer:
+    """A gRPC server with health and reflection. Services are added, then it is started; in the end it is drained."""
+
+    def __init__(self, bind: str, *, max_calls: int = _MAX_CALLS) -> None:
+        self.health = HealthBoard()
+        """Readiness of the services; each starts out as not ready."""
+        self._bind = bind
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
+        self._names: list[str] = []
+        self._draining = False
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sessions: set[asyncio.Timeout] = set()
+        self._port = 0
+
+    @property
+    def calls(self) -> int:
+        """Calls under way, those of health and reflection aside."""
+        return self._calls
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once started."""
+        return self._port
+
+    def endpoint(self, advertise: str = "") -> str:
+        """The address by which others reach it, host:port.
+
+        Args:
+            advertise: Host, or host:port, to give out; by default the bound host, or this machine's name where it is
+                bound to every address.
+        """
+        host, _, port = advertise.rpartition(":") if ":" in advertise.rsplit("]", 1)[-1] else (advertise, "", "")
+        if not host:
+            host = self._bind.rpartition(":")[0]
+            if _is_any(host):
+                host = socket.getfqdn()
+        return f"{host}:{port or self._port}"
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            BindFailed: the address is in use, or not one of this machine.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection([*self._names, health_name, reflection.SERVICE_NAME], self._server)
+        await self.health.announce(self._names)
+        try:
+            self._port = self._server.add_insecure_port(self._bind)
+        except RuntimeError:
+            raise BindFailed(f"cannot listen on {self._bind}: the address is in use, or not of this machine") from None
+        await self._server.start()
+        log.info("grpc listening", address=self.endpoint(), services=self._names)
+
+    async def drain(self, seconds: float) -> None:
+        """Stops: refuses new calls, ends sessions, lets the calls under way finish, then closes connections.
+
+        Args:
+            seconds: How long to wait for calls; those that take longer are cancelled.
+        """
+        self._draining = True
+        await self.health.drain()
+        for session in list(self._sessions):
+            session.reschedule(asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("calls cut off", calls=self._calls, after_seconds=seconds)
+        await self._server.stop(_LAST_WORDS_SECONDS)
+
+    def add_service(self, descriptor: ServiceDescriptor, implementation: object) -> None:
+        """Serves the object under the service's name. Methods that it lacks answer UNIMPLEMENTED."""
+        handlers = {
+            method.name: self._handler(method, bound)
+            for name, method in methods_by_python_name(descriptor).items()
+            if (bound := _bound_method(implementation, name)) is not None
+        }
+        generic = grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+        self._names.append(descriptor.full_name)
+
+    def _handler(self, method: MethodDescriptor, bound: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[method.client_streaming, method.server_streaming]
+        is_unary = not (method.client_streaming or method.server_streaming)
+        is_session = method.client_streaming and method.server_streaming
+        parse: Callable[[bytes], Message] = GetMessageClass(method.input_type).FromString
+        path = full_path(method)
+
+        async def handle(incoming: Any, context: _Context) -> Any:
+            deadline = _deadline_of(context)
+            failure: KvRouterError
+            try:
+                async with self._call(deadline, is_unary=is_unary, is_session=is_session) as bounded:
+                    request = _parsed(incoming, parse) if method.client_streaming else _parse(incoming, parse)
+                    if not method.server_streaming:
+                        return await bound(request, deadline=bounded)
+                    async with aclosing(bound(request, deadline=bounded)) as responses:
+                        async for response in responses:
+                            await context.write(response)
+                    return None
+            except KvRouterError as error:
+                log.debug("call refused", method=path, code=error.code.name, cause=str(error))
+                failure = error
+            except Exception:
+                log.exception("call failed", method=path)
+                failure = Internal("internal error", advice="The service's log has the cause.")
+            return await _abort(context, failure)
+
+        return make(handle, request_deserializer=None, response_serializer=_serialize)
+
+    @asynccontextmanager
+    async def _call(self, deadline: Deadline, *, is_unary: bool, is_session: bool) -> AsyncIterator[Deadline]:
+        """Counts a call, and ends it when its time is over or, for a session, when the server drains."""
+        if self._draining:
+            raise Draining
+        if is_unary:
+            deadline = deadline.or_after(_UNARY_DEFAULT_SECONDS)
+        self._calls += 1
+        self._idle.clear()
+        limit = asyncio.timeout(deadline.remaining())
+        if is_session:
+            self._sessions.add(limit)
+        try:
+            async with limit:
+                yield deadline
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Draining if is_session and self._draining else DeadlineExceeded from None
+        finally:
+            self._sessions.discard(limit)
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+
+def open_server(bind: str, *, max_calls: int = _MAX_CALLS) -> RpcServer:
+    """A server for ``host:port`` (port 0 takes a free one), not started yet."""
+    return RpcServer(bind, max_calls=max_calls)
+
+
+def add_service(server: RpcServer, descriptor: ServiceDescriptor, implementation: object) -> None:
+    """Serves an object of a contract; see ``RpcServer.add_service``."""
+    server.add_service(descriptor, implementation)
+
+
+def _bound_method(implementation: object, name: str) -> Callable[..., Any] | None:
+    return getattr(implementation, f"{name}_encoded", None) or getattr(implementation, name, None)
+
+
+def _deadline_of(context: _Context) -> Deadline:
+    remaining = context.time_remaining()
+    return Deadline.never() if remaining is None else Deadline.after(remaining)
+
+
+def _parse(encoded: bytes, parse: Callable[[bytes], Message]) -> Message:
+    try:
+        return parse(encoded)
+    except DecodeError:
+        raise BadRequest(
+            "the request cannot be parsed", advice="Encode it by the .proto files that reflection serves."
+        ) from None
+
+
+async def _parsed(incoming: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncGenerator[Message, None]:
+    async for encoded in incoming:
+        yield _parse(encoded, parse)
+
+
+def _serialize(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+def _abort(context: _Context, error: KvRouterError) -> Awaitable[Any]:
+    status = to_status(error)
+    return context.abort(error.code, status.message, ((STATUS_KEY, status.SerializeToString()),))
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host in {"", "*"}
