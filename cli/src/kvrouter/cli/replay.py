@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvrouter.cli.pacing import Pace
@@ -125,8 +126,9 @@ class _Run:
         try:
             record.late_wall_ms = max(0.0, time.perf_counter() - due) * 1000
             deadline = Deadline.after(self._options.request_timeout_seconds)
-            async for piece in self._frontend.generate(message, deadline=deadline):
-                record.take(piece)
+            async with aclosing(self._frontend.generate(message, deadline=deadline)) as pieces:
+                async for piece in pieces:
+                    record.take(piece)
         except KvRouterError as error:
             record.error = error.code.name
         finally:
