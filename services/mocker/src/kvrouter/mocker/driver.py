@@ -1,0 +1,152 @@
+"""Runs an engine model in real time.
+
+Steps follow each other on the engine's clock without a pause while there is work, whatever the process itself loses in
+between: a step begins when the one before it ended, and takes in the requests that had arrived by then. Stamps are
+therefore those of an engine that never waits for Python. How far the process is behind its engine's clock is kept as
+``lateness``: while that is small against a step, callers see the tokens when they should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvrouter.mocker.clock import EngineClock
+from kvrouter.mocker.engine import Engine
+from kvrouter.mocker.engine_types import CacheEvent, EngineRequest, FinishReason, Output
+
+
+@dataclass(slots=True)
+class Tokens:
+    """What came out since the last time anyone looked: tokens of one step or of several."""
+
+    token_ids: list[int] = field(default_factory=list)
+    stamps: list[float] = field(default_factory=list)
+    """Engine seconds at which each token came out."""
+    first: Output | None = None
+    """The output with the first token, if it is among these."""
+    finish_reason: FinishReason | None = None
+
+
+class _Stream:
+    """Outputs of one request on their way to its reader."""
+
+    def __init__(self) -> None:
+        self._pending = Tokens()
+        self._filled = asyncio.Event()
+
+    def put(self, output: Output, at: float) -> None:
+        pending = self._pending
+        pending.token_ids += output.token_ids
+        pending.stamps += [at] * len(output.token_ids)
+        if output.first_token:
+            pending.first = output
+        pending.finish_reason = output.finish_reason
+        self._filled.set()
+
+    async def take(self) -> Tokens:
+        await self._filled.wait()
+        self._filled.clear()
+        taken, self._pending = self._pending, Tokens()
+        return taken
+
+
+class EngineDriver:
+    """One rank's engine in real time. ``run`` must be running; ``publish`` is called with the events of each step."""
+
+    def __init__(self, engine: Engine, clock: EngineClock, publish: Callable[[Iterable[CacheEvent]], None]) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.steps = 0
+        self.lateness = 0.0
+        """Engine seconds by which the last step ended late."""
+        self.worst_lateness = 0.0
+        """Most engine seconds by which any step ended late."""
+        self.prompt_tokens_total = 0
+        """Prompt tokens of requests that got a first token."""
+        self.cached_tokens_total = 0
+        """Those of them that came out of the cache."""
+        self._publish = publish
+        self._arrivals: deque[tuple[float, EngineRequest]] = deque()
+        self._streams: dict[str, _Stream] = {}
+        self._work = asyncio.Event()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Tokens, None]:
+        """Runs a request and yields what comes out. Leaving early aborts it.
+
+        Raises:
+            RequestRefused: the engine will not take it.
+        """
+        self.engine.check(request, waiting=len(self._arrivals))
+        if request.request_id in self._streams:
+            raise self.engine.duplicate(request)
+        stream = self._streams[request.request_id] = _Stream()
+        self._arrivals.append((self.clock.now(), request))
+        self._work.set()
+        finished = False
+        try:
+            while not finished:
+                tokens = await stream.take()
+                if tokens.first is not None:
+                    self.prompt_tokens_total += request.prompt_tokens
+                    self.cached_tokens_total += tokens.first.cached_tokens
+                finished = tokens.finish_reason is not None
+                yield tokens
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self._abandon(request.request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its reader gets a last piece that says so. Returns whether it was here."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        now = self.clock.now()
+        self._abandon(request_id)
+        stream.put(Output(request_id, (), FinishReason.ABORT, False, 0, now, now), now)
+        return True
+
+    def clear_cache(self) -> None:
+        """Empties the cache with the next step."""
+        self.engine.clear_cache()
+        self._work.set()
+
+    async def run(self) -> None:
+        """Steps the engine, until cancelled."""
+        at = 0.0
+        while True:
+            self._submit_until(at)
+            step = self.engine.begin_step(at)
+            if step is None:
+                if self._arrivals:
+                    at = max(at, self._arrivals[0][0])
+                    continue
+                self._work.clear()
+                await self._work.wait()
+                at = self._arrivals[0][0] if self._arrivals else self.clock.now()
+                continue
+            self._publish(step.events)
+            await self.clock.sleep_until(step.ends_at)
+            at = step.ends_at
+            self.steps += 1
+            self.lateness = max(0.0, self.clock.now() - at)
+            self.worst_lateness = max(self.worst_lateness, self.lateness)
+            for output in self.engine.end_step(at):
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.put(output, at)
+
+    def _submit_until(self, at: float) -> None:
+        while self._arrivals and self._arrivals[0][0] <= at:
+            arrived, request = self._arrivals.popleft()
+            self.engine.submit(request, arrived)
+
+    def _abandon(self, request_id: str) -> None:
+        for arrival in self._arrivals:
+            if arrival[1].request_id == request_id:
+                self._arrivals.remove(arrival)
+                return
+        self.engine.abort(request_id)

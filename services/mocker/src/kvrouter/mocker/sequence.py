@@ -1,0 +1,97 @@
+from collections.abc import Callable
+from random import Random
+
+from kvrouter.mocker.block_pool import Block, engine_hash, root_hash
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+
+
+class Sequence:
+    """A request inside the engine: the tokens known so far, how many of them are computed, the blocks it holds.
+
+    `length` counts known tokens: the prompt and all output. `computed` of them are in the KV cache; the rest are what
+    its next steps compute. `held` blocks are its own or shared; the first `len(blocks)` of those are cached.
+    """
+
+    __slots__ = (
+        "_root",
+        "_uniform",
+        "_width",
+        "blocks",
+        "cached_tokens",
+        "chain",
+        "computed",
+        "held",
+        "length",
+        "limit",
+        "pieces",
+        "prompt_tokens",
+        "request",
+        "room",
+        "scheduled",
+        "scheduled_at",
+        "submitted_at",
+        "upcoming",
+    )
+
+    def __init__(self, request: EngineRequest, config: EngineConfig, submitted_at: float) -> None:
+        self.request = request
+        self.submitted_at = submitted_at
+        self.scheduled = False
+        self.scheduled_at = submitted_at
+        self.cached_tokens = 0
+        self.prompt_tokens = self.length = request.prompt_tokens
+        self.limit = min(self.length + request.max_tokens, config.length_limit)
+        self.computed = 0
+        self.held = 0
+        self.room = 0
+        """Tokens that the held blocks have place for."""
+        self.blocks: list[Block] = []
+        self.chain: list[int] = []
+        """chain[i] is the parent hash of block i, chain[i + 1] its own."""
+        self.pieces: list[bytes] = []
+        """The tokens of each block; empty, as `chain`, until `cut`."""
+        self.upcoming: list[int] = []
+        """Output tokens that are drawn but not known yet, next one last."""
+        self._width = 4 * config.block_size  # bytes of a block's tokens
+        self._root = root_hash(config.hash_seed, request.scope)
+        self._uniform: Callable[[], float] | None = None
+
+    def cut(self) -> None:
+        """Cut the prompt into blocks and hash them, if that is not done yet.
+
+        This waits until the sequence is at the head of the queue, so that a long queue holds packed prompts only.
+        """
+        if self.chain:
+            return
+        width = self._width
+        prompt = self.request.prompt
+        full = len(prompt) // width
+        self.pieces = [prompt[i : i + width] for i in range(0, full * width, width)]
+        chain = [self._root]
+        parent = self._root
+        for piece in self.pieces:
+            parent = engine_hash(parent, piece)
+            chain.append(parent)
+        self.chain = chain
+
+    def plan_output(self, vocabulary_size: int) -> list[int]:
+        """Draw the output tokens up to the end of the block that the sequence's length is in; returns `upcoming`.
+
+        The block is hashed with it. It is cached, and found, only once its tokens are known and computed: the bounds
+        are `length` and `computed`, and not what `pieces` has.
+        """
+        if self._uniform is None:
+            request = self.request
+            self._uniform = Random(request.request_id if request.seed is None else request.seed).random
+            begun = request.prompt[len(self.pieces) * self._width :]
+        else:
+            begun = b""
+        uniform = self._uniform
+        drawn = [int(uniform() * vocabulary_size) for _ in range((self._width - len(begun)) // 4)]
+        piece = begun + pack_tokens(drawn)
+        self.pieces.append(piece)
+        self.chain.append(engine_hash(self.chain[-1], piece))
+        drawn.reverse()
+        self.upcoming = drawn
+        return drawn

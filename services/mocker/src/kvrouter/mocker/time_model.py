@@ -1,0 +1,46 @@
+"""How long an engine step takes.
+
+    prefill(n) = n2·n² + n1·n + n0          n = prompt tokens computed in the step, over all requests; 0 ms when n = 0
+    decode(p)  = max(floor, p2·p² + p1·p + p0)   p = context tokens of the decoding sequences / KV capacity in tokens;
+                                            0 ms when nothing decodes
+    step       = prefill(n) + decode(p)     a sum, not a maximum: one step does both kinds of work
+
+All terms are milliseconds at speed 1. p counts the contexts of the sequences that decode, shared blocks once per
+sequence, and not the blocks in use: attention reads every context.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """The coefficients; the defaults are those of Dynamo 1.6's mock engine (an H200-like worker)."""
+
+    prefill_n2_ms: float = 4.209989e-07
+    """ms per squared prompt token."""
+    prefill_n1_ms: float = 1.518344e-02
+    """ms per prompt token."""
+    prefill_n0_ms: float = 16.50142
+    """ms per step that computes any prompt token."""
+    decode_p2_ms: float = -25.74
+    """ms at a share of 1, squared term."""
+    decode_p1_ms: float = 54.01
+    """ms at a share of 1, linear term."""
+    decode_p0_ms: float = 5.74
+    """ms per step that decodes anything."""
+    decode_floor_ms: float = 1.0
+    """The least that a decode takes, ms: the parabola falls once the share is well above 1 (shared prefixes)."""
+
+    def step_seconds(self, prefill_tokens: int, decode_tokens: int, capacity_tokens: int) -> float:
+        """Seconds that a step takes at speed 1.
+
+        `prefill_tokens`: prompt tokens computed in the step. `decode_tokens`: sum of the context lengths of the
+        sequences that decode in it (0: none does). `capacity_tokens`: what the KV cache holds.
+        """
+        ms = 0.0
+        if prefill_tokens:
+            ms += (self.prefill_n2_ms * prefill_tokens + self.prefill_n1_ms) * prefill_tokens + self.prefill_n0_ms
+        if decode_tokens:
+            share = decode_tokens / capacity_tokens
+            ms += max(self.decode_floor_ms, (self.decode_p2_ms * share + self.decode_p1_ms) * share + self.decode_p0_ms)
+        return ms / 1e3
