@@ -1,0 +1,153 @@
+//! Block hashing: XXH3-64 over a block's tokens, and the chain over a prompt's blocks.
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Seed of the base model's blocks, of every chain, and of every digest.
+pub const SEED: u64 = 1337;
+
+/// Bytes of a token: a little-endian u32.
+pub const TOKEN_BYTES: usize = 4;
+
+/// Content that is hashed into a block beside its tokens: (block index, content hash).
+pub type Multimodal = (u32, u64);
+
+/// The seed that a scope's blocks are hashed with.
+///
+/// An adapter alone adds XXH3-64 of its name (seed 0) to 1337, as other publishers do; with a salt or a tenant, the seed
+/// is XXH3-64 (seed 1337) of all three, each after its length as a u32, so that no two scopes spell the same bytes.
+pub fn scope_seed(lora_name: &str, cache_salt: &str, tenant: &str) -> u64 {
+    if cache_salt.is_empty() && tenant.is_empty() {
+        if lora_name.is_empty() {
+            return SEED;
+        }
+        return SEED.wrapping_add(xxh3_64_with_seed(lora_name.as_bytes(), 0));
+    }
+    let mut spelled = Vec::with_capacity(12 + lora_name.len() + cache_salt.len() + tenant.len());
+    for part in [lora_name, cache_salt, tenant] {
+        spelled.extend_from_slice(&(part.len() as u32).to_le_bytes());
+        spelled.extend_from_slice(part.as_bytes());
+    }
+    xxh3_64_with_seed(&spelled, SEED)
+}
+
+/// Local hashes of the full blocks in `tokens` (little-endian u32), appended to `out`.
+pub fn local_hashes(tokens: &[u8], block_size: usize, seed: u64, multimodal: &[Multimodal], out: &mut Vec<u64>) {
+    let block_bytes = block_size.saturating_mul(TOKEN_BYTES);
+    if block_bytes == 0 {
+        return;
+    }
+    let blocks = tokens.chunks_exact(block_bytes);
+    out.reserve(blocks.len());
+    if multimodal.is_empty() {
+        out.extend(blocks.map(|block| xxh3_64_with_seed(block, seed)));
+        return;
+    }
+    let mut with_content = Vec::new();
+    for (index, block) in blocks.enumerate() {
+        with_content.clear();
+        with_content.extend_from_slice(block);
+        for (_, hash) in multimodal.iter().filter(|(at, _)| *at as usize == index) {
+            with_content.extend_from_slice(&hash.to_le_bytes());
+        }
+        out.push(xxh3_64_with_seed(&with_content, seed));
+    }
+}
+
+/// Sequence hash of a block, from that of the block before it.
+#[inline]
+pub fn chain(previous: u64, local: u64) -> u64 {
+    let bytes = (previous as u128 | (local as u128) << 64).to_le_bytes();
+    xxh3_64_with_seed(&bytes, SEED)
+}
+
+/// Sequence hash of the block at `depth`, given that of the block before it (any value at depth 0).
+#[inline]
+pub fn sequence_hash(depth: u32, previous: u64, local: u64) -> u64 {
+    if depth == 0 { local } else { chain(previous, local) }
+}
+
+/// What one entry adds to a rank's digest.
+#[inline]
+pub fn digest_term(engine_hash: u64, sequence_hash: u64, tier: u32, copies: u32) -> u64 {
+    let mut bytes = [0u8; 32];
+    for (to, word) in bytes.chunks_exact_mut(8).zip([engine_hash, sequence_hash, tier.into(), copies.into()]) {
+        to.copy_from_slice(&word.to_le_bytes());
+    }
+    xxh3_64_with_seed(&bytes, SEED)
+}
+
+/// A secret of this process that engine hashes are mixed with, so that nobody can choose hashes which share a place in
+/// a table.
+#[derive(Clone, Copy)]
+pub struct Secret {
+    add: u64,
+    multiply: u64,
+}
+
+impl Secret {
+    /// A secret of its own for each index, from the standard library's source of randomness.
+    pub fn random() -> Self {
+        use std::hash::{BuildHasher, RandomState};
+        let state = RandomState::new();
+        Self { add: state.hash_one(1u8), multiply: state.hash_one(2u8) | 1 }
+    }
+
+    /// A well-mixed hash of `key`.
+    #[inline]
+    pub fn mix(&self, key: u64) -> u64 {
+        let product = u128::from(key ^ self.add).wrapping_mul(u128::from(self.multiply));
+        let folded = (product as u64) ^ ((product >> 64) as u64);
+        // The low bits of a product depend on few bits of its factors: a second round spreads them.
+        let product = u128::from(folded).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
+        (product as u64) ^ ((product >> 64) as u64)
+    }
+
+    /// A hash of two keys.
+    #[inline]
+    pub fn mix_pair(&self, one: u64, two: u64) -> u64 {
+        self.mix(self.mix(one).rotate_left(29) ^ two)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scopes_do_not_spell_each_other() {
+        let seeds = [
+            ("", "", ""),
+            ("a", "", ""),
+            ("", "a", ""),
+            ("", "", "a"),
+            ("a", "b", ""),
+            ("ab", "", "c"),
+            ("a", "bc", ""),
+        ]
+        .map(|(lora, salt, tenant)| scope_seed(lora, salt, tenant));
+        for (at, seed) in seeds.iter().enumerate() {
+            assert!(!seeds[..at].contains(seed));
+        }
+        assert_eq!(seeds[0], 1337);
+    }
+
+    #[test]
+    fn only_full_blocks_are_hashed() {
+        let tokens: Vec<u8> = (0u32..10).flat_map(u32::to_le_bytes).collect();
+        let mut out = Vec::new();
+        local_hashes(&tokens, 4, SEED, &[], &mut out);
+        assert_eq!(out.len(), 2);
+        local_hashes(&tokens, 0, SEED, &[], &mut out);
+        assert_eq!(out.len(), 2);
+    }
+
+    #[test]
+    fn content_changes_only_its_block() {
+        let tokens = [0u8; 32];
+        let (mut plain, mut seen) = (Vec::new(), Vec::new());
+        local_hashes(&tokens, 4, SEED, &[], &mut plain);
+        local_hashes(&tokens, 4, SEED, &[(1, 7)], &mut seen);
+        assert_eq!(plain[0], seen[0]);
+        assert_ne!(plain[1], seen[1]);
+    }
+}

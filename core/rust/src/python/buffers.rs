@@ -1,0 +1,124 @@
+//! Bytes out of Python objects, without copies where the object has them in one piece.
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::hash::{Multimodal, scope_seed};
+
+/// Bytes that belong to a Python object, or were made from one.
+pub enum Bytes<'a, 'py> {
+    Borrowed(&'a Bound<'py, PyBytes>),
+    Buffer(PyUntypedBuffer),
+    Owned(Vec<u8>),
+}
+
+impl Bytes<'_, '_> {
+    /// The bytes. They must not be changed by Python code meanwhile: callers keep the GIL, or the object is `bytes`.
+    pub fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(bytes) => bytes.as_bytes(),
+            // SAFETY: the buffer is contiguous (checked when it was taken), alive as long as `self`, and `len_bytes` long.
+            Self::Buffer(buffer) => unsafe {
+                let length = buffer.len_bytes();
+                if length == 0 { &[] } else { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), length) }
+            },
+            Self::Owned(bytes) => bytes,
+        }
+    }
+}
+
+/// The bytes of `bytes`, `bytearray`, or anything else that offers a contiguous buffer.
+pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
+    if let Ok(exact) = object.cast::<PyBytes>() {
+        return Ok(Bytes::Borrowed(exact));
+    }
+    let buffer = PyUntypedBuffer::get(object)?;
+    if !buffer.is_c_contiguous() {
+        return Err(PyValueError::new_err("the buffer is not contiguous"));
+    }
+    Ok(Bytes::Buffer(buffer))
+}
+
+/// Packed little-endian u64.
+///
+/// Raises ValueError where the length is not a multiple of 8.
+pub fn packed_hashes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
+    let packed = bytes(object)?;
+    if !packed.as_slice().len().is_multiple_of(8) {
+        return Err(PyValueError::new_err("packed hashes are 8 bytes each"));
+    }
+    Ok(packed)
+}
+
+/// Token ids as little-endian u32, from any of the forms of `TokenBuffer`.
+pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
+    if let Ok(list) = object.cast::<PyList>() {
+        return from_iterable(list.as_any(), list.len());
+    }
+    if let Ok(exact) = object.cast::<PyBytes>() {
+        return whole_tokens(Bytes::Borrowed(exact));
+    }
+    let Ok(buffer) = PyUntypedBuffer::get(object) else {
+        return from_iterable(object, object.len().unwrap_or(0));
+    };
+    if !buffer.is_c_contiguous() {
+        return from_iterable(object, object.len().unwrap_or(0));
+    }
+    let format = buffer.format().to_bytes();
+    let code = format.last().copied().unwrap_or(b'B');
+    let big_endian = matches!(format.first(), Some(b'>' | b'!')) || (cfg!(target_endian = "big") && format.len() == 1);
+    match (code, buffer.item_size()) {
+        (b'B' | b'b' | b'c', 1) => whole_tokens(Bytes::Buffer(buffer)),
+        (b'I' | b'L', 4) if !big_endian => Ok(Bytes::Buffer(buffer)),
+        (b'i' | b'l', 4) if !big_endian => {
+            let held = Bytes::Buffer(buffer);
+            if held.as_slice().chunks_exact(4).any(|token| token.last().is_some_and(|high| high & 0x80 != 0)) {
+                return Err(PyOverflowError::new_err("token ids are not negative"));
+            }
+            Ok(held)
+        }
+        (b'f' | b'd' | b'e' | b'g' | b'?', _) => Err(PyTypeError::new_err("token ids are integers")),
+        _ => from_iterable(object, buffer.item_count()),
+    }
+}
+
+fn whole_tokens<'a, 'py>(held: Bytes<'a, 'py>) -> PyResult<Bytes<'a, 'py>> {
+    if !held.as_slice().len().is_multiple_of(4) {
+        return Err(PyValueError::new_err("token ids in bytes are 4 bytes each"));
+    }
+    Ok(held)
+}
+
+fn from_iterable<'a, 'py>(object: &Bound<'py, PyAny>, length: usize) -> PyResult<Bytes<'a, 'py>> {
+    let mut owned = Vec::with_capacity(length.saturating_mul(4));
+    for item in object.try_iter()? {
+        let token: u32 = item?.extract()?;
+        owned.extend_from_slice(&token.to_le_bytes());
+    }
+    Ok(Bytes::Owned(owned))
+}
+
+/// The seed of a `Scope`, or of the base model where there is none.
+pub fn seed(scope: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+    let Some(scope) = scope else { return Ok(crate::hash::SEED) };
+    let text = |name: &str| -> PyResult<String> { scope.getattr(name)?.extract() };
+    Ok(scope_seed(&text("lora_name")?, &text("cache_salt")?, &text("tenant")?))
+}
+
+/// Pairs (block index, content hash).
+pub fn multimodal(pairs: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Multimodal>> {
+    let Some(pairs) = pairs else { return Ok(Vec::new()) };
+    pairs.try_iter()?.map(|pair| pair?.extract()).collect()
+}
+
+/// Packed little-endian u64 as Python `bytes`.
+pub fn pack<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, hashes.len().saturating_mul(8), |to| {
+        for (to, hash) in to.chunks_exact_mut(8).zip(hashes) {
+            to.copy_from_slice(&hash.to_le_bytes());
+        }
+        Ok(())
+    })
+}
