@@ -1,0 +1,58 @@
+"""Logs: one event a line on stderr, as JSON or for a terminal. Lines never hold prompts or tokens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal
+
+import structlog
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(level: str = "info", format: Literal["json", "console"] = "json", component: str = "") -> None:  # noqa: A002
+    """Sets up logging for the process.
+
+    Args:
+        level: Least level that is logged: debug, info, warning or error.
+        format: ``json``, or ``console`` for people.
+        component: Name under which lines appear that name no component themselves.
+    """
+
+    def name_component(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event.setdefault("component", component)
+        return event
+
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        name_component,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+    ]
+    # Tracebacks are plain text: the richer forms print local variables, prompts among them.
+    last: list[Any]
+    if format == "json":
+        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    else:
+        plain = structlog.dev.plain_traceback
+        last = [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain, timestamp_key="time")
+        ]
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(handlers=[_IntoStructlog()], level=max(_LEVELS[level], logging.INFO), force=True)
+
+
+class _IntoStructlog(logging.Handler):
+    """What libraries log by the standard library comes out in the same form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger().log(
+            record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None
+        )

@@ -1,0 +1,72 @@
+"""Prometheus metrics and the small HTTP server beside each service that shows them.
+
+Every service object takes the registry that its metrics go to, so that several services share a process and tests start
+from nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+from aiohttp import web
+from kvrouter.runtime.health import HealthBoard
+from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+log = structlog.get_logger(component="ops")
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the figures of the process: memory, CPU time, open files, garbage collection."""
+    registry = CollectorRegistry()
+    for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
+        registry.register(collector)
+    return registry
+
+
+def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.Application:
+    """``/metrics``; ``/health``: the process answers; ``/ready``: 200 if every service in it is ready, else 503."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def alive(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def ready(_: web.Request) -> web.Response:
+        body = {"ready": health.ready, "services": dict(health.services)}
+        return web.json_response(body, status=200 if health.ready else 503)
+
+    routes: list[tuple[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
+        ("/metrics", metrics),
+        ("/health", alive),
+        ("/ready", ready),
+    ]
+    application = web.Application()
+    application.add_routes([web.get(path, handler) for path, handler in routes])
+    return application
+
+
+@asynccontextmanager
+async def serving_ops(bind: str, registry: CollectorRegistry, health: HealthBoard) -> AsyncIterator[str]:
+    """The ops server while the context lasts; yields its address, host:port, or nothing where ``bind`` is empty.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    if not bind:
+        yield ""
+        return
+    host, _, port = bind.rpartition(":")
+    runner = web.AppRunner(ops_application(registry, health), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host.strip("[]") or None, int(port), reuse_port=False)
+        await site.start()
+        bound_port = runner.addresses[0][1]
+        log.info("http listening", address=f"{host}:{bound_port}")
+        yield f"{host}:{bound_port}"
+    finally:
+        await runner.cleanup()

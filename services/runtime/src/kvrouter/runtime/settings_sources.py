@@ -1,0 +1,232 @@
+"""Reads settings out of flags, environment and file. The one place that reads the environment.
+
+pydantic-settings is not used for it: its environment source drops the ``KVROUTER_`` prefix of fields that have aliases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Protocol, TypeVar, Union, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+_PREFIX = "KVROUTER_"
+_TABLES = frozenset({"indexer", "scheduler", "frontend", "mocker", "replay"})
+"""Tables that a file may have for other services."""
+
+
+class _Settings(Protocol):
+    @classmethod
+    def table(cls) -> str: ...
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+class SettingsError(Exception):
+    """A value is wrong, or an option unknown. The message is one line that names the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    value: Any
+    source: str
+    """Where it comes from, as its writer knows it: ``--port``, ``KVROUTER_PORT``, ``port in router.toml``."""
+
+
+def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None = None) -> S:
+    """The settings of one service. A wrong value ends the process with one line on stderr and exit status 2."""
+    settings: S = load_all((kind,), argv, prog=prog)[0]
+    return settings
+
+
+def load_all(kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, prog: str | None = None) -> list[Any]:
+    """The settings of several services that share a process, out of one command line.
+
+    A flag has to be one of any service; it counts for all that have it. ``--help`` and wrong values end the process.
+    """
+    parser = _parser(kinds, prog)
+    try:
+        return read_all(kinds, sys.argv[1:] if argv is None else argv, os.environ, parser)
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def read_all(
+    kinds: Sequence[type[Any]],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    parser: argparse.ArgumentParser | None = None,
+) -> list[Any]:
+    """As ``load_all``, from a given environment.
+
+    Raises:
+        SettingsError: a value is wrong, a key of the file unknown, or the file cannot be read.
+    """
+    flags = vars((parser or _parser(kinds, None)).parse_args(list(argv)))
+    path = flags.pop("config", None) or environ.get(f"{_PREFIX}CONFIG")
+    document = _read_file(Path(path)) if path else {}
+    return [_build(kind, flags, environ, document, path or "") for kind in kinds]
+
+
+def _build(
+    kind: type[BaseModel], flags: Mapping[str, Any], environ: Mapping[str, str], document: Mapping[str, Any], path: str
+) -> BaseModel:
+    from_file = dict(_from_file(kind, document, path))
+    values: dict[str, _Value] = {}
+    for name, field in kind.model_fields.items():
+        chosen = _from_flags(name, field, flags) or _from_environment(name, field, environ) or from_file.get(name)
+        if chosen is not None:
+            values[name] = chosen
+    try:
+        return kind(**{name: _prepared(chosen.value, kind.model_fields[name]) for name, chosen in values.items()})
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(kind, problem, values) for problem in error.errors())) from None
+
+
+def _explain(kind: type[BaseModel], problem: Any, values: Mapping[str, _Value]) -> str:
+    names = {alias: name for name, field in kind.model_fields.items() for alias in (name, *_aliases(field))}
+    name = names.get(str(problem["loc"][0])) if problem["loc"] else None
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if name is None or name not in values:
+        return message if name is None else f"--{_kebab(name)}: {message}"
+    return f"{values[name].source}: {message} (got {str(values[name].value)[:200]!r})"
+
+
+def _names(name: str, field: FieldInfo) -> list[str]:
+    return list(dict.fromkeys(_kebab(each) for each in (name, *_aliases(field))))
+
+
+def _aliases(field: FieldInfo) -> list[str]:
+    alias = field.validation_alias
+    if isinstance(alias, AliasChoices):
+        return [choice for choice in alias.choices if isinstance(choice, str)]
+    return [alias] if isinstance(alias, str) else []
+
+
+def _kebab(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _variables(name: str, field: FieldInfo) -> list[str]:
+    own = [_PREFIX + each.upper().replace("-", "_") for each in _names(name, field)]
+    extra = field.json_schema_extra
+    foreign = extra.get("env", []) if isinstance(extra, dict) else []
+    return [*own, *(str(each) for each in foreign)] if isinstance(foreign, list) else own
+
+
+def _from_flags(name: str, field: FieldInfo, flags: Mapping[str, Any]) -> _Value | None:
+    for each in _names(name, field):
+        value = flags.get(each)
+        if value is not None:
+            return _Value(value, f"--{each}")
+    return None
+
+
+def _from_environment(name: str, field: FieldInfo, environ: Mapping[str, str]) -> _Value | None:
+    for variable in _variables(name, field):
+        # A variable that is set but empty is how deployment templates spell "not set".
+        if environ.get(variable):
+            return _Value(environ[variable], variable)
+    return None
+
+
+def _from_file(kind: type[BaseModel], document: Mapping[str, Any], path: str) -> Iterator[tuple[str, _Value]]:
+    names = {each: name for name, field in kind.model_fields.items() for each in _names(name, field)}
+    own = _table(kind)
+    general = {key: value for key, value in document.items() if key not in _TABLES | {own}}
+    for table, entries in (("", general), (own, document.get(own, {}))):
+        if not isinstance(entries, Mapping):
+            raise SettingsError(f"{path}: {table} is to be a table")
+        for key, value in entries.items():
+            name = names.get(_kebab(key))
+            place = f"{key} in [{table}] of {path}" if table else f"{key} in {path}"
+            if name is None:
+                raise SettingsError(f"{place}: no such option")
+            yield name, _Value(value, place)
+
+
+def _table(kind: Any) -> str:
+    settings: _Settings = kind
+    return settings.table()
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from None
+
+
+def _prepared(value: Any, field: FieldInfo) -> Any:
+    """A text as the field's type takes it: lists by commas, tables as ``key=value`` by commas, ``none`` for nothing."""
+    if not isinstance(value, str):
+        return value
+    types = _types(field.annotation)
+    if NoneType in types and value.strip().lower() in {"", "none"}:
+        return None
+    origins = {get_origin(each) or each for each in types}
+    if origins & {tuple, list, set, frozenset}:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if dict in origins:
+        return {key: entry for key, _, entry in (part.partition("=") for part in value.split(",") if part)}
+    return value
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in {Union, UnionType} else (annotation,)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def _parser(kinds: Sequence[type[BaseModel]], prog: str | None) -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog=prog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Options are flags, environment variables and keys of a TOML file, in this order.",
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"File with options. [{_PREFIX}CONFIG]")
+    known: set[str] = set()
+    for kind in kinds:
+        group = parser.add_argument_group(_table(kind) if len(kinds) > 1 else "options of the service")
+        for name, field in kind.model_fields.items():
+            fresh = [each for each in _names(name, field) if each not in known]
+            known.update(fresh)
+            for index, each in enumerate(fresh):
+                _add_flag(group, each, name, field, shown=index == 0)
+    return parser
+
+
+def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool) -> None:
+    """One flag; each name of a field is a flag of its own, so that an error can name the one that was used."""
+    text = _help(name, field) if shown else argparse.SUPPRESS
+    if bool in _types(field.annotation):
+        group.add_argument(f"--{flag}", dest=flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    else:
+        group.add_argument(f"--{flag}", dest=flag, metavar="VALUE", default=None, help=text)
+
+
+def _help(name: str, field: FieldInfo) -> str:
+    default = "made up" if field.default is PydanticUndefined else field.default
+    default = "none" if default in (None, "") else default
+    others = [f"--{each}" for each in _names(name, field)[1:]]
+    text = f"{field.description or ''} Default: {default}. [{', '.join(_variables(name, field))}]"
+    if others:
+        text += f" Also {', '.join(others)}."
+    return text.replace("%", "%%")
