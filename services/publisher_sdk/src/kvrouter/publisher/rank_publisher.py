@@ -1,0 +1,306 @@
+"""What an engine calls when its cache changes: one object for each rank."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import structlog
+from kvrouter.core import Scope, local_hashes
+from kvrouter.publisher.batches import MAX_BATCH_BYTES, encode_batch
+from kvrouter.publisher.errors import EventsGone, InvalidEvent
+from kvrouter.publisher.event_log import EventLog
+from kvrouter.publisher.rank_state import NumberedEvent, RankState, block_records
+from kvrouter.publisher.transport import MessageRefused, Transport, TransportAway
+from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
+from kvrouter.v1.events_pb2 import KvEventBatch
+from kvrouter.v1.worker_pb2 import GetRankStateResponse
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+
+log = structlog.get_logger(__name__)
+
+_BASE_SCOPE = Scope()
+_CHUNK_BLOCKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """Figures of one rank since its publisher was made."""
+
+    dp_rank: int
+    incarnation: int
+    next_event_id: int
+    """Events recorded; also the id of the next."""
+    digest: int
+    """Digest of the rank's state, as in KvEventBatch."""
+    blocks: int
+    """Blocks that the rank holds."""
+    unknown_removals: int
+    """Removed blocks that were not held, which are not published."""
+    batches_sent: int
+    heartbeats_sent: int
+    bytes_sent: int
+    """Bytes of batches and heartbeats."""
+    retries: int
+    """Times that a batch had to be sent again."""
+    events_dropped: int
+    """Events that were never sent, as the buffer was full or the server refuses them; consumers fetch the state."""
+    unsent_events: int
+    """Events that wait to be sent."""
+    unsent_bytes: int
+
+
+class RankPublisher:
+    """Records what a rank's cache holds and publishes each change.
+
+    ``stored``, ``removed`` and ``cleared`` may be called from any thread; they neither block on NATS nor wait for it.
+    ``run`` sends, one batch at a time, in an event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        subject: str,
+        worker_id: int,
+        dp_rank: int,
+        incarnation: int,
+        block_size: int,
+        copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED,
+        buffer_events: int = 200_000,
+        buffer_bytes: int = 32 << 20,
+    ) -> None:
+        """``buffer_events`` and ``buffer_bytes`` bound the events kept, be it to send or to serve them again."""
+        self.dp_rank = dp_rank
+        """The data parallel rank."""
+        self.incarnation = incarnation
+        """The life of the cache that is reported."""
+        self._subject = subject
+        self._worker_id = worker_id
+        self._block_size = block_size
+        self._copy_counting = copy_counting
+        self._lock = threading.Lock()
+        self._state = RankState(incarnation, copy_counting)
+        self._log = EventLog(buffer_events, buffer_bytes)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting = asyncio.Event()
+        self._sent = asyncio.Condition()
+        self._in_flight = False
+        self._batches_sent = self._heartbeats_sent = self._bytes_sent = self._retries = self._refused = 0
+        self._dropped_told = 0
+
+    def stored(
+        self,
+        *,
+        token_ids: Sequence[int],
+        engine_hashes: Sequence[int],
+        parent: int | None = None,
+        tier: Tier = Tier.TIER_DEVICE,
+        scope: Scope = _BASE_SCOPE,
+        multimodal: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Blocks were stored, each the parent of the next.
+
+        ``token_ids`` are those of these blocks alone, ``engine_hashes`` the engine's own ids of the blocks (any 64-bit
+        numbers, signed or not), ``parent`` the id of the block before the first, None where the sequence starts.
+        ``scope`` has what else decides whether the blocks may be shared; ``multimodal`` are pairs (index of the block
+        among these, content hash). Only full blocks are reported.
+
+        Raises:
+            InvalidEvent: tokens and hashes do not fit together; see ``RankState.stored``.
+            UnknownParent: the parent is not held.
+        """
+        if len(token_ids) != len(engine_hashes) * self._block_size:
+            blocks = f"{len(engine_hashes)} blocks of {self._block_size}"
+            raise InvalidEvent(f"{len(token_ids)} tokens for {blocks}: report full blocks only")
+        try:
+            hashed = local_hashes(token_ids, self._block_size, scope, multimodal)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise InvalidEvent(f"the tokens cannot be hashed: {error}") from error
+        self.stored_hashes(local_hashes=hashed, engine_hashes=engine_hashes, parent=parent, tier=tier)
+
+    def stored_hashes(
+        self,
+        *,
+        local_hashes: bytes,
+        engine_hashes: Sequence[int],
+        parent: int | None = None,
+        tier: Tier = Tier.TIER_DEVICE,
+    ) -> None:
+        """As ``stored``, where the local hashes (packed little-endian u64) are known already.
+
+        Raises:
+            InvalidEvent: see ``RankState.stored``.
+            UnknownParent: the parent is not held.
+        """
+        with self._lock:
+            self._append(self._state.stored(engine_hashes, local_hashes, parent, tier))
+
+    def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.TIER_DEVICE) -> None:
+        """Blocks left a tier: one physical copy of each where copies are counted, the block where they are a set.
+
+        Blocks that are not held there are counted, and change nothing.
+
+        Raises:
+            InvalidEvent: a hash does not fit in 64 bits, or the tier is none.
+        """
+        with self._lock:
+            self._append(self._state.removed(engine_hashes, tier))
+
+    def cleared(self, *, tier: Tier = Tier.TIER_UNSPECIFIED) -> None:
+        """Every block left the tier, or every tier where none is given.
+
+        Raises:
+            InvalidEvent: there is no such tier.
+        """
+        with self._lock:
+            self._append(self._state.cleared(tier))
+
+    def _append(self, events: list[NumberedEvent]) -> None:
+        idle = not self._log.unsent
+        self._log.extend(events)
+        if idle and events and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._waiting.set)
+
+    def state_chunks(self, chunk_blocks: int = _CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
+        """The rank's state of this moment, whatever is recorded while the chunks are used."""
+        with self._lock:
+            cursor, digest, blocks = self._state.cursor, self._state.digest, self._state.blocks()
+        chunks = block_records(blocks, chunk_blocks)
+        count = max(1, -(-len(blocks) // chunk_blocks))
+        return (
+            GetRankStateResponse(
+                cursor=cursor, blocks=records, last=number == count, digest=digest, copy_counting=self._copy_counting
+            )
+            for number, records in enumerate(chunks, start=1)
+        )
+
+    def events(self, from_: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
+        """Events from a cursor up to below ``until_event_id`` (0: all), in batches; none if it is up to date.
+
+        Raises:
+            EventsGone: the cursor is of another incarnation, or its event is no longer held or not yet there.
+        """
+        if from_.incarnation != self.incarnation:
+            raise EventsGone(f"the rank is in incarnation {self.incarnation}, not {from_.incarnation}")
+        with self._lock:
+            if from_.next_event_id == self._state.next_event_id:
+                return iter(())
+            runs = self._log.since(from_.next_event_id, until_event_id, MAX_BATCH_BYTES)
+        return (KvEventBatch.FromString(self._encode(events)) for events in runs)
+
+    async def run(
+        self, transport: Transport, *, heartbeat_seconds: float, max_batch_bytes: Callable[[], int] | None = None
+    ) -> None:
+        """Sends what is recorded, in batches of ``max_batch_bytes`` at most, until cancelled.
+
+        A batch is sent until the transport has it; what is recorded meanwhile makes up the next. At the start, and
+        whenever nothing was recorded for ``heartbeat_seconds``, a batch without events tells cursor and digest.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._waiting.set()
+        heartbeat_due = True
+        try:
+            while True:
+                limit = min(MAX_BATCH_BYTES, max_batch_bytes() if max_batch_bytes else MAX_BATCH_BYTES)
+                events = self._take(limit)
+                if events or heartbeat_due:
+                    await self._deliver(transport, events)
+                async with self._sent:
+                    self._in_flight = False
+                    self._sent.notify_all()
+                heartbeat_due = not await self._recorded_within(heartbeat_seconds)
+        finally:
+            self._loop = None
+
+    async def flush(self) -> None:
+        """Waits until all that was recorded is sent, which takes for ever where ``run`` does not run."""
+        async with self._sent:
+            await self._sent.wait_for(lambda: not self._log.unsent and not self._in_flight)
+
+    def stats(self) -> RankStats:
+        """The figures of this moment."""
+        with self._lock:
+            return RankStats(
+                dp_rank=self.dp_rank,
+                incarnation=self.incarnation,
+                next_event_id=self._state.next_event_id,
+                digest=self._state.digest,
+                blocks=len(self._state),
+                unknown_removals=self._state.unknown_removals,
+                batches_sent=self._batches_sent,
+                heartbeats_sent=self._heartbeats_sent,
+                bytes_sent=self._bytes_sent,
+                retries=self._retries,
+                events_dropped=self._log.dropped + self._refused,
+                unsent_events=self._log.unsent,
+                unsent_bytes=self._log.unsent_bytes,
+            )
+
+    async def _recorded_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._waiting.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take(self, max_bytes: int) -> list[NumberedEvent]:
+        with self._lock:
+            events = self._log.take(max_bytes)
+            self._in_flight = bool(events)
+            if not events:
+                self._waiting.clear()
+            dropped = self._log.dropped
+        if dropped > self._dropped_told:
+            log.warning("events dropped, the buffer is full", rank=self.dp_rank, events=dropped - self._dropped_told)
+            self._dropped_told = dropped
+        return events
+
+    def _encode(self, events: Sequence[NumberedEvent]) -> bytes:
+        if events:
+            next_event_id, digest = events[-1].event_id + 1, events[-1].digest
+        else:
+            with self._lock:
+                next_event_id, digest = self._state.next_event_id, self._state.digest
+        head = KvEventBatch(
+            worker_id=self._worker_id,
+            dp_rank=self.dp_rank,
+            incarnation=self.incarnation,
+            block_size=self._block_size,
+            next_event_id=next_event_id,
+            digest=digest,
+            published_unix_ns=time.time_ns(),
+            copy_counting=self._copy_counting,
+        )
+        return encode_batch(head, events)
+
+    async def _deliver(self, transport: Transport, events: list[NumberedEvent]) -> None:
+        payload = self._encode(events)
+        message_id = None
+        if events:
+            message_id = f"{self._worker_id:x}.{self.dp_rank}.{self.incarnation:x}.{events[0].event_id}"
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(TransportAway),
+                wait=wait_random_exponential(multiplier=0.1, max=2),
+                before_sleep=self._note_retry,
+            ):
+                with attempt:
+                    await transport.send(self._subject, payload, message_id)
+        except MessageRefused as error:
+            self._refused += len(events)
+            log.error("batch refused", rank=self.dp_rank, events=len(events), bytes=len(payload), error=str(error))
+            return
+        self._bytes_sent += len(payload)
+        if events:
+            self._batches_sent += 1
+        else:
+            self._heartbeats_sent += 1
+
+    def _note_retry(self, state: RetryCallState) -> None:
+        self._retries += 1
+        if state.attempt_number == 1 and state.outcome is not None:
+            log.warning("batch waits", rank=self.dp_rank, error=str(state.outcome.exception()))

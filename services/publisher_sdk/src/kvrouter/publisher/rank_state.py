@@ -1,0 +1,259 @@
+"""What one rank's cache holds, and the numbered events that led there.
+
+A block is known by the engine's own hash of it. Its place is its sequence hash, which chains the local hashes from the
+start of the sequence; ``kvrouter.core.interface`` says what stores and removals do to blocks and places, and this keeps
+to it, so that an index that applied every event holds the same and has the same digest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvrouter.core import sequence_hashes
+from kvrouter.publisher.errors import InvalidEvent, UnknownParent
+from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
+from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from kvrouter.v1.worker_pb2 import BlockRecord, TierCopies
+from xxhash import xxh3_64_intdigest
+
+MAX_EVENT_BLOCKS = 8192
+"""Blocks in one event at most: 128 KiB of hashes, so that events fill a batch of 512 KiB well."""
+
+_U64 = (1 << 64) - 1
+_DIGEST_SEED = 1337
+_TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
+_NO_COPIES = (0, 0, 0, 0)
+_term = struct.Struct("<4Q").pack
+_le64 = struct.Struct("<Q")
+
+
+class Block(NamedTuple):
+    """A block that the rank holds."""
+
+    parent: int | None
+    """Engine hash of the block before it, as it was stored; None at the start of a sequence."""
+    parent_place: int
+    """Sequence hash of that block; 0 at the start of a sequence."""
+    local_hash: int
+    sequence_hash: int
+    depth: int
+    """Position in the sequence, from 0."""
+    copies: tuple[int, int, int, int]
+    """Physical copies in device, host, disk and shared memory."""
+
+
+class NumberedEvent(NamedTuple):
+    """An event as it goes out."""
+
+    event_id: int
+    encoded: bytes
+    """A KvEvent."""
+    digest: int
+    """Digest of the rank's state after the event."""
+
+
+class RankState:
+    """Blocks, digest and event numbers of one rank in one incarnation. Not safe for use by two threads at once."""
+
+    def __init__(self, incarnation: int, copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED) -> None:
+        self.incarnation = incarnation
+        """The life of the cache that the state belongs to."""
+        self.next_event_id = 0
+        """Id of the event that comes next."""
+        self.digest = 0
+        """Sum of the state's terms, as KvEventBatch.digest defines it."""
+        self.unknown_removals = 0
+        """Blocks reported as removed that were not held in that tier; they are not published."""
+        self._counted = copy_counting != CopyCounting.COPY_COUNTING_SET
+        self._blocks: dict[int, Block] = {}
+
+    def __len__(self) -> int:
+        """Blocks held, in whatever tiers."""
+        return len(self._blocks)
+
+    def __contains__(self, engine_hash: int) -> bool:
+        return engine_hash & _U64 in self._blocks
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far the state has got."""
+        return Cursor(incarnation=self.incarnation, next_event_id=self.next_event_id)
+
+    def blocks(self) -> list[tuple[int, Block]]:
+        """(engine hash, block) for all blocks, as of this moment."""
+        return list(self._blocks.items())
+
+    def stored(
+        self,
+        engine_hashes: Sequence[int],
+        local_hashes: bytes,
+        parent: int | None = None,
+        tier: Tier = Tier.TIER_DEVICE,
+    ) -> list[NumberedEvent]:
+        """Records a chain of blocks below ``parent`` (or at the start of a sequence), and returns its events.
+
+        ``local_hashes`` are packed little-endian u64, one for each engine hash.
+
+        Raises:
+            InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is none.
+            UnknownParent: the parent is not held.
+        """
+        index = _tier_index(tier)
+        hashes = [_engine_hash(value) for value in engine_hashes]
+        if len(local_hashes) != 8 * len(hashes):
+            raise InvalidEvent(f"{len(hashes)} engine hashes, but {len(local_hashes)} bytes of local hashes")
+        if not hashes:
+            return []
+        if len(set(hashes)) != len(hashes):
+            raise InvalidEvent("an engine hash occurs twice in one chain")
+        place, depth = 0, -1
+        if parent is not None:
+            parent = _engine_hash(parent)
+            if parent in hashes:
+                raise InvalidEvent("a block is its own parent")
+            above = self._blocks.get(parent)
+            if above is None:
+                raise UnknownParent(parent)
+            place, depth = above.sequence_hash, above.depth
+        locals_ = struct.unpack(f"<{len(hashes)}Q", local_hashes)
+        # A chain that goes on from a place is hashed as if the place were the local hash of its first block.
+        chain = (
+            sequence_hashes(local_hashes) if parent is None else sequence_hashes(_le64.pack(place) + local_hashes)[8:]
+        )
+        places = struct.unpack(f"<{len(hashes)}Q", chain)
+        events = []
+        for start in range(0, len(hashes), MAX_EVENT_BLOCKS):
+            part = slice(start, start + MAX_EVENT_BLOCKS)
+            stored = BlocksStored(parent_engine_hash=parent, engine_hashes=hashes[part], local_hashes=locals_[part])
+            for engine_hash, local, sequence in zip(hashes[part], locals_[part], places[part], strict=True):
+                depth += 1
+                self._store(engine_hash, Block(parent, place, local, sequence, depth, _NO_COPIES), index)
+                parent, place = engine_hash, sequence
+            events.append(self._numbered(KvEvent(tier=tier, stored=stored)))
+        return events
+
+    def removed(self, engine_hashes: Sequence[int], tier: Tier = Tier.TIER_DEVICE) -> list[NumberedEvent]:
+        """Records that blocks, or one physical copy of each, left a tier, in any order; returns the events.
+
+        Blocks that are not held there are counted and left out.
+
+        Raises:
+            InvalidEvent: the tier is none.
+        """
+        index = _tier_index(tier)
+        events = []
+        gone: dict[int, None] = {}
+        for engine_hash in [_engine_hash(value) for value in engine_hashes]:
+            # A hash that occurs twice means two copies, which go in two events.
+            if engine_hash in gone or len(gone) == MAX_EVENT_BLOCKS:
+                events.append(self._numbered(KvEvent(tier=tier, removed=BlocksRemoved(engine_hashes=gone))))
+                gone = {}
+            if self._remove(engine_hash, index):
+                gone[engine_hash] = None
+            else:
+                self.unknown_removals += 1
+        if gone:
+            events.append(self._numbered(KvEvent(tier=tier, removed=BlocksRemoved(engine_hashes=gone))))
+        return events
+
+    def cleared(self, tier: Tier = Tier.TIER_UNSPECIFIED) -> list[NumberedEvent]:
+        """Records that every block left a tier, or every tier for TIER_UNSPECIFIED; returns the event.
+
+        Raises:
+            InvalidEvent: there is no such tier.
+        """
+        if tier == Tier.TIER_UNSPECIFIED:
+            self._blocks = {}
+            self.digest = 0
+        else:
+            index = _tier_index(tier)
+            for engine_hash, block in self.blocks():
+                self._set_copies(engine_hash, block, index, 0)
+        return [self._numbered(KvEvent(tier=tier, cleared=BlocksCleared()))]
+
+    def _numbered(self, event: KvEvent) -> NumberedEvent:
+        event.event_id = self.next_event_id
+        self.next_event_id += 1
+        return NumberedEvent(event.event_id, event.SerializeToString(), self.digest)
+
+    def _store(self, engine_hash: int, block: Block, index: int) -> None:
+        held = self._blocks.get(engine_hash)
+        if held is not None and held.sequence_hash == block.sequence_hash:
+            copies = held.copies[index] + 1 if self._counted else 1
+            self._set_copies(engine_hash, held, index, copies)
+            return
+        if held is not None:
+            for at in range(len(_TIERS)):
+                held = self._set_copies(engine_hash, held, at, 0)
+        self._set_copies(engine_hash, block, index, 1)
+
+    def _remove(self, engine_hash: int, index: int) -> bool:
+        held = self._blocks.get(engine_hash)
+        if held is None or not held.copies[index]:
+            return False
+        self._set_copies(engine_hash, held, index, held.copies[index] - 1 if self._counted else 0)
+        return True
+
+    def _set_copies(self, engine_hash: int, block: Block, index: int, copies: int) -> Block:
+        before = block.copies[index]
+        if before != copies:
+            if before:
+                self._digest(engine_hash, block, index, before, -1)
+            if copies:
+                self._digest(engine_hash, block, index, copies, 1)
+            device, host, disk, shared = (copies if at == index else held for at, held in enumerate(block.copies))
+            block = block._replace(copies=(device, host, disk, shared))
+        if any(block.copies):
+            self._blocks[engine_hash] = block
+        else:
+            self._blocks.pop(engine_hash, None)
+        return block
+
+    def _digest(self, engine_hash: int, block: Block, index: int, copies: int, sign: int) -> None:
+        term = xxh3_64_intdigest(_term(engine_hash, block.sequence_hash, _TIERS[index], copies), _DIGEST_SEED)
+        self.digest = (self.digest + sign * term) & _U64
+
+
+def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Iterator[list[BlockRecord]]:
+    """The blocks of a state in chunks, parents before children; one chunk at least.
+
+    A parent is named only where it is still held at the place that it had when its child was stored.
+    """
+    held = dict(blocks)
+    ordered = sorted(blocks, key=lambda item: item[1].depth)
+    for start in range(0, max(len(ordered), 1), chunk_blocks):
+        records = []
+        for engine_hash, block in ordered[start : start + chunk_blocks]:
+            above = held.get(block.parent) if block.parent is not None else None
+            named = above is not None and above.sequence_hash == block.parent_place
+            records.append(
+                BlockRecord(
+                    engine_hash=engine_hash,
+                    parent_engine_hash=block.parent if named else None,
+                    local_hash=block.local_hash,
+                    sequence_hash=block.sequence_hash,
+                    depth=block.depth,
+                    copies=[
+                        TierCopies(tier=tier, copies=copies)
+                        for tier, copies in zip(_TIERS, block.copies, strict=True)
+                        if copies
+                    ],
+                )
+            )
+        yield records
+
+
+def _engine_hash(value: int) -> int:
+    """The 64-bit pattern of a hash, which engines give as signed or unsigned."""
+    if not -(1 << 63) <= value <= _U64:
+        raise InvalidEvent(f"the engine hash {value} does not fit in 64 bits")
+    return value & _U64
+
+
+def _tier_index(tier: Tier) -> int:
+    try:
+        return _TIERS.index(tier)
+    except ValueError:
+        raise InvalidEvent(f"{tier} is no tier that blocks are stored in") from None

@@ -1,0 +1,85 @@
+"""What a worker settles in etcd before it serves: that it fits its component, and which life of its cache begins."""
+
+from __future__ import annotations
+
+import aetcd
+from google.protobuf.message import DecodeError
+from kvrouter.publisher.errors import DescriptorMismatch
+from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord
+
+
+async def join_component(
+    client: aetcd.Client, component: ComponentName, wanted: ComponentDescriptor
+) -> ComponentDescriptor:
+    """The component's descriptor, which is ``wanted`` if there was none.
+
+    Raises:
+        DescriptorMismatch: it differs in something that all workers have to share.
+        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+    """
+    key = component.descriptor_key
+    name = key.encode()
+    await client.transaction(
+        compare=[client.transactions.create(name) == 0],
+        success=[client.transactions.put(name, wanted.SerializeToString())],
+        failure=[],
+    )
+    found = await client.get(name)
+    if found is None:  # deleted by an operator in this moment
+        return await join_component(client, component, wanted)
+    try:
+        settled = ComponentDescriptor.FromString(found.value)
+    except DecodeError as error:
+        raise DescriptorMismatch(str(component), key, {"encoding": ("unreadable", "readable")}) from error
+    differences = {
+        field: (getattr(settled, field), getattr(wanted, field))
+        for field in ("model", "block_size", "hash_scheme", "max_model_len")
+        if getattr(settled, field) != getattr(wanted, field)
+    }
+    if (settled.role or Role.ROLE_BOTH) != wanted.role:
+        differences["role"] = (Role.Name(settled.role), Role.Name(wanted.role))
+    if differences:
+        raise DescriptorMismatch(str(component), key, differences)
+    return settled
+
+
+async def begin_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, now_ns: int) -> int:
+    """A new incarnation of the worker: ``now_ns`` (wall clock), or the last one plus one if that is greater.
+
+    Raises:
+        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+    """
+    name = component.incarnation_key(worker_id).encode()
+    while True:
+        found = await client.get(name)
+        last, revision = (_incarnation(found.value), found.mod_revision) if found is not None else (0, 0)
+        incarnation = max(now_ns, last + 1)
+        if await _put_incarnation(client, name, revision, incarnation):
+            return incarnation
+
+
+async def keep_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> None:
+    """Puts the incarnation back where etcd lost it.
+
+    Raises:
+        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+    """
+    await _put_incarnation(client, component.incarnation_key(worker_id).encode(), 0, incarnation)
+
+
+async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, incarnation: int) -> bool:
+    written, _responses = await client.transaction(
+        compare=[client.transactions.mod(name) == revision],
+        success=[client.transactions.put(name, IncarnationRecord(incarnation=incarnation).SerializeToString())],
+        failure=[],
+    )
+    return bool(written)
+
+
+def _incarnation(value: bytes) -> int:
+    try:
+        return IncarnationRecord.FromString(value).incarnation
+    except DecodeError:
+        return 0

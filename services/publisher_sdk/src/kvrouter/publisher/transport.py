@@ -1,0 +1,181 @@
+"""How encoded batches leave the process: JetStream, or NATS Core."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import nats.errors
+import structlog
+from kvrouter.publisher.stream import ensure_stream
+from kvrouter.v1.common_pb2 import Transport as TransportKind
+from kvrouter.v1.names import ComponentName
+from nats.aio.client import Client
+from nats.js.errors import APIError, NoStreamResponseError
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+log = structlog.get_logger(__name__)
+
+_ACK_SECONDS = 2.0
+_HEADERS_BYTES = 1024
+_NATS_ERRORS = (nats.errors.Error, TimeoutError, OSError)
+"""TimeoutError is asyncio's too; APIError and the like are nats.errors.Error."""
+
+
+class TransportAway(Exception):
+    """The message did not certainly arrive; sending it again later is the remedy."""
+
+
+class MessageRefused(Exception):
+    """The message will never be taken, however often it is sent."""
+
+
+class NatsLink:
+    """A NATS connection that is made when NATS can be reached, and made again whenever it is lost."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url = url
+        self._name = name
+        self._client: Client | None = None
+        self._closed = asyncio.Event()
+        self._told = False
+
+    async def run(self) -> None:
+        """Holds the connection until cancelled.
+
+        The client library reconnects; a connection that it gave up on (refused credentials, for one) is replaced.
+
+        Raises:
+            nats.errors.Error: the URL cannot be read.
+        """
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(TransportAway), wait=wait_random_exponential(multiplier=0.2, max=5)
+            ):
+                with attempt:
+                    self._closed.clear()
+                    self._client = Client()
+                    await self._client.connect(
+                        self._url.split(","),
+                        name=self._name,
+                        max_reconnect_attempts=-1,
+                        reconnect_time_wait=1,
+                        ping_interval=10,
+                        max_outstanding_pings=2,
+                        error_cb=self._on_error,
+                        disconnected_cb=self._on_disconnected,
+                        reconnected_cb=self._on_connected,
+                        closed_cb=self._on_closed,
+                    )
+                    await self._on_connected()
+                    await self._closed.wait()
+                    raise TransportAway("the connection was closed")
+        finally:
+            if self._client is not None:
+                await self._client.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether NATS can be reached, as far as is known."""
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes that the server takes in one message."""
+        return self._client.max_payload if self._client is not None else 1 << 20
+
+    @property
+    def client(self) -> Client:
+        """The connection.
+
+        Raises:
+            TransportAway: there is none at the moment.
+        """
+        if self._client is None or not self._client.is_connected:
+            raise TransportAway("NATS is away")
+        return self._client
+
+    async def _on_connected(self) -> None:
+        self._told = False
+        log.info("connected to NATS", url=self._url)
+
+    async def _on_disconnected(self) -> None:
+        log.warning("NATS is away", url=self._url)
+        self._told = True
+
+    async def _on_closed(self) -> None:
+        self._closed.set()
+
+    async def _on_error(self, error: Exception) -> None:
+        # One line for each absence: the library reports every attempt.
+        if not self._told:
+            self._told = True
+            log.warning("NATS error", url=self._url, error=repr(error))
+
+
+class Transport(Protocol):
+    """Sends one encoded batch at a time."""
+
+    async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
+        """Returns once the batch is safe where the transport takes it.
+
+        Raises:
+            TransportAway: send it again, with the same ``message_id``.
+            MessageRefused: do not.
+        """
+        ...
+
+
+class DurableTransport:
+    """JetStream: a batch is sent once the stream has stored it. Creates the stream where it is missing."""
+
+    def __init__(self, link: NatsLink, component: ComponentName) -> None:
+        self._link = link
+        self._component = component
+
+    async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
+        """See Transport. The stream drops a second message of one ``message_id``."""
+        js = self._link.client.jetstream(timeout=_ACK_SECONDS)
+        headers = {"Nats-Msg-Id": message_id} if message_id else None
+        try:
+            await js.publish(subject, payload, stream=self._component.stream, headers=headers)
+        except NoStreamResponseError as error:
+            try:
+                await ensure_stream(js, self._component)
+            except _NATS_ERRORS as failure:
+                raise TransportAway(f"no stream takes {subject}, and none can be created: {failure!r}") from failure
+            raise TransportAway(f"no stream took {subject}") from error
+        except nats.errors.MaxPayloadError as error:
+            raise MessageRefused(repr(error)) from error
+        except APIError as error:
+            if error.code == 400:
+                raise MessageRefused(repr(error)) from error
+            raise TransportAway(repr(error)) from error
+        except _NATS_ERRORS as error:
+            raise TransportAway(repr(error)) from error
+
+
+class LightTransport:
+    """NATS Core: a batch is sent once it was handed to a connected server. It may reach nobody."""
+
+    def __init__(self, link: NatsLink) -> None:
+        self._link = link
+
+    async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:  # noqa: ARG002
+        """See Transport."""
+        try:
+            await self._link.client.publish(subject, payload)
+        except nats.errors.MaxPayloadError as error:
+            raise MessageRefused(repr(error)) from error
+        except _NATS_ERRORS as error:
+            raise TransportAway(repr(error)) from error
+
+
+def open_transport(kind: TransportKind, link: NatsLink, component: ComponentName) -> Transport:
+    """The transport of a worker's registration; durable unless it says light."""
+    return LightTransport(link) if kind == TransportKind.TRANSPORT_LIGHT else DurableTransport(link, component)
+
+
+def room_for_events(link: NatsLink) -> int:
+    """Bytes of events that fit in one message, as far as the server's limit goes."""
+    return max(link.max_payload - _HEADERS_BYTES, 1)

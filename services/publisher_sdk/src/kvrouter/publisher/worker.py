@@ -1,0 +1,262 @@
+"""A worker as an engine author sees it: one ``async with`` that registers, serves, publishes and, last, signs off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.errors import UnknownRank
+from kvrouter.publisher.etcd import AWAY, LeasedKeys, connect
+from kvrouter.publisher.rank_publisher import RankPublisher, RankStats
+from kvrouter.publisher.registration import begin_incarnation, join_component, keep_incarnation
+from kvrouter.publisher.transport import NatsLink, TransportAway, open_transport, room_for_events
+from kvrouter.publisher.worker_server import Engine, WorkerServer
+from kvrouter.v1.common_pb2 import Rank, Transport
+from kvrouter.v1.events_pb2 import LoadReport
+from nats.errors import Error as NatsError
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+
+__all__ = ["Engine", "PublisherStats", "RankPublisher", "RankStats", "Worker", "WorkerConfig", "running"]
+
+log = structlog.get_logger(__name__)
+
+_DEREGISTER_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """Figures of a worker since it started."""
+
+    worker_id: int
+    ranks: Mapping[int, RankStats]
+    """By data parallel rank."""
+    registered: bool
+    """Whether etcd holds the registration, as far as is known."""
+    registrations: int
+    """Times that it was registered; above 1 if etcd was away for long, or lost it."""
+    nats_connected: bool
+    requests: int
+    """Requests under way."""
+    load_reports_sent: int
+    draining: bool
+    """Whether it is stopping."""
+
+
+class Worker:
+    """A registered worker. ``running`` makes it."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine, incarnation: int, transport: Transport) -> None:
+        """``incarnation`` and ``transport`` are what was settled with etcd."""
+        component = config.component
+        self.config = config
+        self.incarnation = incarnation
+        """The life of its cache that began with it."""
+        self.transport = transport
+        """How its events travel."""
+        self.endpoint = ""
+        """Address at which others reach its WorkerService."""
+        self._engine = engine
+        self._ranks = {
+            rank: RankPublisher(
+                subject=(
+                    component.live_subject(config.worker_id, rank)
+                    if transport == Transport.TRANSPORT_LIGHT
+                    else component.events_subject(config.worker_id, rank)
+                ),
+                worker_id=config.worker_id,
+                dp_rank=rank,
+                incarnation=incarnation,
+                block_size=config.block_size,
+                copy_counting=config.copy_counting,
+                buffer_events=config.buffer_events,
+                buffer_bytes=config.buffer_bytes,
+            )
+            for rank in sorted(config.ranks)
+        }
+        self._server = WorkerServer(engine, self._ranks, self.load_reports)
+        self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
+        self._keys = LeasedKeys(
+            config.etcd, ttl_seconds=config.lease_ttl_seconds, on_registered=self._restore_component
+        )
+        self._registered_unix_ns = time.time_ns()
+        self._load_reports_sent = 0
+        self._draining = False
+        self._leasing: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
+
+    def rank(self, dp_rank: int = 0) -> RankPublisher:
+        """Where the cache changes of a rank are reported.
+
+        Raises:
+            UnknownRank: the configuration has no such rank.
+        """
+        try:
+            return self._ranks[dp_rank]
+        except KeyError:
+            raise UnknownRank(dp_rank, self._ranks) from None
+
+    async def registered(self) -> None:
+        """Waits until etcd holds the registration."""
+        await self._keys.wait_held()
+
+    async def flush(self) -> None:
+        """Waits until all events that were recorded are sent."""
+        for rank in self._ranks.values():
+            await rank.flush()
+
+    def load_reports(self) -> list[LoadReport]:
+        """The load of every rank as the engine tells it, with rank, incarnation and time."""
+        now = time.time_ns()
+        reports = []
+        for dp_rank, load in sorted(self._engine.load().items()):
+            report = LoadReport()
+            report.CopyFrom(load)
+            report.rank.CopyFrom(Rank(worker_id=self.config.worker_id, dp_rank=dp_rank))
+            report.incarnation = self.incarnation
+            report.measured_unix_ns = now
+            report.total_blocks = report.total_blocks or self.config.ranks.get(dp_rank, 0)
+            reports.append(report)
+        return reports
+
+    async def report_load(self) -> None:
+        """Publishes the load of every rank at once; lost where NATS is away."""
+        for report in self.load_reports():
+            subject = self.config.component.load_subject(self.config.worker_id, report.rank.dp_rank)
+            with contextlib.suppress(TransportAway, NatsError, OSError):
+                await self._link.client.publish(subject, report.SerializeToString())
+                self._load_reports_sent += 1
+
+    def stats(self) -> PublisherStats:
+        """The figures of this moment."""
+        return PublisherStats(
+            worker_id=self.config.worker_id,
+            ranks={dp_rank: rank.stats() for dp_rank, rank in self._ranks.items()},
+            registered=self._keys.held,
+            registrations=self._keys.registrations,
+            nats_connected=self._link.connected,
+            requests=self._server.requests,
+            load_reports_sent=self._load_reports_sent,
+            draining=self._draining,
+        )
+
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        port = await self._server.start(self.config.bind)
+        self.endpoint = self.config.endpoint(port)
+        self._register()
+        self._leasing = tasks.create_task(self._keys.run())
+        self._background.append(tasks.create_task(self._link.run()))
+        if self.config.load_report_seconds:
+            self._background.append(tasks.create_task(self._report_load()))
+        if self.config.publishes_events:
+            transport = open_transport(self.transport, self._link, self.config.component)
+            for rank in self._ranks.values():
+                sending = rank.run(
+                    transport,
+                    heartbeat_seconds=self.config.heartbeat_seconds,
+                    max_batch_bytes=lambda: room_for_events(self._link),
+                )
+                self._background.append(tasks.create_task(sending))
+        log.info(
+            "worker serves",
+            worker_id=self.config.worker_id,
+            component=str(self.config.component),
+            endpoint=self.endpoint,
+            incarnation=self.incarnation,
+            transport=Transport.Name(self.transport),
+        )
+
+    async def _stop(self) -> None:
+        """Takes no more requests, lets those under way finish, deregisters, sends what is left, and closes."""
+        try:
+            self._draining = True
+            self._register()
+            await self._server.refuse_requests()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DEREGISTER_SECONDS):
+                    await self._keys.wait_held()
+            await self._server.stop(self.config.drain_seconds)
+            if self._leasing is not None:
+                self._keys.stop()
+                await asyncio.wait({self._leasing}, timeout=_DEREGISTER_SECONDS)
+            if self.config.publishes_events:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.config.flush_seconds):
+                        await self.flush()
+            unsent = sum(rank.stats().unsent_events for rank in self._ranks.values())
+            log.info("worker stops", worker_id=self.config.worker_id, unsent_events=unsent)
+        finally:
+            for task in (*self._background, *([self._leasing] if self._leasing else ())):
+                task.cancel()
+
+    def _register(self) -> None:
+        registration = self.config.registration(
+            endpoint=self.endpoint,
+            incarnation=self.incarnation,
+            transport=self.transport,
+            registered_unix_ns=self._registered_unix_ns,
+        )
+        registration.draining = self._draining
+        self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
+
+    async def _restore_component(self) -> None:
+        """An etcd that lost the registration may have lost all else."""
+        async with connect(self.config.etcd) as client:
+            await join_component(client, self.config.component, self.config.descriptor())
+            await keep_incarnation(client, self.config.component, self.config.worker_id, self.incarnation)
+
+    async def _report_load(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.load_report_seconds)
+            try:
+                await self.report_load()
+            except Exception:
+                # The engine's own code; its failure to tell its load must not end the worker.
+                log.exception("load report failed", worker_id=self.config.worker_id)
+
+
+@asynccontextmanager
+async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]:
+    """Runs a worker for as long as the body lasts; waits for etcd if it is away, but not for NATS.
+
+    Raises:
+        DescriptorMismatch: the worker does not fit its component; also later, out of the body.
+        TakenOver: another process registered the same worker; out of the body.
+        InvalidConfig: ``bind`` cannot be listened on.
+    """
+    incarnation, transport = await _settle(config)
+    worker = Worker(config, engine, incarnation, transport)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                await worker._start(tasks)
+                yield worker
+            finally:
+                await worker._stop()
+    except BaseExceptionGroup as group:
+        # One thing went wrong, and callers want to catch it by its kind.
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise
+
+
+async def _settle(config: WorkerConfig) -> tuple[int, Transport]:
+    def tell(state: RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            log.warning("waiting for etcd", endpoints=config.etcd, error=str(state.outcome.exception()))
+
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception_type(AWAY), wait=wait_random_exponential(multiplier=0.2, max=3), before_sleep=tell
+    ):
+        with attempt:
+            async with connect(config.etcd) as client:
+                descriptor = await join_component(client, config.component, config.descriptor())
+                incarnation = await begin_incarnation(client, config.component, config.worker_id, time.time_ns())
+                transport = config.transport or descriptor.default_transport or Transport.TRANSPORT_DURABLE
+                return incarnation, transport
+    raise AssertionError("unreachable: the retry ends by return or by an exception")

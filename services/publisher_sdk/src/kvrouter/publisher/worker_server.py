@@ -1,0 +1,241 @@
+"""The gRPC side of a worker: WorkerService in front of an engine, with health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError, Message
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
+from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.v1 import worker_pb2
+from kvrouter.v1.errors_pb2 import ErrorReason
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.worker_pb2 import (
+    AbortRequest,
+    AbortResponse,
+    GenerateOutput,
+    GetEventsRequest,
+    GetEventsResponse,
+    GetLoadRequest,
+    GetLoadResponse,
+    GetRankStateRequest,
+    WorkerServiceGenerateRequest,
+    WorkerServiceGenerateResponse,
+)
+
+log = structlog.get_logger(__name__)
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+"""Full name of the service, for health and reflection."""
+
+_OPTIONS = (
+    # A prompt of a million tokens is 4 MB; what is far beyond that is a mistake and gets RESOURCE_EXHAUSTED.
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", -1),
+    # Clients ping every 20 s to see a host that vanished; by default that often would close their connections.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Two workers that are given the same port must fail, not share its connections.
+    ("grpc.so_reuseport", 0),
+)
+
+_M = TypeVar("_M", bound=Message)
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Handler = Callable[[bytes, _Context], Awaitable[Message | None]]
+
+
+class Engine(Protocol):
+    """What an engine offers to the SDK."""
+
+    def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """Runs a request; an async generator. It is closed early if the caller goes away.
+
+        Raises:
+            RequestRefused: the request cannot be served as it is.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """Aborts requests and returns how many of them were running; also called for callers that went away."""
+        ...
+
+    def load(self) -> Mapping[int, LoadReport]:
+        """Load by data parallel rank. Rank, incarnation and time are filled in by the SDK."""
+        ...
+
+
+class WorkerServer:
+    """Serves an engine and the state of its ranks."""
+
+    def __init__(
+        self, engine: Engine, ranks: Mapping[int, RankPublisher], load_reports: Callable[[], Sequence[LoadReport]]
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._load_reports = load_reports
+        self._draining = False
+        self._health = health.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self.requests = 0
+        """Generate calls under way."""
+
+    async def start(self, bind: str) -> int:
+        """Listens on ``host:port`` and returns the port.
+
+        Raises:
+            InvalidConfig: the address cannot be listened on.
+        """
+        handlers: dict[str, Any] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(self._guarded(self._generate)),
+            "Abort": grpc.unary_unary_rpc_method_handler(self._guarded(self._abort), response_serializer=_encode),
+            "GetRankState": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_rank_state)),
+            "GetEvents": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_events)),
+            "GetLoad": grpc.unary_unary_rpc_method_handler(self._guarded(self._get_load), response_serializer=_encode),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        try:
+            port = self._server.add_insecure_port(bind)
+        except RuntimeError as error:
+            raise InvalidConfig(f"bind: cannot listen on {bind}: {error}") from None
+        await self._server.start()
+        for name in ("", SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    async def refuse_requests(self) -> None:
+        """Refuses new requests from here on, and says so in grpc.health; calls under way go on."""
+        self._draining = True
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Waits for calls under way, cancels them after ``grace_seconds``, and stops listening."""
+        await self._server.stop(grace_seconds)
+
+    async def _generate(self, data: bytes, context: _Context) -> None:
+        request = _parse(WorkerServiceGenerateRequest, data)
+        if self._draining:
+            raise RequestRefused(
+                "the worker is stopping",
+                code=grpc.StatusCode.UNAVAILABLE,
+                reason=ErrorReason.ERROR_REASON_DRAINING,
+                advice="Use another worker.",
+                retry_elsewhere=True,
+            )
+        self._rank(request.dp_rank)
+        if not request.token_ids:
+            raise RequestRefused("the prompt is empty", field="token_ids", advice="Send one token at least.")
+        if not request.stop_conditions.max_tokens:
+            raise RequestRefused(
+                "no tokens are asked for", field="stop_conditions.max_tokens", advice="Ask for 1 or more."
+            )
+        ended = False
+        self.requests += 1
+        try:
+            # Written to the call rather than yielded: a generator whose caller went away is not closed at once.
+            async with aclosing(_closable(self._engine.generate(request))) as outputs:
+                async for output in outputs:
+                    await context.write(WorkerServiceGenerateResponse(output=output).SerializeToString())
+            ended = True
+        finally:
+            self.requests -= 1
+            if not ended:
+                await self._engine.abort([request.request_id])
+
+    async def _abort(self, data: bytes, _context: _Context) -> AbortResponse:
+        request = _parse(AbortRequest, data)
+        return AbortResponse(aborted=await self._engine.abort(list(request.request_ids)))
+
+    async def _get_rank_state(self, data: bytes, context: _Context) -> None:
+        rank = self._rank(_parse(GetRankStateRequest, data).dp_rank)
+        for chunk in rank.state_chunks():
+            # Waits for the client to take it: a slow client does not make the worker hold the whole answer.
+            await context.write(chunk.SerializeToString())
+
+    async def _get_events(self, data: bytes, context: _Context) -> None:
+        request = _parse(GetEventsRequest, data)
+        rank = self._rank(request.dp_rank)
+        try:
+            batches = rank.events(getattr(request, "from"), request.until_event_id)
+        except EventsGone as error:
+            raise RequestRefused(
+                str(error),
+                code=grpc.StatusCode.OUT_OF_RANGE,
+                reason=ErrorReason.ERROR_REASON_UNSPECIFIED,
+                field="from",
+                advice="Ask for the rank's state instead.",
+            ) from None
+        for batch in batches:
+            await context.write(GetEventsResponse(batch=batch).SerializeToString())
+
+    async def _get_load(self, data: bytes, _context: _Context) -> GetLoadResponse:
+        _parse(GetLoadRequest, data)
+        return GetLoadResponse(reports=self._load_reports())
+
+    def _rank(self, dp_rank: int) -> RankPublisher:
+        rank = self._ranks.get(dp_rank)
+        if rank is None:
+            raise RequestRefused(
+                f"this worker has no rank {dp_rank}",
+                code=grpc.StatusCode.NOT_FOUND,
+                reason=ErrorReason.ERROR_REASON_UNKNOWN_WORKER,
+                field="dp_rank",
+                advice="Name one of its ranks.",
+                known=sorted(self._ranks),
+            )
+        return rank
+
+    def _guarded(self, handler: _Handler) -> _Handler:
+        """Turns what a handler raises into a status: typed where it is meant for the caller, INTERNAL otherwise."""
+
+        async def guarded(data: bytes, context: _Context) -> Message | None:
+            try:
+                return await handler(data, context)
+            except RequestRefused as refusal:
+                code, message = refusal.code, str(refusal)
+                status = Status(code=code.value[0], message=message)
+                status.details.add().Pack(refusal.info)
+                context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+            except (asyncio.CancelledError, grpc.aio.AbortError):
+                raise
+            except Exception:
+                log.exception("call failed", method=handler.__name__.removeprefix("_"))
+                code, message = grpc.StatusCode.INTERNAL, "the worker failed; its log says why"
+            return await context.abort(code, message)
+
+        return guarded
+
+
+def _encode(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _parse(kind: type[_M], data: bytes) -> _M:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise RequestRefused(f"the request is no {kind.DESCRIPTOR.name}") from None
+
+
+async def _closable(outputs: AsyncIterator[GenerateOutput]) -> Any:
+    """``outputs`` as a generator that, when closed, closes them if they can be."""
+    try:
+        async for output in outputs:
+            yield output
+    finally:
+        close = getattr(outputs, "aclose", None)
+        if close is not None:
+            await close()
