@@ -1,0 +1,98 @@
+"""A replay against a system that is running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from kvrouter.cli.faults import CommandFailed
+from kvrouter.cli.figures import RunFigures, SystemCounts, run_figures
+from kvrouter.cli.pacing import Pace
+from kvrouter.cli.picture import DrawnRun, draw
+from kvrouter.cli.probes import event_counts, faulty
+from kvrouter.cli.progress import replay_progress
+from kvrouter.cli.replay import ReplayOptions, replay
+from kvrouter.cli.report import print_report, write_json
+from kvrouter.cli.trace import TraceRequest
+from kvrouter.runtime.contracts import Frontend
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model
+from rich.console import Console
+
+_CALL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCommand:
+    """What to replay against what."""
+
+    requests: Sequence[TraceRequest]
+    trace_name: str
+    target: str
+    """Frontend, host:port."""
+    indexer: str | None
+    """Indexer, host:port, if events are to be counted."""
+    model: str | None
+    """Model to ask for; None for the only one."""
+    pace: Pace
+    mode: str | None
+    """Routing mode that requests ask for; None for the Scheduler's own."""
+    results: Path | None
+    """Directory for a picture and the figures; None for none."""
+
+
+async def replay_running(command: ReplayCommand, console: Console) -> RunFigures:
+    """Replays, prints and, where asked to, writes the figures.
+
+    Raises:
+        CommandFailed: the target does not answer, or does not serve the model.
+    """
+    before = await event_counts(command.indexer) if command.indexer is not None else None
+    async with open_channel(command.target) as channel:
+        frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
+        model = await _model(frontend, command)
+        mode = command.mode or "the Scheduler's mode"
+        options = ReplayOptions(model=model.name, id_prefix=f"replay-{time.time_ns():x}", mode=command.mode)
+        with replay_progress(console, mode, len(command.requests)) as on_end:
+            result = await replay(frontend, command.requests, command.pace, options, on_end)
+    after = await event_counts(command.indexer) if command.indexer is not None else None
+    counts = SystemCounts(
+        events_applied=after.applied - before.applied if before is not None and after is not None else None,
+        events_faulty=faulty(after) - faulty(before) if before is not None and after is not None else None,
+    )
+    figures = run_figures(
+        result,
+        mode=mode,
+        workers=model.workers,
+        block_size=model.block_size,
+        pace=command.pace,
+        counts=counts,
+    )
+    print_report(console, [figures])
+    if command.results is not None:
+        command.results.mkdir(parents=True, exist_ok=True)
+        write_json(command.results / "figures.json", [figures], command.trace_name)
+        draw(command.results / "picture.png", [DrawnRun(figures, result.records)])
+        for name in ("picture.png", "figures.json"):
+            console.print(f"{command.results / name}", highlight=False, soft_wrap=True)
+    return figures
+
+
+async def _model(frontend: Frontend, command: ReplayCommand) -> Model:
+    try:
+        models = (await frontend.list_models(ListModelsRequest(), deadline=Deadline.after(_CALL_SECONDS))).models
+    except KvRouterError as error:
+        raise CommandFailed(f"the Frontend at {command.target} does not answer: {error}") from None
+    wanted = [model for model in models if command.model in (None, model.name)]
+    served = ", ".join(sorted(model.name for model in models)) or "none"
+    if not wanted:
+        raise CommandFailed(f"{command.target} does not serve {command.model or 'any model'}; it serves: {served}")
+    if len(wanted) > 1:
+        raise CommandFailed(f"{command.target} serves several models, choose one with --model: {served}")
+    return wanted[0]

@@ -1,0 +1,107 @@
+"""The main job on a real trace: the same requests through the same system, once for each way of routing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from kvrouter.cli.figures import RunFigures, SystemCounts, run_figures
+from kvrouter.cli.pacing import Pace
+from kvrouter.cli.picture import DrawnRun, draw
+from kvrouter.cli.probes import event_counts, faulty, histogram_quantile
+from kvrouter.cli.progress import replay_progress
+from kvrouter.cli.replay import ReplayOptions, replay
+from kvrouter.cli.report import print_report, write_json
+from kvrouter.cli.stack import Stack, StackOptions, running_stack
+from kvrouter.cli.trace import TraceRequest
+from kvrouter.runtime.contracts import Frontend
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2
+from rich.console import Console
+
+STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
+"""Histogram of a worker: engine seconds by which steps ended late."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to run, and where results go."""
+
+    requests: Sequence[TraceRequest]
+    trace_name: str
+    pace: Pace
+    modes: Sequence[str]
+    """Ways of routing, each with a system of its own."""
+    workers: int
+    blocks: int
+    block_size: int
+    results: Path
+    """Directory for the picture, the figures and the logs; made where it is missing."""
+
+
+async def demo(options: DemoOptions, console: Console) -> list[RunFigures]:
+    """Runs every mode and prints, writes and draws the figures.
+
+    Raises:
+        ProcessDied, StackFailed, StartFailed, BinaryMissing: a system did not come up, or did not stay up.
+        OSError: results cannot be written.
+    """
+    options.results.mkdir(parents=True, exist_ok=True)
+    runs = [await _run(mode, options, console) for mode in options.modes]
+    figures = [run.figures for run in runs]
+    write_json(options.results / "figures.json", figures, options.trace_name)
+    draw(options.results / "picture.png", runs)
+    print_report(console, figures)
+    console.print()
+    for what, name in (("picture", "picture.png"), ("figures", "figures.json"), ("logs", "logs")):
+        console.print(f"{what}: {options.results / name}", highlight=False, soft_wrap=True)
+    return figures
+
+
+async def _run(mode: str, options: DemoOptions, console: Console) -> DrawnRun:
+    logs = options.results / "logs" / mode
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in logs.glob("*.log"):
+        old.unlink()
+    say: Callable[[str], None] = lambda words: console.print(f"[bold]{mode}[/bold]: {words}")  # noqa: E731
+    with tempfile.TemporaryDirectory(prefix="kvrouter-") as directory:
+        stack_options = StackOptions(
+            directory=Path(directory),
+            logs=logs,
+            workers=options.workers,
+            blocks=options.blocks,
+            block_size=options.block_size,
+            clock=options.pace.clock,
+            mode=mode,
+        )
+        async with running_stack(stack_options, say) as stack:
+            run = await _measure(stack, mode, options, console)
+            say("stopping")
+    return run
+
+
+async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Console) -> DrawnRun:
+    async with open_channel(stack.frontend) as channel:
+        frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
+        with replay_progress(console, mode, len(options.requests)) as on_end:
+            replay_options = ReplayOptions(model=stack.options.model, id_prefix=mode)
+            result = await replay(frontend, options.requests, options.pace, replay_options, on_end)
+    events = await event_counts(stack.indexer)
+    late_s = await histogram_quantile(stack.worker_metrics, STEP_LATENESS, 0.99)
+    counts = SystemCounts(
+        events_applied=events.applied if events is not None else None,
+        events_faulty=faulty(events) if events is not None else None,
+        step_late_p99_ms=late_s * 1000 if late_s is not None else None,
+    )
+    figures = run_figures(
+        result,
+        mode=mode,
+        workers=options.workers,
+        block_size=options.block_size,
+        pace=options.pace,
+        counts=counts,
+    )
+    return DrawnRun(figures, result.records)

@@ -1,0 +1,199 @@
+"""The `kvrouter` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvrouter.cli.against import ReplayCommand, replay_running
+from kvrouter.cli.demo import DemoOptions, demo
+from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.interrupts import Interrupted, run_interruptibly
+from kvrouter.cli.pacing import Pace
+from kvrouter.cli.processes import ProcessDied
+from kvrouter.cli.stack import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, StackFailed
+from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, read_trace
+from kvrouter.cli.up import UpOptions, choose_port, up
+from kvrouter.runtime.devstack import BinaryMissing, StartFailed
+from rich.console import Console
+
+MODES = ("kv", "round-robin", "random", "power-of-two")
+DEFAULT_LOAD = 2.5
+DEFAULT_CLOCK = 4.0
+DEFAULT_REQUESTS = 1200
+
+app = typer.Typer(
+    name="kvrouter",
+    help="Routes LLM requests to the worker whose KV cache already holds most of their prompt.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Load = Annotated[float, typer.Option(help="Load factor: requests arrive this many times as fast as in the trace.")]
+Requests = Annotated[
+    int | None, typer.Option(min=1, help="Requests of the trace to replay, from its start; all where it is not given.")
+]
+Workers = Annotated[int, typer.Option(min=1, help="Simulated engines, a process each.")]
+Blocks = Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
+
+
+@app.callback()
+def _start(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())  # noqa: T201
+
+
+@app.command("demo")
+def demo_command(
+    trace: Annotated[Path | None, typer.Option(help="Mooncake trace; the shipped part where it is not given.")] = None,
+    requests: Requests = None,
+    load: Load = DEFAULT_LOAD,
+    clock: Annotated[
+        float, typer.Option(help="Clock factor: engine seconds in one second of the wall.")
+    ] = DEFAULT_CLOCK,
+    workers: Workers = 8,
+    blocks: Blocks = 16_384,
+    block_size: BlockSize = 16,
+    mode: Annotated[list[str] | None, typer.Option(help="Way of routing; several are run one after another.")] = None,
+    results: Annotated[Path, typer.Option(help="Directory for the picture, the figures and the logs.")] = Path(
+        "demo-results"
+    ),
+) -> None:
+    """Replay a real trace through a whole system, with round-robin and with kv routing, and compare."""
+    modes = _modes(mode or ["round-robin", "kv"])
+    limit = DEFAULT_REQUESTS if requests is None and trace is None else requests
+    options = DemoOptions(
+        requests=_requests(trace, limit),
+        trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
+        pace=_pace(load, clock),
+        modes=modes,
+        workers=workers,
+        blocks=blocks,
+        block_size=block_size,
+        results=results,
+    )
+    figures = run_interruptibly(demo(options, Console()))
+    if not all(run.valid and not run.errors for run in figures):
+        raise typer.Exit(1)
+
+
+@app.command("up")
+def up_command(
+    workers: Workers = 8,
+    blocks: Blocks = 16_384,
+    block_size: BlockSize = 16,
+    clock: Annotated[float, typer.Option(help="Clock factor: engine seconds in one second of the wall.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="Way of routing.")] = "kv",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help=f"Port of the HTTP API; {DEFAULT_HTTP_PORT}, or a free one if that is taken."
+        ),
+    ] = None,
+    logs: Annotated[Path, typer.Option(help="Directory for the logs.")] = Path("up-logs"),
+) -> None:
+    """Start a whole system on loopback ports and leave it running, until Ctrl-C."""
+    _modes([mode])
+    _pace(1.0, clock)
+    http_port = choose_port(port, DEFAULT_HTTP_PORT)
+    grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
+    options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs)
+    try:
+        run_interruptibly(up(options, Console()))
+    except Interrupted:
+        return  # the way in which it is meant to end
+
+
+@app.command("replay")
+def replay_command(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Mooncake trace; the shipped part where it is not given.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="gRPC address of the Frontend, host:port.")
+    ] = f"127.0.0.1:{DEFAULT_GRPC_PORT}",
+    indexer: Annotated[str | None, typer.Option(help="gRPC address of an Indexer, to count events.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for; the only one served where it is not given.")
+    ] = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    clock: Annotated[
+        float, typer.Option(help="Clock factor of the running engines: engine seconds in one second of the wall.")
+    ] = 1.0,
+    mode: Annotated[str | None, typer.Option(help="Way of routing; the Scheduler's own where it is not given.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the figures.")] = None,
+) -> None:
+    """Replay a trace against a system that is running."""
+    if mode is not None:
+        _modes([mode])
+    command = ReplayCommand(
+        requests=_requests(trace, requests),
+        trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
+        target=_address(target),
+        indexer=_address(indexer) if indexer is not None else None,
+        model=model,
+        pace=_pace(load, clock),
+        mode=mode,
+        results=results,
+    )
+    figures = run_interruptibly(replay_running(command, Console()))
+    if figures.errors or not figures.valid:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point. Wrong usage is one line on stderr and exit status 2; what fails is one message and status 1."""
+    status = 0
+    try:
+        status = app(standalone_mode=False) or 0
+    except TraceError as error:
+        status = _fail(str(error), WrongUsage.exit_code)
+    except typer.TyperException as error:
+        status = _fail(error.format_message(), error.exit_code)
+    except Interrupted as error:
+        status = error.exit_status
+    except (ProcessDied, StackFailed, StartFailed, BinaryMissing, OSError) as error:
+        status = _fail(str(error), CommandFailed.exit_code)
+    sys.exit(status)
+
+
+def _fail(words: str, status: int) -> int:
+    print(f"kvrouter: {words}", file=sys.stderr)  # noqa: T201
+    return status
+
+
+def _requests(trace: Path | None, limit: int | None) -> list[TraceRequest]:
+    return read_shipped_trace(limit) if trace is None else read_trace(trace, limit)
+
+
+def _pace(load: float, clock: float) -> Pace:
+    try:
+        return Pace(load, clock)
+    except ValueError as error:
+        raise WrongUsage(str(error)) from None
+
+
+def _modes(modes: list[str]) -> list[str]:
+    for mode in modes:
+        if mode not in MODES:
+            raise WrongUsage(f"mode {mode!r} is not known: {', '.join(MODES)}")
+    if len(set(modes)) != len(modes):
+        raise WrongUsage("a mode is given twice")
+    return modes
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise WrongUsage(f"{text!r} is not an address: write host:port")
+    return text
+
+
+if __name__ == "__main__":
+    main()

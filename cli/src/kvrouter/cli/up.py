@@ -1,0 +1,105 @@
+"""The whole system, left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.cli.faults import WrongUsage
+from kvrouter.cli.stack import DEFAULT_HTTP_PORT, Stack, StackOptions, is_free, running_stack
+from rich.console import Console
+from rich.table import Table
+
+_FIRST_PROMPT_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What to start; fields as in StackOptions."""
+
+    workers: int
+    blocks: int
+    block_size: int
+    clock: float
+    mode: str
+    http_port: int
+    grpc_port: int
+    logs: Path
+
+
+def choose_port(asked: int | None, default: int) -> int:
+    """The port that was asked for, or the default one, or 0 (a free one) where the default is taken.
+
+    Raises:
+        WrongUsage: the port that was asked for is taken.
+    """
+    if asked is not None and not is_free(asked):
+        raise WrongUsage(f"port {asked} is taken")
+    return asked if asked is not None else default if is_free(default) else 0
+
+
+async def up(options: UpOptions, console: Console) -> None:
+    """Starts the system, says what listens where, and stays until it is cancelled.
+
+    Raises:
+        ProcessDied, StackFailed, StartFailed, BinaryMissing: it did not come up, or did not stay up.
+    """
+    options.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvrouter-") as directory:
+        stack_options = StackOptions(
+            directory=Path(directory),
+            logs=options.logs,
+            workers=options.workers,
+            blocks=options.blocks,
+            block_size=options.block_size,
+            clock=options.clock,
+            mode=options.mode,
+            http_port=options.http_port,
+            grpc_port=options.grpc_port,
+        )
+        async with running_stack(stack_options, lambda words: console.print(f"{words} ...")) as stack:
+            _describe(stack, console)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                console.print("\nstopping ...")
+    console.print("stopped; nothing is left running", highlight=False)
+
+
+def _describe(stack: Stack, console: Console) -> None:
+    options = stack.options
+    if not stack.http.endswith(f":{DEFAULT_HTTP_PORT}") and options.http_port == 0:
+        console.print(f"port {DEFAULT_HTTP_PORT} is taken: HTTP is on another one", highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for what, where in (
+        ("HTTP (completions, models, health, metrics)", f"http://{stack.http}"),
+        ("Frontend, gRPC", stack.frontend),
+        ("Scheduler, gRPC", stack.scheduler),
+        ("Indexer, gRPC", stack.indexer),
+        ("NATS", stack.nats.url),
+        ("etcd", stack.etcd.endpoint),
+        (f"{options.workers} workers, metrics of each", ", ".join(stack.worker_metrics)),
+        ("logs", str(options.logs)),
+    ):
+        table.add_row(what, where)
+    console.print()
+    console.print(table)
+    body = {"model": options.model, "prompt": list(range(1, _FIRST_PROMPT_TOKENS + 1)), "max_tokens": 8}
+    console.print("\nA first request, in another terminal (twice: the second finds its prompt cached):\n")
+    console.print(
+        f"  curl -s http://{stack.http}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    console.print("\nA trace (from the same directory):\n")
+    console.print(
+        f"  kvrouter replay --target {stack.frontend} --indexer {stack.indexer} --clock {options.clock:g} "
+        "--requests 100",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print("\nCtrl-C stops everything.")
