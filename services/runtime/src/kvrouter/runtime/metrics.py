@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import structlog
 from aiohttp import web
 from kvrouter.runtime.health import HealthBoard
+from kvrouter.runtime.listening import BindFailed
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -54,7 +55,7 @@ async def serving_ops(bind: str, registry: CollectorRegistry, health: HealthBoar
     """The ops server while the context lasts; yields its address, host:port, or nothing where ``bind`` is empty.
 
     Raises:
-        OSError: the address cannot be listened on.
+        BindFailed: the address cannot be listened on.
     """
     if not bind:
         yield ""
@@ -64,7 +65,10 @@ async def serving_ops(bind: str, registry: CollectorRegistry, health: HealthBoar
     await runner.setup()
     try:
         site = web.TCPSite(runner, host.strip("[]") or None, int(port), reuse_port=False)
-        await site.start()
+        try:
+            await site.start()
+        except OSError:
+            raise BindFailed(bind) from None
         bound_port = runner.addresses[0][1]
         log.info("http listening", address=f"{host}:{bound_port}")
         yield f"{host}:{bound_port}"

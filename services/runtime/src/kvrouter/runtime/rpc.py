@@ -2,8 +2,9 @@
 
 from kvrouter.runtime.channel_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.health import HealthBoard
+from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc_client import open_channel, remote
-from kvrouter.runtime.rpc_server import BindFailed, RpcServer, add_service, open_server
+from kvrouter.runtime.rpc_server import RpcServer, add_service, open_server
 
 __all__ = [
     "CHANNEL_OPTIONS",

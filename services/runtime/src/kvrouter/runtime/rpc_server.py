@@ -33,6 +33,7 @@ from kvrouter.runtime.errors import (
     to_status,
 )
 from kvrouter.runtime.health import HealthBoard
+from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.method_names import full_path, methods_by_python_name
 
 log = structlog.get_logger(component="rpc")
@@ -45,10 +46,6 @@ _LAST_WORDS_SECONDS = 0.5
 """Time for answers of refused calls to reach their clients before connections are closed."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class BindFailed(Exception):
-    """The address cannot be listened on."""
 
 
 class RpcServer:
@@ -104,7 +101,7 @@ class RpcServer:
         try:
             self._port = self._server.add_insecure_port(self._bind)
         except RuntimeError:
-            raise BindFailed(f"cannot listen on {self._bind}: the address is in use, or not of this machine") from None
+            raise BindFailed(self._bind) from None
         await self._server.start()
         log.info("grpc listening", address=self.endpoint(), services=self._names)
 

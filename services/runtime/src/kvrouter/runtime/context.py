@@ -1,0 +1,92 @@
+"""What the services of one process share: discovery, NATS, metrics, registrations, background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvrouter.publisher.etcd import LeasedKeys
+from kvrouter.runtime.discovery import Directory, ServiceRegistrar
+from kvrouter.runtime.metrics import new_registry
+from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
+from kvrouter.runtime.settings import ServiceSettings
+from nats.aio.client import Client
+from prometheus_client import CollectorRegistry
+
+_WITHDRAW_SECONDS = 5.0
+"""Time to take registrations back at the end; where etcd is away, the lease does it."""
+
+
+_CLOSED_CHECK_SECONDS = 1.0
+
+
+class NatsClosed(Exception):
+    """NATS closed the connection for good, as it does when it refuses the client's credentials."""
+
+
+class Runtime:
+    """Made by ``open_runtime``. A background task that fails ends the runtime's context with its error."""
+
+    def __init__(self, settings: ServiceSettings, registry: CollectorRegistry, tasks: asyncio.TaskGroup) -> None:
+        self.settings = settings
+        self.registry = registry
+        """Where the metrics of the process go."""
+        self.instance_id = settings.instance_id
+        self.etcd_endpoints = settings.etcd
+        """For ``kvrouter.publisher.etcd``: host:port, separated by commas."""
+        self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
+        """Keys that are in etcd for as long as this process lives."""
+        self.directory = Directory(settings.etcd, settings.namespace, registry)
+        self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
+        self._tasks = tasks
+        self._background: set[asyncio.Task[None]] = set()
+        self._nats_metrics = NatsMetrics(registry)
+        self._nats: asyncio.Future[Client] | None = None
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs a background task until it ends, or the runtime does. Its failure ends the runtime."""
+        task = self._tasks.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def nats(self) -> Client:
+        """The process's connection to NATS, made at the first call. Waits for as long as NATS is away."""
+        if self._nats is None:
+            self._nats = asyncio.get_running_loop().create_future()
+            self.spawn(self._hold_nats(self._nats), "nats")
+        return await asyncio.shield(self._nats)
+
+    async def close(self) -> None:
+        """Takes registrations back and ends background tasks."""
+        self.keys.stop()
+        holding = [task for task in self._background if task.get_name() == "keys"]
+        if holding:
+            await asyncio.wait(holding, timeout=_WITHDRAW_SECONDS)
+        for task in list(self._background):
+            task.cancel()
+
+    async def _hold_nats(self, connected: asyncio.Future[Client]) -> None:
+        try:
+            async with connect_nats(self.settings.nats, self.instance_id, self._nats_metrics) as client:
+                connected.set_result(client)
+                while not client.is_closed:  # noqa: ASYNC110 - the client calls back for too many other reasons
+                    await asyncio.sleep(_CLOSED_CHECK_SECONDS)
+                raise NatsClosed(f"NATS refused the connection: {client.last_error}")
+        finally:
+            connected.cancel()
+
+
+@asynccontextmanager
+async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | None = None) -> AsyncIterator[Runtime]:
+    """A runtime that follows etcd while the context lasts. Neither etcd nor NATS need be there yet."""
+    async with asyncio.TaskGroup() as tasks:
+        runtime = Runtime(settings, registry if registry is not None else new_registry(), tasks)
+        runtime.spawn(runtime.directory.run(), "directory")
+        runtime.spawn(runtime.keys.run(), "keys")
+        try:
+            yield runtime
+        finally:
+            await runtime.close()

@@ -1,0 +1,92 @@
+"""Serves the services of one process to others, from the first registration to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+from kvrouter.runtime.context import Runtime
+from kvrouter.runtime.metrics import serving_ops
+from kvrouter.runtime.rpc import RpcServer, add_service, open_server
+from kvrouter.v1.registry_pb2 import ServiceRegistration
+
+log = structlog.get_logger(component="hosting")
+
+_READINESS_SECONDS = 0.05
+"""How often services are asked whether they are ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A service to serve."""
+
+    kind: str
+    """indexer, scheduler or frontend."""
+    descriptor: ServiceDescriptor
+    implementation: object
+    ready: Callable[[], bool]
+    """Whether it can do its work; asked all the time, so cheap."""
+    http_endpoint: str = ""
+    """Address of an HTTP API of its own, host:port; empty for that of the ops server."""
+
+
+async def host(
+    runtime: Runtime,
+    services: Sequence[Hosted],
+    stopping: asyncio.Event,
+    *,
+    started: Callable[[RpcServer], None] | None = None,
+) -> None:
+    """Serves until ``stopping``, then withdraws the registrations, drains, and returns.
+
+    Args:
+        runtime: What the services stand on; its settings say where to listen.
+        services: The services, on one gRPC server.
+        stopping: Set to stop.
+        started: Called with the server when it listens.
+
+    Raises:
+        BindFailed: an address cannot be listened on.
+    """
+    settings = runtime.settings
+    server = open_server(settings.bind)
+    for service in services:
+        add_service(server, service.descriptor, service.implementation)
+    async with serving_ops(settings.http_bind, runtime.registry, server.health) as ops_address:
+        await server.start()
+        try:
+            for service in services:
+                registration = ServiceRegistration(
+                    endpoint=server.endpoint(settings.advertise),
+                    http_endpoint=service.http_endpoint or ops_address,
+                    registered_unix_ns=time.time_ns(),
+                )
+                runtime.registrar.register(service.kind, registration)
+            if started is not None:
+                started(server)
+            await _follow_readiness(runtime, server, services, stopping)
+        finally:
+            runtime.registrar.withdraw()
+            await server.drain(settings.drain_seconds)
+
+
+async def _follow_readiness(
+    runtime: Runtime, server: RpcServer, services: Sequence[Hosted], stopping: asyncio.Event
+) -> None:
+    while not stopping.is_set():
+        for service in services:
+            ready = service.ready()
+            if ready != server.health.services.get(service.descriptor.full_name):
+                log.info("ready" if ready else "not ready", service=service.kind)
+                await server.health.set_ready(service.descriptor.full_name, ready)
+                runtime.registrar.set_ready(service.kind, ready)
+        try:
+            async with asyncio.timeout(_READINESS_SECONDS):
+                await stopping.wait()
+        except TimeoutError:
+            continue
+    log.info("draining", calls=server.calls, at_most_seconds=runtime.settings.drain_seconds)

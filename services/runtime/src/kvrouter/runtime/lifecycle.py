@@ -1,0 +1,72 @@
+"""The life of a process: logging, event loop, signals, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import structlog
+import uvloop
+from kvrouter.publisher.etcd import InvalidEndpoint, TakenOver
+from kvrouter.runtime import logs
+from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.settings import ServiceSettings
+
+log = structlog.get_logger()
+
+_EXPLAINED = (BindFailed, InvalidEndpoint, TakenOver)
+"""Failures whose message says all; a traceback would only hide it."""
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSettings, component: str) -> NoReturn:
+    """Runs a service and exits: status 0 after SIGTERM or SIGINT, 1 after a failure, which is logged.
+
+    Args:
+        main: The service. It gets an event that is set when it is to stop: it then drains and returns. A second signal
+            cancels it.
+        settings: Level and form of logs.
+        component: Name of the service in its logs.
+    """
+    logs.configure(settings.log_level, settings.log_format, component)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(_until_stopped(main))
+    sys.exit(status)
+
+
+async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    stopping = asyncio.Event()
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        if stopping.is_set() and task is not None:
+            log.warning("stopping at once", signal=number.name)
+            task.cancel()
+        else:
+            log.info("stopping", signal=number.name)
+            stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await main(stopping)
+    except asyncio.CancelledError:
+        return 1
+    except Exception as failure:
+        known = _leaves(failure)
+        if all(isinstance(error, _EXPLAINED) for error in known):
+            log.error("failed", cause="; ".join(map(str, known)))
+        else:
+            log.exception("failed")
+        return 1
+    log.info("stopped")
+    return 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]

@@ -1,0 +1,95 @@
+"""Connections to NATS that come back, and say when they were away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+log = structlog.get_logger(component="nats")
+
+MAX_PENDING_MESSAGES = 65_536
+"""Messages that a subscription holds for its reader; a slow one loses what comes beyond them, counted."""
+MAX_PENDING_BYTES = 64 << 20
+"""Bytes that a subscription holds for its reader."""
+_MAX_OUTGOING_BYTES = 8 << 20
+"""Bytes that wait to be sent while NATS is away; publishing beyond them fails at once."""
+_RECONNECT_WAIT_SECONDS: Any = 0.5  # declared as int, and handed to asyncio.sleep
+_PING_SECONDS = 5
+_MAX_PINGS_OUTSTANDING = 2
+
+
+class NatsMetrics:
+    """What happened to the connections of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.connected = Gauge("kvrouter_nats_connected", "Whether NATS is connected.", registry=registry)
+        self.disconnects = Counter("kvrouter_nats_disconnects", "Connections lost.", registry=registry)
+        self.slow_consumers = Counter(
+            "kvrouter_nats_slow_consumers", "Messages dropped because a subscription was full.", registry=registry
+        )
+        self.errors = Counter("kvrouter_nats_errors", "Other errors of the connection.", registry=registry)
+
+
+@asynccontextmanager
+async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterator[Client]:
+    """A connection while the context lasts. Waits for NATS for as long as it takes, and reconnects for ever.
+
+    Args:
+        url: URLs of servers, separated by commas.
+        name: What NATS shows for the connection.
+        metrics: Where its misfortunes are counted.
+    """
+    reported = ""
+
+    async def on_error(error: Exception) -> None:
+        nonlocal reported
+        if isinstance(error, nats.errors.SlowConsumerError):
+            metrics.slow_consumers.inc()
+            log.warning("subscription full", subject=error.subject)
+            return
+        metrics.errors.inc()
+        # Each try to reconnect reports the same error again.
+        if str(error) != reported:
+            reported = str(error)
+            log.warning("nats error", error=reported or type(error).__name__)
+
+    async def on_disconnect() -> None:
+        metrics.connected.set(0)
+        metrics.disconnects.inc()
+        log.warning("nats is away", url=url)
+
+    async def on_reconnect() -> None:
+        nonlocal reported
+        reported = ""
+        metrics.connected.set(1)
+        log.info("nats is back", url=url)
+
+    client = await nats.connect(
+        [each.strip() for each in url.split(",") if each.strip()],
+        name=name,
+        error_cb=on_error,
+        disconnected_cb=on_disconnect,
+        reconnected_cb=on_reconnect,
+        allow_reconnect=True,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=_RECONNECT_WAIT_SECONDS,
+        connect_timeout=2,
+        # A server that vanished without closing is noticed within 15 s.
+        ping_interval=_PING_SECONDS,
+        max_outstanding_pings=_MAX_PINGS_OUTSTANDING,
+        pending_size=_MAX_OUTGOING_BYTES,
+    )
+    metrics.connected.set(1)
+    log.info("nats connected", url=url)
+    try:
+        yield client
+    finally:
+        metrics.connected.set(0)
+        await client.close()
