@@ -1,0 +1,30 @@
+"""``python -m kvrouter.indexer``: an Indexer as a process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvrouter.indexer.app import running
+from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.runtime import lifecycle
+from kvrouter.runtime.context import open_runtime
+from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.settings import load
+from kvrouter.v1 import indexer_pb2
+
+DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+
+
+def main() -> None:
+    """Reads the options, serves until SIGTERM or SIGINT, and exits."""
+    settings = load(IndexerSettings)
+
+    async def serve(stopping: asyncio.Event) -> None:
+        async with open_runtime(settings) as runtime, running(settings, runtime) as service:
+            await host(runtime, [Hosted("indexer", DESCRIPTOR, service, lambda: service.ready)], stopping)
+
+    lifecycle.run(serve, settings, "indexer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Puts an Indexer together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvrouter.indexer.component import Limits
+from kvrouter.indexer.metrics import IndexerMetrics
+from kvrouter.indexer.replica import Replica
+from kvrouter.indexer.service import IndexerService
+from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.runtime.context import Runtime
+
+
+@asynccontextmanager
+async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[IndexerService]:
+    """An Indexer's object with the tasks that keep it up to date, while the context lasts.
+
+    It answers at once, with NotReady until etcd and NATS are there and a component is restored.
+    """
+    limits = Limits(settings.max_index_blocks, settings.max_index_bytes, settings.worker_grace_seconds)
+    replica = Replica(runtime.instance_id, runtime.directory, runtime.nats, runtime.keys, limits)
+    metrics = IndexerMetrics(runtime.registry, replica.components)
+    following = runtime.spawn(replica.run(), "indexer")
+    try:
+        yield IndexerService(replica, metrics, max_prompt_tokens=settings.max_prompt_tokens)
+    finally:
+        following.cancel()
+        await asyncio.wait({following})

@@ -1,0 +1,130 @@
+"""Reads the stream of a component into its index, whatever happens to NATS, the stream or the consumer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import structlog
+from kvrouter.indexer.consumer import AWAY, Delivery, DeliveryLost, DurableConsumer
+from kvrouter.indexer.replay import CatchUp, Position, Recreate, plan
+from kvrouter.indexer.state import IndexState, StreamMessage
+
+log = structlog.get_logger(component="indexer")
+
+_WAIT_SECONDS = 1.0
+_CHECK_SECONDS = 2.0
+"""A stream that is silent for so long is looked at: a consumer that is lost is silent too."""
+_RETRY_SECONDS = (0.1, 0.5)  # drawn at random, so that components do not come back in one moment
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the stream is applied."""
+
+    position: Position | None = None
+    """None before the stream was first seen."""
+    last_sequence: int = 0
+    """Last sequence of the stream, when it was last heard of."""
+    caught_up: bool = False
+    """Whether everything is applied that the stream held when the replica started."""
+
+    @property
+    def applied(self) -> int:
+        """Sequence of the last message applied; 0 for none."""
+        return self.position.applied if self.position else 0
+
+
+class Ingest:
+    """The task that keeps one index up to date. ``progress`` tells how far it is."""
+
+    def __init__(self, name: str, state: IndexState, consumer: DurableConsumer) -> None:
+        self._state = state
+        self._consumer = consumer
+        self._catch_up: CatchUp | None = None
+        self._caught_up = asyncio.Event()
+        self._fingerprint: int | None = None
+        self._log = log.bind(of=name)
+        self.progress = Progress()
+        self.recreations = 0
+        """Times that the consumer was made anew."""
+
+    async def run(self) -> None:
+        """Reads until cancelled."""
+        away = False
+        # A thread of its own: applying must neither hold up the loop nor wait behind queries.
+        with ThreadPoolExecutor(1, thread_name_prefix="apply") as thread:
+            try:
+                while True:
+                    try:
+                        await self._settle()
+                        if away:
+                            self._log.info("reading the stream again")
+                            away = False
+                        await self._read(thread)
+                    except DeliveryLost as error:
+                        self._log.warning("delivery lost", detail=str(error))
+                        self._consumer.forsake()
+                    except AWAY as error:
+                        if not away:
+                            self._log.warning("stream out of reach", error=repr(error))
+                        away = True
+                        await asyncio.sleep(random.uniform(*_RETRY_SECONDS))
+            finally:
+                await self._consumer.close()
+
+    async def wait_caught_up(self) -> None:
+        """Waits until everything is applied that the stream held when the replica started."""
+        await self._caught_up.wait()
+
+    async def _settle(self) -> None:
+        """Makes sure that the consumer gives out what comes after the replica's position."""
+        stream = await self._consumer.view_stream()
+        position = self.progress.position
+        same = None
+        if position is not None and self._fingerprint is not None:
+            same = await self._consumer.holds(position.applied, self._fingerprint)
+        consumer = await self._consumer.view()
+        decision = plan(position, stream, consumer, same_message=same)
+        if position is None or consumer is None or isinstance(decision, Recreate):
+            start = decision.start_sequence if isinstance(decision, Recreate) else 1
+            consumer = await self._consumer.recreate(start)
+            self.recreations += 1
+            applied = max(start - 1, consumer.delivered_stream_sequence)
+            if position is None or position.applied != applied:
+                self._fingerprint = None
+            position = Position(stream.identity, applied, consumer.created_unix_ns)
+            self._log.info("consumer made", start_sequence=start, last_sequence=stream.last_sequence, why=decision)
+        self._catch_up = self._catch_up or CatchUp(stream.last_sequence)
+        self._advance(position, stream.last_sequence, consumer.pending)
+
+    async def _read(self, thread: ThreadPoolExecutor) -> None:
+        """Reads until the connection was made anew, or nothing has come for a while."""
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
+            delivery = await self._consumer.fetch(_WAIT_SECONDS)
+            if delivery is None:
+                continue
+            await self._apply(thread, delivery)
+            heard = loop.time()
+
+    async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
+        position = self.progress.position
+        if position is None:
+            raise DeliveryLost("there is no position yet")
+        messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
+        await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, messages)
+        self._fingerprint = hash(messages[-1].data)
+        self._advance(
+            replace(position, applied=delivery.applied), delivery.applied + delivery.pending, delivery.pending
+        )
+        await self._consumer.acknowledge(delivery)
+
+    def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
+        caught_up = self._catch_up is not None and self._catch_up.reached(position.applied, pending)
+        self.progress = Progress(position, last_sequence, caught_up)
+        if caught_up:
+            self._caught_up.set()

@@ -1,0 +1,84 @@
+"""Figures of an Indexer for Prometheus. Counts are read where they are kept, when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvrouter.indexer.component import ComponentIndex
+from kvrouter.v1.names import ComponentName
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_FIND_MATCHES_BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1, 1.0)
+_OUTCOMES = (
+    "applied",
+    "duplicates",
+    "fenced",
+    "gaps",
+    "unknown_parents",
+    "unknown_removals",
+    "rejected",
+    "misdirected",
+    "unparsable",
+    "drifts",
+)
+
+
+class IndexerMetrics(Collector):
+    """The metrics of one replica over all its components."""
+
+    def __init__(self, registry: CollectorRegistry, components: Mapping[ComponentName, ComponentIndex]) -> None:
+        self._components = components
+        self.find_matches_seconds = Histogram(
+            "kvrouter_indexer_find_matches_seconds",
+            "Time to answer FindMatches, without the way there and back.",
+            buckets=_FIND_MATCHES_BUCKETS,
+            registry=registry,
+        )
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """The figures of each component."""
+        events = CounterMetricFamily(
+            "kvrouter_indexer_events", "Events by what became of them.", labels=["namespace", "component", "outcome"]
+        )
+        counters = {
+            "batches": "Batches given to the index.",
+            "repairs": "Ranks whose blocks were dropped, because of a gap, an unknown parent or drift.",
+            "stored_blocks": "Blocks stored.",
+            "removed_blocks": "Blocks removed.",
+            "consumers_made": "Times that the consumer of the stream was made anew, the first included.",
+        }
+        gauges = {
+            "ready": "Whether the index is restored.",
+            "blocks": "Blocks in the index, each rank counted.",
+            "ranks": "Ranks in the index.",
+            "partial_ranks": "Ranks that may hold more blocks than the index has.",
+            "memory_bytes": "Memory of the index.",
+            "lag_seconds": "Time from publishing to applying, of the newest batch.",
+            "pending_messages": "Messages of the stream that are not applied.",
+            "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
+        }
+        labels = ["namespace", "component"]
+        counts = {n: CounterMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in counters.items()}
+        levels = {n: GaugeMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in gauges.items()}
+        for name, component in list(self._components.items()):
+            of = [name.namespace, name.name]
+            tally, progress, figures = component.state.tally, component.ingest.progress, component.figures
+            for outcome in _OUTCOMES:
+                events.add_metric([*of, outcome], getattr(tally, outcome))
+            counts["batches"].add_metric(of, tally.batches)
+            counts["repairs"].add_metric(of, tally.repairs)
+            counts["stored_blocks"].add_metric(of, tally.stored_blocks)
+            counts["removed_blocks"].add_metric(of, tally.removed_blocks)
+            counts["consumers_made"].add_metric(of, component.ingest.recreations)
+            levels["ready"].add_metric(of, component.ready)
+            levels["blocks"].add_metric(of, figures.blocks)
+            levels["ranks"].add_metric(of, len(figures.ranks))
+            levels["partial_ranks"].add_metric(of, sum(info.partial for info in figures.ranks))
+            levels["memory_bytes"].add_metric(of, figures.memory_bytes)
+            levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
+            levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))
+            levels["set_aside_messages"].add_metric(of, len(component.state.set_aside))
+        return [events, *counts.values(), *levels.values()]

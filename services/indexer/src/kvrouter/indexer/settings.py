@@ -1,0 +1,25 @@
+"""Options of the Indexer."""
+
+from __future__ import annotations
+
+from kvrouter.runtime.settings import ServiceSettings
+from pydantic import Field
+
+
+class IndexerSettings(ServiceSettings):
+    """Options of ``kvrouter-indexer``; each is a flag, an environment variable and a key of the file."""
+
+    worker_grace_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="How long the blocks of a worker whose registration is gone are kept, seconds.",
+    )
+    max_prompt_tokens: int = Field(
+        default=1 << 20, ge=1, description="Most tokens in a prompt that is asked about, whatever the model allows."
+    )
+    max_index_blocks: int = Field(
+        default=0, ge=0, description="Most blocks in the index of one component, over all ranks; 0 is no bound."
+    )
+    max_index_bytes: int = Field(
+        default=0, ge=0, description="Most memory for the index of one component, bytes; 0 is no bound."
+    )

@@ -1,0 +1,266 @@
+"""The index of one component, safe to use from the request loop and from the thread that applies events.
+
+Applying holds the lock for one message at a time and steps back for queries that wait. A query takes the lock where it
+is free, which is nearly always, and otherwise waits for it in a thread: the loop never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
+
+import structlog
+from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
+from kvrouter.indexer.membership import NewLife
+from kvrouter.indexer.repair import Repair, repair_after
+from kvrouter.indexer.screening import Refusal, screen
+from kvrouter.indexer.tally import RankTally, Tally
+from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.events_pb2 import KvEventBatch
+
+log = structlog.get_logger(component="indexer")
+
+_T = TypeVar("_T")
+
+_SET_ASIDE_MESSAGES = 64
+_SET_ASIDE_BYTES = 4096  # of each message: enough to see what it is
+_STEP_BACK_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMessage:
+    """A message of the stream."""
+
+    subject: str
+    sequence: int
+    """Sequence in the stream."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A message that was not applied."""
+
+    subject: str
+    sequence: int
+    refusal: Refusal
+    data: bytes
+    """The first 4,096 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Size of the index and of its ranks at one moment."""
+
+    blocks: int
+    memory_bytes: int
+    ranks: list[RankInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class RankDump:
+    """A rank's state from elsewhere."""
+
+    rank: Rank
+    cursor: tuple[int, int]
+    """(incarnation, next event id)"""
+    partial: bool
+    chunks: list[bytes]
+    """Encoded RankState, the last one marked."""
+
+
+class StaleDump(Exception):
+    """The index is further ahead than a dump: loading it would lose events that do not come again."""
+
+    def __init__(self, rank: Rank, cursor: tuple[int, int], held: tuple[int, int]) -> None:
+        super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {held}")
+
+
+class IndexState:
+    """Index, counts and what was set aside, for one component."""
+
+    def __init__(self, component: str, block_size: int, index: PrefixIndex) -> None:
+        """``component`` is its name, for the log."""
+        self.block_size = block_size
+        self.tally = Tally()
+        self.set_aside: deque[SetAside] = deque(maxlen=_SET_ASIDE_MESSAGES)
+        self.unfit_workers: frozenset[int] = frozenset()
+        """Workers whose registration differs from the component: their events mean something else."""
+        self.lag_seconds = 0.0
+        """From publishing to applying, of the newest batch."""
+        self._index = index
+        self._lock = Lock()
+        self._waiting = 0
+        self._partial: set[Rank] = set()
+        self._rank_tallies: dict[Rank, RankTally] = {}
+        self._log = log.bind(of=component)
+
+    def apply(self, messages: Sequence[StreamMessage]) -> None:
+        """Applies messages in order; called from one thread, not the loop's. Never raises for what they contain."""
+        for message in messages:
+            if self._waiting:
+                # The lock is not fair: without a pause the waiting thread seldom gets it.
+                time.sleep(_STEP_BACK_SECONDS)
+            batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
+            with self._lock:
+                if isinstance(batch, Refusal):
+                    self._refuse(message, batch)
+                else:
+                    self._apply_batch(message, batch)
+
+    async def ask(self, question: Callable[[PrefixIndex], _T]) -> _T:
+        """The answer to a question that is quick, such as an overlap."""
+        if self._lock.acquire(blocking=False):
+            try:
+                return question(self._index)
+            finally:
+                self._lock.release()
+        return await self.work(question)
+
+    async def work(self, task: Callable[[PrefixIndex], _T]) -> _T:
+        """The result of a task that may take long, such as figures of all ranks; it runs in a thread."""
+
+        def locked() -> _T:
+            with self._lock:
+                return task(self._index)
+
+        self._waiting += 1
+        try:
+            return await asyncio.to_thread(locked)
+        finally:
+            self._waiting -= 1
+
+    async def figures(self) -> Figures:
+        """Size of the index and of its ranks."""
+
+        def read(index: PrefixIndex) -> Figures:
+            stats = index.stats()
+            return Figures(stats.blocks, stats.memory_bytes, index.ranks())
+
+        return await self.work(read)
+
+    async def dump_rank(self, rank: Rank, chunk_blocks: int) -> AsyncIterator[bytes]:
+        """Encoded RankState chunks of a rank as of this moment; none if it is unknown."""
+        chunks = await self.work(lambda index: iter(index.dump_rank(rank, chunk_blocks)))
+        while (chunk := await self.work(lambda _: next(chunks, None))) is not None:
+            yield chunk
+
+    async def load_rank(self, dump: RankDump) -> int:
+        """Replaces a rank by a dump, unless the index is further ahead. Returns its entries.
+
+        Raises:
+            StaleDump: the index is ahead of the dump.
+            InvalidDump: the dump cannot be loaded; the index is unchanged.
+        """
+
+        def load(index: PrefixIndex) -> int:
+            held = index.cursor(dump.rank)
+            if held is not None and held > dump.cursor:
+                raise StaleDump(dump.rank, dump.cursor, held)
+            blocks = index.load_rank(dump.chunks)
+            (self._partial.add if dump.partial else self._partial.discard)(dump.rank)
+            return blocks
+
+        return await self.work(load)
+
+    def rank_tally(self, rank: Rank) -> RankTally:
+        """What was counted of a rank."""
+        return self._rank_tallies.get(rank) or RankTally()
+
+    async def begin_lives(self, lives: Sequence[NewLife]) -> None:
+        """Empties ranks whose worker registered a later life than the index has."""
+
+        def begin(index: PrefixIndex) -> None:
+            for life in lives:
+                rank, held = life.rank, index.cursor(life.rank)
+                if held is None or held[0] < life.incarnation:
+                    dropped = index.reset_rank(rank, life.incarnation, 0, partial=False)
+                    self._partial.discard(rank)
+                    self._log.info("rank begins a life", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
+
+        if lives:
+            await self.work(begin)
+
+    async def forget(self, ranks: Sequence[Rank]) -> None:
+        """Drops ranks whose worker is gone for good."""
+
+        def drop(index: PrefixIndex) -> None:
+            for rank in ranks:
+                dropped = index.remove_rank(rank)
+                self._partial.discard(rank)
+                self._rank_tallies.pop(rank, None)
+                self._log.info("rank is gone", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
+
+        if ranks:
+            await self.work(drop)
+
+    def _refuse(self, message: StreamMessage, refusal: Refusal) -> None:
+        self.tally.refuse(refusal)
+        self.set_aside.append(
+            SetAside(message.subject, message.sequence, refusal, bytes(message.data[:_SET_ASIDE_BYTES]))
+        )
+        self._log.warning(
+            "message set aside",
+            subject=message.subject,
+            sequence=message.sequence,
+            reason=refusal.reason,
+            detail=refusal.detail,
+        )
+
+    def _apply_batch(self, message: StreamMessage, batch: KvEventBatch) -> None:
+        rank = (batch.worker_id, batch.dp_rank)
+        again = False
+        # Each round moves the cursor past one gap, and a batch has no more gaps than events, plus one at its end.
+        for _ in range(len(batch.events) + 2):
+            summary = self._index.apply(message.data)
+            if summary.unparsable:
+                self._refuse(message, Refusal("unparsable", summary.unparsable))
+                return
+            self.tally.add(summary, again=again)
+            if summary.new_incarnation or (rank in self._partial and summary.applied and _empties(batch)):
+                self._partial.discard(rank)
+            if summary.rejected:
+                self._log.warning("events refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
+            repair = repair_after(summary, was_partial=rank in self._partial)
+            if summary.unknown_parents or summary.rejected:
+                self._partial.add(rank)
+            if repair is not None:
+                self._repair(rank, repair)
+            if repair is None or not repair.reapply:
+                break
+            again = True
+        self._note_lag(rank, batch)
+
+    def _repair(self, rank: Rank, repair: Repair) -> None:
+        dropped = self._index.reset_rank(rank, repair.incarnation, repair.next_event_id, partial=True)
+        self._partial.add(rank)
+        self.tally.repairs += 1
+        tally = self._rank_tallies.setdefault(rank, RankTally())
+        tally.drifts += repair.reason == "drift"
+        tally.dropped_unix_ns = time.time_ns()
+        tally.drop_reason = repair.reason
+        self._log.warning(
+            "rank dropped",
+            worker_id=rank[0],
+            dp_rank=rank[1],
+            reason=repair.reason,
+            next_event_id=repair.next_event_id,
+            dropped_blocks=dropped,
+        )
+
+    def _note_lag(self, rank: Rank, batch: KvEventBatch) -> None:
+        if batch.published_unix_ns:
+            self.lag_seconds = max(0.0, (time.time_ns() - batch.published_unix_ns) / 1e9)
+            self._rank_tallies.setdefault(rank, RankTally()).lag_seconds = self.lag_seconds
+
+
+def _empties(batch: KvEventBatch) -> bool:
+    """Whether a batch clears every tier, after which nothing is missing."""
+    return any(
+        event.WhichOneof("change") == "cleared" and event.tier == Tier.TIER_UNSPECIFIED for event in batch.events
+    )
