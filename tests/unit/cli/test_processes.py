@@ -16,7 +16,7 @@ def python(code: str, name: str = "child") -> Command:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what other processes do sets no event here
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -158,6 +158,8 @@ def main() -> None:
         status = _fail(error.format_message(), error.exit_code)
     except Interrupted as error:
         status = error.exit_status
+    except KeyboardInterrupt:  # the second Ctrl-C; children go with this process
+        status = 130
     except (ProcessDied, StackFailed, StartFailed, BinaryMissing, OSError) as error:
         status = _fail(str(error), CommandFailed.exit_code)
     sys.exit(status)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,7 +235,7 @@ async def running_stack(options: StackOptions, say: Callable[[str], None] = lamb
         raise _first(group) from None
 
 
-def service_environment(environment: os._Environ[str]) -> dict[str, str]:
+def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for services: settings meant for other systems, such as a NATS_SERVER, are left out."""
     return {
         name: value
