@@ -17,6 +17,7 @@ from kvrouter.frontend.service import FrontendService, GatewayOptions
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers import WorkerPool
 from kvrouter.runtime.context import Runtime
+from kvrouter.runtime.listening import BindFailed
 
 log = structlog.get_logger(component="frontend")
 
@@ -46,6 +47,9 @@ async def serving_http(service: FrontendService, settings: FrontendSettings, run
     """The HTTP API of a Frontend, while the context lasts; yields its address, host:port.
 
     A client that disconnects cancels its request. When the context ends, requests that are under way may finish.
+
+    Raises:
+        BindFailed: the address cannot be listened on.
     """
     runner = web.AppRunner(
         HttpApi(service, runtime.registry).application(),
@@ -56,7 +60,10 @@ async def serving_http(service: FrontendService, settings: FrontendSettings, run
     await runner.setup()
     try:
         site = web.TCPSite(runner, settings.host, settings.port, reuse_port=False)
-        await site.start()
+        try:
+            await site.start()
+        except OSError:
+            raise BindFailed(f"{settings.host}:{settings.port}") from None
         host, port = runner.addresses[0][:2]
         log.info("http listening", address=f"{host}:{port}")
         yield f"{host}:{port}"

@@ -69,7 +69,7 @@ class RemoteSchedulers:
         """Returns at the next change of what is registered."""
         await self._directory.changed()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Closes the channels."""
         for channel in self._channels.values():
             await channel.close()

@@ -2,8 +2,8 @@
 
 Steps follow each other on the engine's clock without a pause while there is work, whatever the process itself loses in
 between: a step begins when the one before it ended, and takes in the requests that had arrived by then. Stamps are
-therefore those of an engine that never waits for Python. How far the process is behind its engine's clock is kept as
-``lateness``: while that is small against a step, callers see the tokens when they should.
+therefore those of an engine that never waits for Python. How far the process is behind its engine's clock is observed:
+while that is small against a step, callers see the tokens when they should.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_types import CacheEvent, EngineRequest, FinishReason, Output
+from kvrouter.mocker.engine_types import CacheEvent, DuplicateRequest, EngineRequest, FinishReason, Output
 
 
 @dataclass(slots=True)
@@ -56,14 +56,18 @@ class _Stream:
 class EngineDriver:
     """One rank's engine in real time. ``run`` must be running; ``publish`` is called with the events of each step."""
 
-    def __init__(self, engine: Engine, clock: EngineClock, publish: Callable[[Iterable[CacheEvent]], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        clock: EngineClock,
+        publish: Callable[[Iterable[CacheEvent]], None],
+        *,
+        observe_lateness: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """``observe_lateness`` gets, for each step, the engine seconds by which its outputs came late."""
         self.engine = engine
         self.clock = clock
-        self.steps = 0
-        self.lateness = 0.0
-        """Engine seconds by which the last step ended late."""
-        self.worst_lateness = 0.0
-        """Most engine seconds by which any step ended late."""
+        self._observe_lateness = observe_lateness
         self.prompt_tokens_total = 0
         """Prompt tokens of requests that got a first token."""
         self.cached_tokens_total = 0
@@ -81,7 +85,7 @@ class EngineDriver:
         """
         self.engine.check(request, waiting=len(self._arrivals))
         if request.request_id in self._streams:
-            raise self.engine.duplicate(request)
+            raise DuplicateRequest(request.request_id)
         stream = self._streams[request.request_id] = _Stream()
         self._arrivals.append((self.clock.now(), request))
         self._work.set()
@@ -131,9 +135,7 @@ class EngineDriver:
             self._publish(step.events)
             await self.clock.sleep_until(step.ends_at)
             at = step.ends_at
-            self.steps += 1
-            self.lateness = max(0.0, self.clock.now() - at)
-            self.worst_lateness = max(self.worst_lateness, self.lateness)
+            self._observe_lateness(max(0.0, self.clock.now() - at))
             for output in self.engine.end_step(at):
                 stream = self._streams.get(output.request_id)
                 if stream is not None:

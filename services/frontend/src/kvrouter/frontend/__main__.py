@@ -1,0 +1,38 @@
+"""``kvrouter-frontend``: the gateway as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from kvrouter.frontend.app import running, serving_http
+from kvrouter.frontend.schedulers import RemoteSchedulers
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.runtime.context import open_runtime
+from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.lifecycle import run
+from kvrouter.runtime.settings import load
+from kvrouter.v1 import frontend_pb2
+
+_DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    settings = load(FrontendSettings, prog="kvrouter-frontend")
+
+    async def serve(stopping: asyncio.Event) -> None:
+        async with (
+            open_runtime(settings) as runtime,
+            aclosing(RemoteSchedulers(runtime.directory)) as schedulers,
+            running(settings, runtime, schedulers) as service,
+            serving_http(service, settings, runtime) as http_address,
+        ):
+            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_endpoint=http_address)
+            await host(runtime, [hosted], stopping)
+
+    run(serve, settings, "frontend")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""``kvrouter-mocker``: a simulated engine as a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from kvrouter.mocker.app import engine_config, running, worker_config
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.runtime.health import HealthBoard
+from kvrouter.runtime.lifecycle import run
+from kvrouter.runtime.metrics import new_registry, serving_ops
+from kvrouter.runtime.settings import load
+from kvrouter.v1 import worker_pb2
+
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    settings = load(MockerSettings, prog="kvrouter-mocker")
+    try:
+        engine_config(settings, 0, 0)
+        worker_config(settings, 0)
+    except ValueError as error:
+        sys.exit(_usage(str(error)))
+
+    async def serve(stopping: asyncio.Event) -> None:
+        registry, health = new_registry(), HealthBoard()
+        await health.announce([_SERVICE])
+        async with serving_ops(settings.http_bind, registry, health), running(settings, registry) as worker:
+            await worker.registered()
+            await health.set_ready(_SERVICE)
+            await stopping.wait()
+            await health.drain()
+
+    run(serve, settings, "mocker")
+
+
+def _usage(message: str) -> int:
+    sys.stderr.write(f"kvrouter-mocker: {message}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    main()

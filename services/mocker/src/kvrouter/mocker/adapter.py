@@ -1,0 +1,155 @@
+"""The simulated engine as the publisher SDK sees it: requests in, tokens and load out, cache events as they happen."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+
+import grpc
+from kvrouter.core import Scope as CoreScope
+from kvrouter.mocker.driver import EngineDriver, Tokens
+from kvrouter.mocker.engine_types import (
+    CacheEvent,
+    Cleared,
+    DuplicateRequest,
+    EngineRequest,
+    FinishReason,
+    PromptTooLong,
+    QueueFull,
+    Removed,
+    Scope,
+    Stored,
+    pack_tokens,
+)
+from kvrouter.mocker.engine_types import RequestRefused as EngineRefused
+from kvrouter.publisher.errors import RequestRefused
+from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.v1.errors_pb2 import ErrorReason
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+
+_FINISH = {
+    FinishReason.LENGTH: WireFinishReason.FINISH_REASON_LENGTH,
+    FinishReason.STOP: WireFinishReason.FINISH_REASON_STOP,
+    FinishReason.ABORT: WireFinishReason.FINISH_REASON_ABORT,
+}
+
+
+def publish_to(rank: Callable[[], RankPublisher]) -> Callable[[Iterable[CacheEvent]], None]:
+    """What a driver calls with the events of a step. ``rank`` is asked late: the SDK makes it after the engine."""
+
+    def publish(events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            match event:
+                case Stored(parent_hash, engine_hashes, token_blocks, scope):
+                    rank().stored(
+                        token_ids=memoryview(b"".join(token_blocks)).cast("I"),
+                        engine_hashes=engine_hashes,
+                        parent=parent_hash,
+                        scope=CoreScope(*scope),
+                    )
+                case Removed(engine_hashes):
+                    rank().removed(engine_hashes)
+                case Cleared():
+                    rank().cleared()
+
+    return publish
+
+
+class MockEngine:
+    """One driver for each data parallel rank, behind the SDK's Engine protocol."""
+
+    def __init__(self, drivers: Mapping[int, EngineDriver]) -> None:
+        self._drivers = drivers
+
+    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
+        """Runs a request on its rank.
+
+        Raises:
+            RequestRefused: the rank does not exist, or its engine will not take the request.
+        """
+        driver = self._drivers.get(request.dp_rank)
+        if driver is None:
+            raise RequestRefused(
+                f"the worker has no rank {request.dp_rank}", field="dp_rank", known=self._drivers, code=_NOT_FOUND
+            )
+        try:
+            async with aclosing(driver.generate(_engine_request(request))) as pieces:
+                async for piece in pieces:
+                    yield _output(piece)
+        except EngineRefused as refusal:
+            raise _refused(refusal) from None
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """Aborts requests, whatever their rank."""
+        return sum(driver.abort(request_id) for request_id in request_ids for driver in self._drivers.values())
+
+    def load(self) -> Mapping[int, LoadReport]:
+        """Load by rank."""
+        return {dp_rank: _load(driver) for dp_rank, driver in self._drivers.items()}
+
+
+_NOT_FOUND = grpc.StatusCode.NOT_FOUND
+
+
+def _engine_request(request: WorkerServiceGenerateRequest) -> EngineRequest:
+    scope, sampling = request.scope, request.sampling_options
+    return EngineRequest(
+        request_id=request.request_id,
+        prompt=pack_tokens(request.token_ids),
+        max_tokens=request.stop_conditions.max_tokens,
+        scope=Scope(scope.lora_name, scope.cache_salt, scope.tenant),
+        stop_token_ids=frozenset(request.stop_conditions.stop_token_ids),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+    )
+
+
+def _refused(refusal: EngineRefused) -> RequestRefused:
+    match refusal:
+        case PromptTooLong():
+            return RequestRefused(
+                str(refusal), reason=ErrorReason.ERROR_REASON_PROMPT_TOO_LONG, field="token_ids", advice="Shorten it."
+            )
+        case QueueFull():
+            return RequestRefused(
+                str(refusal),
+                code=grpc.StatusCode.RESOURCE_EXHAUSTED,
+                reason=ErrorReason.ERROR_REASON_ALL_BUSY,
+                advice="Retry later, or at another worker.",
+                retry_elsewhere=True,
+            )
+        case DuplicateRequest():
+            return RequestRefused(
+                str(refusal),
+                code=grpc.StatusCode.ALREADY_EXISTS,
+                reason=ErrorReason.ERROR_REASON_REQUEST_ID_REUSED,
+                field="request_id",
+                advice="Choose another id.",
+            )
+        case _:
+            return RequestRefused(str(refusal))
+
+
+def _output(piece: Tokens) -> GenerateOutput:
+    output = GenerateOutput(token_ids=piece.token_ids, token_engine_ns=[round(stamp * 1e9) for stamp in piece.stamps])
+    if piece.first is not None:
+        output.cached_tokens = piece.first.cached_tokens
+        output.arrived_engine_ns = round(piece.first.submitted_at * 1e9)
+    if piece.finish_reason is not None:
+        output.finish_reason = _FINISH[piece.finish_reason]
+    return output
+
+
+def _load(driver: EngineDriver) -> LoadReport:
+    load = driver.engine.load()
+    return LoadReport(
+        active_blocks=load.active_blocks,
+        total_blocks=load.total_blocks,
+        prefill_tokens=load.prefill_tokens,
+        running_requests=load.running,
+        waiting_requests=load.waiting,
+        cached_blocks=load.cached_blocks,
+        prompt_tokens_total=driver.prompt_tokens_total,
+        cached_tokens_total=driver.cached_tokens_total,
+    )

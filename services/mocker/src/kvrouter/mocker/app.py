@@ -1,0 +1,113 @@
+"""Puts a simulated worker together, and runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvrouter.mocker.adapter import MockEngine, publish_to
+from kvrouter.mocker.clock import EngineClock
+from kvrouter.mocker.driver import EngineDriver
+from kvrouter.mocker.engine import Engine
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.metrics import expose_load, lateness_histogram
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.publisher import worker as sdk
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.v1.common_pb2 import Role, Transport
+from kvrouter.v1.names import ComponentName
+from prometheus_client import CollectorRegistry
+
+_ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
+_TRANSPORTS = {
+    "default": Transport.TRANSPORT_UNSPECIFIED,
+    "durable": Transport.TRANSPORT_DURABLE,
+    "light": Transport.TRANSPORT_LIGHT,
+}
+
+
+def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> EngineConfig:
+    """The engine of one rank.
+
+    Raises:
+        ValueError: no engine could run with these settings.
+    """
+    return EngineConfig(
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_sequences=settings.max_sequences,
+        max_waiting=settings.max_waiting,
+        max_model_tokens=settings.max_model_len or None,
+        speed=settings.speed,
+        hash_seed=(worker_id * 0x9E3779B97F4A7C15 + dp_rank) % (1 << 64),
+    )
+
+
+def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
+    """The worker as the SDK is told of it.
+
+    Raises:
+        InvalidConfig: a setting is out of range.
+    """
+    return WorkerConfig(
+        component=ComponentName(settings.namespace, settings.component),
+        model=settings.model,
+        block_size=settings.block_size,
+        ranks=dict.fromkeys(range(settings.dp_size), settings.num_blocks),
+        worker_id=worker_id,
+        etcd=settings.etcd,
+        nats=settings.nats,
+        bind=settings.bind,
+        advertise=settings.advertise,
+        transport=_TRANSPORTS[settings.transport],
+        role=_ROLES[settings.role],
+        labels=settings.labels,
+        publishes_events=settings.events,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_sequences=settings.max_sequences,
+        max_model_len=engine_config(settings, worker_id, 0).length_limit,
+        heartbeat_seconds=settings.heartbeat_seconds,
+        load_report_seconds=settings.load_report_seconds,
+        lease_ttl_seconds=settings.lease_seconds,
+        drain_seconds=settings.drain_seconds,
+    )
+
+
+@asynccontextmanager
+async def running(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[sdk.Worker]:
+    """A simulated worker, registered and serving, while the context lasts.
+
+    Raises:
+        ValueError: no engine could run with these settings.
+        DescriptorMismatch: the worker does not fit its component.
+    """
+    worker_id = settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
+    clock = EngineClock(settings.clock_factor)
+    lateness = lateness_histogram(registry)
+    publishers: dict[int, sdk.RankPublisher] = {}
+
+    def driver_of(dp_rank: int) -> EngineDriver:
+        return EngineDriver(
+            Engine(engine_config(settings, worker_id, dp_rank)),
+            clock,
+            publish_to(lambda: publishers[dp_rank]),
+            observe_lateness=lateness.observe,
+        )
+
+    drivers = {dp_rank: driver_of(dp_rank) for dp_rank in range(settings.dp_size)}
+    expose_load(drivers, registry)
+    async with asyncio.TaskGroup() as group:
+        stepping: list[asyncio.Task[None]] = []
+        try:
+            # The SDK stops first, and lets requests finish: the engines step until it has.
+            async with sdk.running(worker_config(settings, worker_id), MockEngine(drivers)) as worker:
+                for dp_rank, driver in drivers.items():
+                    publishers[dp_rank] = worker.rank(dp_rank)
+                    stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))
+                yield worker
+        finally:
+            for task in stepping:
+                task.cancel()

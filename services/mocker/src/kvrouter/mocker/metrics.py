@@ -1,0 +1,48 @@
+"""Figures of the simulated engine, and of how well it keeps its own time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from kvrouter.mocker.driver import EngineDriver
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+_LATENESS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+def lateness_histogram(registry: CollectorRegistry) -> Histogram:
+    """Engine seconds by which the outputs of steps came late: what the machine, not the engine, adds."""
+    return Histogram(
+        "kvrouter_mocker_step_lateness_seconds",
+        "Engine seconds by which the outputs of a step came late.",
+        buckets=_LATENESS_BUCKETS,
+        registry=registry,
+    )
+
+
+def expose_load(drivers: Mapping[int, EngineDriver], registry: CollectorRegistry) -> None:
+    """Gauges of each rank's load and cache, read when they are scraped."""
+    described = {
+        "running": "Requests that hold KV blocks.",
+        "waiting": "Requests in the queue.",
+        "active_blocks": "KV blocks in use.",
+        "cached_blocks": "KV blocks that hold reusable content and are in use by nobody.",
+        "total_blocks": "KV blocks that there are.",
+        "prefill_tokens": "Tokens to be computed before the next outputs.",
+    }
+    for field, text in described.items():
+        gauge = Gauge(f"kvrouter_mocker_{field}", text, ["dp_rank"], registry=registry)
+        for dp_rank, driver in drivers.items():
+            gauge.labels(dp_rank=dp_rank).set_function(partial(_load_field, driver, field))
+    for total, text in (
+        ("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
+        ("cached_tokens_total", "Those of them that came out of the cache."),
+    ):
+        gauge = Gauge(f"kvrouter_mocker_{total}", text, ["dp_rank"], registry=registry)
+        for dp_rank, driver in drivers.items():
+            gauge.labels(dp_rank=dp_rank).set_function(partial(getattr, driver, total))
+
+
+def _load_field(driver: EngineDriver, field: str) -> float:
+    return float(getattr(driver.engine.load(), field))
