@@ -129,7 +129,7 @@ class WorkerConfig:
             raise InvalidConfig("ranks is empty: a worker has one rank at least, such as {0: total_blocks}")
         for rank, total_blocks in self.ranks.items():
             if not (0 <= rank < 1 << 32 and 0 <= total_blocks < 1 << 64):
-                raise InvalidConfig(f"rank {rank} with {total_blocks} blocks: both must be 0 or more")
+                raise InvalidConfig(f"ranks: rank {rank} with {total_blocks} blocks, both must be 0 or more")
         try:
             parse_endpoints(self.etcd)
         except InvalidEndpoint as error:

@@ -1,0 +1,70 @@
+"""A worker's settings refuse what cannot work, naming the setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.errors import InvalidConfig
+from kvrouter.publisher.etcd import InvalidEndpoint, parse_endpoints
+from kvrouter.v1.names import ComponentName
+
+
+def config(**settings: Any) -> WorkerConfig:
+    known: dict[str, Any] = {"component": ComponentName("ns", "pool"), "model": "m", "block_size": 16}
+    return WorkerConfig(**(known | settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("worker_id", -1),
+        ("worker_id", 1 << 64),
+        ("model", ""),
+        ("ranks", {}),
+        ("ranks", {-1: 5}),
+        ("etcd", "nowhere"),
+        ("etcd", "https://host:2379"),
+        ("nats", "127.0.0.1:4222"),
+        ("bind", "127.0.0.1"),
+        ("bind", "127.0.0.1:99999"),
+        ("bind", "0.0.0.0:5000"),
+        ("heartbeat_seconds", 0),
+        ("lease_ttl_seconds", 1),
+        ("buffer_events", 0),
+        ("buffer_bytes", 100),
+        ("drain_seconds", -1),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match=name):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "endpoint"),
+    [
+        ("127.0.0.1:0", "", "127.0.0.1:7"),
+        ("0.0.0.0:0", "host", "host:7"),
+        ("0.0.0.0:0", "host:99", "host:99"),
+        ("[::1]:0", "", "[::1]:7"),
+        ("[::]:0", "[fd00::1]", "[fd00::1]:7"),
+    ],
+)
+def test_the_endpoint_is_what_others_reach(bind: str, advertise: str, endpoint: str) -> None:
+    assert config(bind=bind, advertise=advertise).endpoint(7) == endpoint
+
+
+def test_drawn_ids_differ_and_fit_in_json() -> None:
+    drawn = {config().worker_id for _ in range(100)}
+    assert len(drawn) == 100
+    assert max(drawn) < 1 << 53
+
+
+def test_endpoints() -> None:
+    assert parse_endpoints("a:1, http://b:2/,[::1]:3") == (("a", 1), ("b", 2), ("[::1]", 3))
+    for wrong in ("", "a", "a:b", "ftp://a:1", "http://a:1/path"):
+        with pytest.raises(InvalidEndpoint):
+            parse_endpoints(wrong)
