@@ -1,0 +1,71 @@
+"""What a directory makes of the entries in etcd."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.runtime.discovery import build_views, differences
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+
+POOL = ComponentName("ns", "pool")
+DESCRIPTOR = ComponentDescriptor(
+    component=Component(namespace="ns", name="pool"), model="m", block_size=16, hash_scheme="xxh3-1337"
+)
+
+
+def worker(worker_id: int, **changes: object) -> WorkerRegistration:
+    fields = {"model": "m", "block_size": 16, "hash_scheme": "xxh3-1337", **changes}
+    return WorkerRegistration(worker_id=worker_id, **fields)  # type: ignore[arg-type]
+
+
+def entries(*workers: WorkerRegistration, descriptor: ComponentDescriptor | None = DESCRIPTOR) -> dict[str, bytes]:
+    found = {POOL.worker_key(each.worker_id): each.SerializeToString() for each in workers}
+    if descriptor is not None:
+        found[POOL.descriptor_key] = descriptor.SerializeToString()
+    return found
+
+
+def test_a_component_has_its_descriptor_and_its_workers() -> None:
+    views, ignored = build_views(entries(worker(1), worker(2)), "ns")
+    assert not ignored
+    assert views[POOL].descriptor == DESCRIPTOR
+    assert views[POOL].name == POOL
+    assert set(views[POOL].workers) == {1, 2}
+
+
+def test_a_component_without_workers_is_known() -> None:
+    views, _ = build_views(entries(), "ns")
+    assert views[POOL].workers == {}
+
+
+@pytest.mark.parametrize("change", [{"model": "x"}, {"block_size": 32}, {"hash_scheme": "md5"}])
+def test_a_worker_that_differs_is_left_out_with_the_reason(change: dict[str, object]) -> None:
+    views, ignored = build_views(entries(worker(1), worker(2, **change)), "ns")
+    assert set(views[POOL].workers) == {1}
+    (reason,) = ignored.values()
+    (field, value) = next(iter(change.items()))
+    assert f"{field} {value!r}" in reason
+    assert len(differences(DESCRIPTOR, worker(2, **change))) == 1
+
+
+def test_a_worker_without_a_component_is_left_out() -> None:
+    views, ignored = build_views(entries(worker(1), descriptor=None), "ns")
+    assert views == {}
+    assert list(ignored) == [POOL.worker_key(1)]
+
+
+def test_what_cannot_be_read_harms_nothing_else() -> None:
+    broken = {
+        **entries(worker(1)),
+        POOL.worker_key(2): b"\xff\xff",
+        POOL.worker_key(3): worker(4).SerializeToString(),
+        "/kvrouter/v1/ns/components/bad name/descriptor": b"",
+        "/kvrouter/v1/ns/components/broken/descriptor": b"\xff\xff",
+        POOL.applied_key("replica"): b"\xff",
+        POOL.incarnation_key(9): b"\xff",
+    }
+    views, ignored = build_views(broken, "ns")
+    assert set(views) == {POOL}
+    assert set(views[POOL].workers) == {1}
+    assert len(ignored) == 4

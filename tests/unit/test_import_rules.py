@@ -1,0 +1,121 @@
+"""Who may import whom: services know the contract, the core and the runtime, and never each other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SERVICE = ("kvrouter.v1", "kvrouter.core", "kvrouter.runtime")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "v1": (),
+    "core": ("kvrouter.v1",),
+    # Released apart, into engines with dependency pins of their own.
+    "publisher": ("kvrouter.v1", "kvrouter.core"),
+    "runtime": ("kvrouter.v1", "kvrouter.core", "kvrouter.publisher.etcd"),
+    # Whoever comes first makes a component's stream, so its definition is the SDK's and the Indexer's.
+    "indexer": (*SERVICE, "kvrouter.publisher.stream"),
+    "scheduler": SERVICE,
+    "frontend": SERVICE,
+    # An engine as the SDK sees one.
+    "mocker": (*SERVICE, "kvrouter.publisher"),
+}
+COMPOSING = frozenset({"cli", "simulator"})
+"""Parts whose job it is to put the others together."""
+
+ENGINE_MODEL = frozenset({"block_pool", "engine", "engine_config", "engine_types", "sequence", "time_model"})
+"""Files of the mocker that are the ground truth routing is judged by: a shared mistake in hashing must show."""
+
+
+def sources(part: str) -> list[Path]:
+    return sorted(ROOT.glob(f"*/src/kvrouter/{part}/**/*.py")) + sorted(
+        ROOT.glob(f"services/*/src/kvrouter/{part}/**/*.py")
+    )
+
+
+def parts() -> list[str]:
+    homes = [*ROOT.glob("*/src/kvrouter/*"), *ROOT.glob("services/*/src/kvrouter/*")]
+    return sorted({home.name for home in homes if home.is_dir() and home.name != "__pycache__"})
+
+
+def kvrouter_imports(source: str, module: str) -> Iterator[str]:
+    """Every kvrouter module that a source imports, wherever in the file, also relatively and by importlib."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "kvrouter")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
+            if base.split(".")[0] == "kvrouter":
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (
+                argument.value
+                for argument in node.args
+                if isinstance(argument, ast.Constant)
+                and isinstance(argument.value, str)
+                and argument.value.startswith("kvrouter")
+            )
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def module_name(path: Path) -> str:
+    relative = path.relative_to(next(parent for parent in path.parents if parent.name == "src"))
+    return ".".join(relative.with_suffix("").parts)
+
+
+def test_every_part_has_a_rule() -> None:
+    assert {"v1", "core", "runtime", "publisher"} <= set(parts())
+    assert set(parts()) <= set(ALLOWED) | COMPOSING
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_a_part_imports_only_what_it_may(part: str) -> None:
+    allowed = (f"kvrouter.{part}", *ALLOWED[part])
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(part)
+        if not path.stem.endswith("_pb2")
+        for name in kvrouter_imports(path.read_text(), module_name(path))
+        if not within(name, allowed)
+    ]
+    assert wrong == []
+
+
+def test_the_engine_model_shares_no_hashing_with_the_router() -> None:
+    files = [path for path in sources("mocker") if path.stem in ENGINE_MODEL]
+    assert {path.stem for path in files} == ENGINE_MODEL
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in kvrouter_imports(path.read_text(), module_name(path))
+        if not within(name, tuple(f"kvrouter.mocker.{stem}" for stem in ENGINE_MODEL))
+    ]
+    assert wrong == []
+
+
+def test_the_namespace_belongs_to_nobody() -> None:
+    assert not [*ROOT.glob("*/src/kvrouter/__init__.py"), *ROOT.glob("services/*/src/kvrouter/__init__.py")]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import kvrouter.indexer.app", ["kvrouter.indexer.app"]),
+        ("from kvrouter.indexer import app", ["kvrouter.indexer.app"]),
+        ("from kvrouter import indexer", ["kvrouter.indexer"]),
+        ("def f():\n    from ..indexer import app", ["kvrouter.indexer.app"]),
+        ("importlib.import_module('kvrouter.indexer')", ["kvrouter.indexer"]),
+        ("import json, kvrouterx", []),
+    ],
+)
+def test_no_form_of_import_goes_unseen(source: str, found: list[str]) -> None:
+    assert list(kvrouter_imports(source, "kvrouter.scheduler.app")) == found
