@@ -1,4 +1,85 @@
 """Hashing, prefix index and active sequences: what is done per block.
 
-``KVROUTER_CORE=reference`` chooses the plain Python reference; otherwise the Rust core is used where it is built.
+``KVROUTER_CORE`` chooses the implementation: ``native`` (Rust; importing fails unless all of it is built),
+``reference`` (plain Python), or ``auto``, the default: name by name, the Rust one where it is built.
 """
+
+from __future__ import annotations
+
+import os
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from kvrouter.core.interface import (
+    ApplySummary,
+    Booking,
+    IndexStats,
+    InvalidDump,
+    LoadColumns,
+    Rank,
+    RankInfo,
+    Scope,
+    TokenBuffer,
+)
+
+_NAMES = ("local_hashes", "sequence_hashes")
+
+
+def _choose(wanted: str) -> dict[str, tuple[str, Any]]:
+    """Name → (implementation, object).
+
+    Raises:
+        ImportError: the native core is wanted, and lacks a name.
+        ValueError: there is no such implementation.
+    """
+    from kvrouter.core import reference
+
+    if wanted not in ("auto", "native", "reference"):
+        raise ValueError(f"KVROUTER_CORE is {wanted!r}: use native, reference or auto")
+    native: Any = None
+    if wanted != "reference":
+        try:
+            from kvrouter.core import _native as native
+        except ImportError:
+            if wanted == "native":
+                raise
+    chosen: dict[str, tuple[str, Any]] = {}
+    for name in _NAMES:
+        if hasattr(native, name):
+            chosen[name] = ("native", getattr(native, name))
+        elif wanted == "native":
+            raise ImportError(f"KVROUTER_CORE is native, and the native core has no {name}: build it, or use auto")
+        else:
+            chosen[name] = ("reference", getattr(reference, name))
+    return chosen
+
+
+_chosen = _choose(os.environ.get("KVROUTER_CORE") or "auto")
+
+IMPLEMENTATIONS = MappingProxyType({name: implementation for name, (implementation, _) in _chosen.items()})
+"""Name → "native" or "reference"."""
+
+IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.values()) else "reference"
+""""native" if all of the core is native, else "reference"."""
+
+if TYPE_CHECKING:
+    # Type checkers see the reference, to whose interface the native core is held.
+    from kvrouter.core.reference import local_hashes, sequence_hashes
+else:
+    local_hashes, sequence_hashes = (_chosen[name][1] for name in _NAMES)
+
+__all__ = [
+    "IMPLEMENTATION",
+    "IMPLEMENTATIONS",
+    "ApplySummary",
+    "Booking",
+    "IndexStats",
+    "InvalidDump",
+    "LoadColumns",
+    "Rank",
+    "RankInfo",
+    "Scope",
+    "TokenBuffer",
+    "local_hashes",
+    "sequence_hashes",
+]

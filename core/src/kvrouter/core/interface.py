@@ -11,9 +11,17 @@ The prefix index, in terms that every implementation must keep:
   the same place, the copies in that tier rise by one (COUNTED) or stay at one (SET).
 - ``removed`` lowers the copies in the tier by one (COUNTED), or to none (SET); an entry without copies in any tier is
   gone. Removing what is not held is counted and changes nothing. Blocks may go in any order, parents before children.
-- ``cleared`` drops every entry in the tier, or in all tiers for TIER_UNSPECIFIED.
+- ``cleared`` drops every entry in the tier, or in all tiers for TIER_UNSPECIFIED. The latter leaves nothing to be
+  missing: the rank is partial no more.
 - The overlap of a rank to a tier is the number of leading blocks of the prompt whose places it holds in that tier or in
   a faster one. A hole ends it.
+- In stores and removals TIER_UNSPECIFIED reads as TIER_DEVICE. A copy counting other than SET reads as COUNTED.
+- An event is rejected that names no change or an unknown tier; a store of no blocks, of unlike numbers of engine and
+  local hashes, with an engine hash twice or equal to the parent's, or to a depth past u32; a removal of no blocks; more
+  than ``MAX_EVENT_BLOCKS`` blocks; and event id 2^64 - 1, which the cursor cannot pass: it stays there. A removal may
+  name a hash twice: two copies. Unknown fields are ignored.
+- A batch that says ``next_event_id`` above the id after its last event (or above the cursor, in a heartbeat) tells of
+  events that were lost: a gap. One below is ignored.
 """
 
 from __future__ import annotations
@@ -24,6 +32,9 @@ from typing import NamedTuple, Protocol
 
 Rank = tuple[int, int]
 """(worker_id, dp_rank)"""
+
+MAX_EVENT_BLOCKS = 1 << 16
+"""Blocks in one event at most; a batch under 512 KiB cannot hold more."""
 
 TokenBuffer = bytes | bytearray | memoryview | Sequence[int]
 """Token ids: a list or array of ints, or a contiguous buffer of 32-bit integers (``bytes`` are little-endian u32)."""
@@ -50,9 +61,10 @@ class ApplySummary:
     dp_rank: int
     """The rank."""
     applied: int = 0
-    """Events applied; the cursor moved by these and by ``rejected`` and ``unknown_parents``."""
+    """Events applied; the cursor moved by these and by ``rejected`` and ``unknown_parents``. Events of a rank over
+    bound, and the one that took it there, count here."""
     stored_blocks: int = 0
-    """Blocks in the stores that were applied."""
+    """Blocks in the stores that were applied, held before or not; without those of a rank over bound."""
     removed_blocks: int = 0
     """Blocks in the removals that were applied and were held."""
     duplicates: int = 0
@@ -61,7 +73,8 @@ class ApplySummary:
     """Events of an older incarnation, dropped; a batch without events counts 1."""
     gap: tuple[int, int] | None = None
     """(id expected, id found) where ids were missing: that event and the rest of the batch are *not* applied, and the
-    cursor stays before them."""
+    cursor stays before them. Where only next_event_id shows that ids are missing, it is the id found, and all events of
+    the batch are applied."""
     unknown_parents: int = 0
     """Stores whose parent is not held: skipped, the cursor moves on, the rank is partial from then on."""
     unknown_removals: int = 0
@@ -75,7 +88,7 @@ class ApplySummary:
     incarnation: int = 0
     """The rank's incarnation after the batch."""
     new_incarnation: bool = False
-    """Whether the batch began a new incarnation, so that older blocks were dropped."""
+    """Whether the batch began a new incarnation of a rank that was known, so that older blocks were dropped."""
     digest_differs: bool = False
     """Whether the batch carries a digest, ends at the rank's cursor, and the digest is not that of the index. Left
     unchecked (False) for partial ranks, and for batches with events unless the index was made with check_digests."""
@@ -111,8 +124,9 @@ class IndexStats(NamedTuple):
 class PrefixIndex(Protocol):
     """Who holds which blocks, for the ranks of one component.
 
-    Made by ``PrefixIndex(max_blocks=0, max_bytes=0)``; 0 is no bound. Over a bound the rank whose store would exceed it
-    is emptied and marked partial, and its events move the cursor only, until it is replaced or cleared by an event.
+    Made by ``PrefixIndex(max_blocks=0, max_bytes=0, check_digests=False)``; 0 is no bound. The bounds are on ``blocks``
+    and ``memory_bytes`` of ``stats()``. A rank whose store or load ends above a bound is emptied and partial, and its
+    events move the cursor only, until it is replaced, begins a new incarnation, or an event clears all its tiers.
     """
 
     def apply(self, batch: bytes) -> ApplySummary:
@@ -124,11 +138,19 @@ class PrefixIndex(Protocol):
         ...
 
     def find_matches(self, local_hashes: bytes) -> bytes:
-        """The encoded FindMatchesResponse for a prompt: every rank of the index, in order of (worker_id, dp_rank)."""
+        """The encoded FindMatchesResponse for a prompt: every rank of the index, in order of (worker_id, dp_rank).
+
+        Raises:
+            ValueError: the bytes are no whole number of hashes.
+        """
         ...
 
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
-        """Overlap to ``tier`` (a value of the enum Tier) by slot: packed little-endian u32, as many as ``slots()``."""
+        """Overlap to ``tier`` (a value of the enum Tier) by slot: packed little-endian u32, as many as ``slots()``.
+
+        Raises:
+            ValueError: there is no such tier (TIER_UNSPECIFIED is none), or the bytes are no whole number of hashes.
+        """
         ...
 
     def overlaps_of_tokens(self, token_ids: TokenBuffer, block_size: int, scope: Scope = ..., tier: int = 1) -> bytes:
@@ -156,24 +178,35 @@ class PrefixIndex(Protocol):
         ...
 
     def mark_partial(self, rank: Rank, partial: bool) -> None:
-        """Marks whether a rank's blocks may be fewer than it holds. Unknown ranks are left alone."""
+        """Marks whether a rank's blocks may be fewer than it holds. Unknown ranks are left alone.
+
+        A rank over bound stays partial all the same.
+        """
         ...
 
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Encoded RankState chunks of one rank, parents before children, the last one marked; one chunk at least.
 
-        A block's parent_engine_hash is left out where no held entry is at the parent's place; sequence_hash and depth are
-        always there. The cursor and the blocks are those of one moment, whatever is applied meanwhile. An unknown rank
-        gives nothing.
+        A block's parent_engine_hash is left out where no held entry is at the parent's place, and may be where the
+        block came from a dump that left it out; sequence_hash and depth are always there. The cursor and the blocks
+        are those of the call, whatever is applied while the chunks are read. An unknown rank gives nothing.
+
+        Raises:
+            ValueError: ``chunk_blocks`` is below 1.
         """
         ...
 
     def load_rank(self, chunks: Iterable[bytes]) -> int:
         """Replaces a rank by a dump, atomically. Returns its entries.
 
+        Digest, counting and whether blocks are missing are those of the last chunk. A block without a
+        parent_engine_hash is taken to be at its sequence_hash; at depth 0 that is its local hash.
+
         Raises:
-            InvalidDump: the chunks cannot be parsed, disagree on rank or cursor, lack a last one, do not match their digest,
-                or hold a block whose parent chain cannot be placed. The index is then unchanged.
+            InvalidDump: the chunks cannot be parsed, disagree on rank or cursor, lack a last one or go on after it, or
+                do not match their digest; or a block comes twice, names a parent that did not come before it, is
+                elsewhere than its parent and local hash say, or has no copies, or an unknown tier, or a tier twice.
+                The index is then unchanged.
         """
         ...
 
@@ -194,9 +227,10 @@ class PredictedIndex(Protocol):
     """Blocks that ranks are predicted to hold, from where requests were sent: the approximate mode.
 
     Made by ``PredictedIndex(ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8)``. Time is handed in, seconds of a
-    monotonic clock. An entry (rank, place) lives ``ttl_seconds`` from its last use. When a store leads to more than
-    ``max_blocks`` entries, the least recently used go until ``prune_ratio * max_blocks`` are left; of entries used at
-    the same time, deeper ones go first.
+    monotonic clock; an earlier time than one handed in before counts as that one. An entry (rank, place) lives while it
+    is less than ``ttl_seconds`` since a request with it was last recorded. When a record leads to more than
+    ``max_blocks`` entries, expired ones not counted, the least recently used go until ``int(prune_ratio * max_blocks)``
+    are left; of entries used at the same time, deeper ones go first.
     """
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
@@ -254,8 +288,8 @@ class ActiveSequences(Protocol):
     """Load that requests in flight put on the ranks of one component: exact under any order of calls.
 
     Made by ``ActiveSequences(block_size, max_bookings=1 << 20, tombstones=1 << 16)``. A booking is booked, then
-    prefilled, then freed; states merge by maximum, so that a call which comes late or twice changes nothing. Freed keys are
-    kept, the newest ``tombstones`` of them, and are not booked again.
+    prefilled, then freed; states merge by maximum, so that a call which comes late or twice changes nothing. Freed keys
+    are kept, the newest ``tombstones`` of them (a key freed again is new again), and are not booked again.
 
     Active blocks of a rank are the distinct full blocks (by sequence hash) of its tracked bookings, and for each
     booking ``ceil((prompt + output tokens) / block_size) - prompt_tokens // block_size`` private ones (for a booking of
@@ -267,17 +301,19 @@ class ActiveSequences(Protocol):
         ...
 
     def remove_rank(self, rank: Rank) -> list[tuple[str, int, int]]:
-        """Forgets a rank. Its bookings are freed; their keys are returned."""
+        """Forgets a rank. Its bookings are freed; their keys are returned, in the order in which they were booked."""
         ...
 
     def book(self, booking: Booking) -> bool:
         """Books. Returns False, and changes nothing, if the key is booked already or was freed.
 
-        A key whose prefill_complete or output_tokens came before the booking is not remembered for that: only frees are.
+        A key whose prefill_complete or output_tokens came before the booking is not remembered for that: only frees
+        are.
 
         Raises:
             KeyError: the rank is unknown.
             OverflowError: there are ``max_bookings`` already.
+            ValueError: the bytes of the sequence hashes are no whole number, or a number of tokens is negative.
         """
         ...
 
@@ -290,7 +326,10 @@ class ActiveSequences(Protocol):
         ...
 
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> bool:
-        """``tokens`` have been generated in all; a lower number than before changes nothing. Returns whether it is live."""
+        """``tokens`` have been generated in all; a lower number than before changes nothing.
+
+        Returns whether the booking is live.
+        """
         ...
 
     def free(self, key: tuple[str, int, int]) -> bool:
@@ -298,7 +337,11 @@ class ActiveSequences(Protocol):
         ...
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
-        """Load of every rank; given a prompt, with its blocks added to ``active_blocks``."""
+        """Load of every rank; given a prompt, with its blocks (and its partial tail) added to ``active_blocks``.
+
+        Raises:
+            ValueError: the bytes of the sequence hashes are no whole number.
+        """
         ...
 
     def __len__(self) -> int:

@@ -1,0 +1,146 @@
+"""Hashes of blocks and of prefixes.
+
+``local[i]    = XXH3-64(tokens of block i as le32 ‖ le64 of each multimodal hash at block i, in the order given; seed)``
+``sequence[0] = local[0]``
+``sequence[i] = XXH3-64(le64(sequence[i-1]) ‖ le64(local[i]); 1337)``
+
+The seed keeps scopes apart:
+
+| scope | seed |
+|---|---|
+| none | 1337 |
+| LoRA adapter only | 1337 + XXH3-64(name as UTF-8; 0), mod 2^64 |
+| salt or tenant set | XXH3-64(le32(length) ‖ UTF-8, of the adapter, then the salt, then the tenant; 1337) |
+
+The first two equal what Dynamo 1.6 computes. Lengths count bytes; an absent part has length 0. Only full blocks are
+hashed. ``hash_vectors.json`` beside this package has examples for implementations in other languages.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvrouter.core.interface import Scope, TokenBuffer
+from xxhash import xxh3_64_intdigest
+
+SEED = 1337
+_U32 = (1 << 32) - 1
+_U64 = (1 << 64) - 1
+_BYTES = frozenset("Bbc")
+
+
+def local_hashes(
+    token_ids: TokenBuffer,
+    block_size: int,
+    scope: Scope = Scope(),  # noqa: B008 (immutable)
+    multimodal: Sequence[tuple[int, int]] = (),
+) -> bytes:
+    """Local hashes of the full blocks of a prompt, packed as little-endian u64.
+
+    Args:
+        token_ids: The prompt. A buffer of bytes is read as little-endian u32, one of 32-bit integers as it is.
+        block_size: Tokens per block, 1 or more.
+        scope: Adapter, salt and tenant.
+        multimodal: (block index, content hash) pairs. Those of one block count in the order given; those past the last
+            full block have no effect.
+
+    Raises:
+        ValueError: the block size is below 1, or the bytes are no whole number of tokens.
+        OverflowError: a token id is outside u32, a block index is outside u32, or a content hash is outside u64.
+        TypeError: the tokens are no integers.
+    """
+    if block_size < 1:
+        raise ValueError(f"the block size is {block_size}, must be 1 or more")
+    tokens = _le32(token_ids)
+    appended = _by_block(multimodal)
+    seed = scope_seed(scope)
+    width = 4 * block_size
+    hashes = (
+        xxh3_64_intdigest(tokens[start : start + width] + appended.get(start // width, b""), seed)
+        for start in range(0, len(tokens) - width + 1, width)
+    )
+    return pack(hashes)
+
+
+def sequence_hashes(local: bytes) -> bytes:
+    """Sequence hashes for packed local hashes that begin a sequence.
+
+    Raises:
+        ValueError: the bytes are no whole number of hashes.
+    """
+    return pack(chain(None, unpack(local)))
+
+
+def scope_seed(scope: Scope) -> int:
+    """Seed of the local hashes of a scope."""
+    lora = scope.lora_name.encode()
+    if scope.cache_salt or scope.tenant:
+        parts = (lora, scope.cache_salt.encode(), scope.tenant.encode())
+        return xxh3_64_intdigest(b"".join(struct.pack("<I", len(part)) + part for part in parts), SEED)
+    return (SEED + xxh3_64_intdigest(lora, 0)) & _U64 if lora else SEED
+
+
+def chain(parent: int | None, local: Iterable[int]) -> Iterator[int]:
+    """Sequence hashes of a chain of blocks below the sequence hash ``parent``, or from the start of a sequence."""
+    for one in local:
+        parent = one if parent is None else xxh3_64_intdigest(struct.pack("<QQ", parent, one), SEED)
+        yield parent
+
+
+def pack(hashes: Iterable[int]) -> bytes:
+    """Hashes as little-endian u64."""
+    numbers = list(hashes)
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def unpack(packed: bytes) -> tuple[int, ...]:
+    """Hashes of little-endian u64.
+
+    Raises:
+        ValueError: the bytes are no whole number of hashes.
+    """
+    if len(packed) % 8:
+        raise ValueError(f"{len(packed)} bytes are no whole number of 64-bit hashes")
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)
+
+
+def _le32(token_ids: TokenBuffer) -> bytes:
+    try:
+        view = memoryview(token_ids)  # type: ignore[arg-type]
+    except TypeError:
+        return _array_of(token_ids)
+    if view.format in _BYTES:
+        if view.nbytes % 4:
+            raise ValueError(f"{view.nbytes} bytes are no whole number of 32-bit token ids")
+        return view.tobytes()
+    if view.format == "I" and sys.byteorder == "little":
+        return view.tobytes()
+    try:
+        numbers = view.tolist()
+    except NotImplementedError:  # a byte order that is not the machine's
+        numbers = list(token_ids)
+    return _array_of(numbers)
+
+
+def _array_of(numbers: Iterable[int]) -> bytes:
+    numbers = list(numbers)
+    try:
+        return struct.pack(f"<{len(numbers)}I", *numbers)
+    except struct.error:
+        for number in numbers:
+            if not isinstance(number, int) and not hasattr(number, "__index__"):
+                raise TypeError(f"{number!r} is no token id") from None
+        raise OverflowError(f"token ids are 0 to {_U32}") from None
+
+
+def _by_block(multimodal: Sequence[tuple[int, int]]) -> dict[int, bytes]:
+    appended: dict[int, bytes] = {}
+    for block_index, content_hash in multimodal:
+        if not 0 <= block_index <= _U32:
+            raise OverflowError(f"the block index {block_index} is outside u32")
+        if not 0 <= content_hash <= _U64:
+            raise OverflowError(f"the content hash {content_hash} is outside u64")
+        appended[block_index] = appended.get(block_index, b"") + struct.pack("<Q", content_hash)
+    return appended
