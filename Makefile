@@ -87,7 +87,7 @@ $(STAMPS)/venv:
 # Build tools first, pinned like the rest, so that no build fetches another version of its own.
 $(STAMPS)/installed: $(STAMPS)/venv constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml services/publisher_sdk/pyproject.toml
 	@echo "Installing (a few minutes the first time)"
-	@$(PIP) install -c constraints.txt hatchling setuptools setuptools-rust grpcio-tools
+	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust grpcio-tools
 	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e services/publisher_sdk -e '.[stack,dev]'
 	@touch $@ $(STAMPS)/core $(STAMPS)/protos
 

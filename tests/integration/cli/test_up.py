@@ -1,0 +1,136 @@
+"""`kvrouter up` as its user sees it: a system that answers, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+class RunningUp:
+    """A `kvrouter up` that is up."""
+
+    def __init__(self, process: asyncio.subprocess.Process, said: str) -> None:
+        self.process = process
+        self.said = said
+
+    def children(self) -> list[int]:
+        """Every process that it started."""
+        return [
+            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
+
+    async def rest(self) -> str:
+        """What it says until it ends."""
+        assert self.process.stdout is not None
+        rest = (await self.process.stdout.read()).decode()
+        await self.process.wait()
+        return rest
+
+
+@asynccontextmanager
+async def up(directory: Path, *arguments: str) -> AsyncIterator[RunningUp]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrouter.cli.main", "up", "--workers", "2", "--clock", "10", *arguments),
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(os.environ) | {"COLUMNS": "200", "TMPDIR": str(directory)},
+    )
+    assert process.stdout is not None
+    said = ""
+    try:
+        async with asyncio.timeout(90):
+            while "Ctrl-C stops everything" not in said:
+                line = (await process.stdout.readline()).decode()
+                assert line, f"it ended:\n{said}"
+                said += line
+        yield RunningUp(process, said)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def run(command: list[str]) -> str:
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    async with up(tmp_path) as system:
+        paste = re.search(r"^ +(curl .*)$", system.said, re.MULTILINE)
+        assert paste is not None
+        first = json.loads(await run(shlex.split(paste.group(1))))
+        second = json.loads(await run(shlex.split(paste.group(1))))
+        assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"] == 8
+        target = re.search(r"Frontend, gRPC\s+(\S+)", system.said)
+        indexer = re.search(r"Indexer, gRPC\s+(\S+)", system.said)
+        assert target is not None
+        assert indexer is not None
+        report = await run(
+            [
+                *(sys.executable, "-m", "kvrouter.cli.main", "replay", "--target", target.group(1)),
+                *("--indexer", indexer.group(1), "--requests", "5", "--clock", "10", "--mode", "round-robin"),
+            ]
+        )
+        assert re.search(r"requests completed\s+5\b", report)
+        children = system.children()
+        assert len(children) == 7  # nats-server, etcd, indexer, scheduler, frontend, two workers
+        system.process.send_signal(signal.SIGINT)
+        assert "nothing is left running" in await system.rest()
+        assert system.process.returncode == 0
+        assert all(gone(child) for child in children)
+    left = os.listdir(tmp_path)
+    assert left == ["up-logs"]  # not the data of the servers
+
+
+async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:
+    async with up(tmp_path) as system:
+        children = system.children()
+        system.process.kill()
+        await system.process.wait()
+        await until(lambda: all(gone(child) for child in children))
+
+
+async def test_a_part_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
+    async with up(tmp_path) as system:
+        children = system.children()
+        frontend = next(child for child in children if b"kvrouter.frontend" in command_line(child))
+        os.kill(frontend, signal.SIGKILL)
+        said = await system.rest()
+        assert system.process.returncode == 1
+        assert "kvrouter: frontend was ended by SIGKILL" in said
+        assert "listening" in said  # from its log
+        assert all(gone(child) for child in children)
