@@ -1,0 +1,30 @@
+"""``python -m kvrouter.scheduler``: a Scheduler as a process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvrouter.runtime import lifecycle
+from kvrouter.runtime.context import open_runtime
+from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.settings import load
+from kvrouter.scheduler.app import running
+from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.v1 import scheduler_pb2
+
+DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+
+
+def main() -> None:
+    """Reads the options, serves until SIGTERM or SIGINT, and exits."""
+    settings = load(SchedulerSettings)
+
+    async def serve(stopping: asyncio.Event) -> None:
+        async with open_runtime(settings) as runtime, running(settings, runtime) as service:
+            await host(runtime, [Hosted("scheduler", DESCRIPTOR, service, lambda: service.ready)], stopping)
+
+    lifecycle.run(serve, settings, "scheduler")
+
+
+if __name__ == "__main__":
+    main()

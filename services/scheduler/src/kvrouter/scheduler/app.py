@@ -1,0 +1,109 @@
+"""Puts a Scheduler together, and runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+
+from kvrouter.runtime.context import Runtime
+from kvrouter.scheduler.bookings import Bookings
+from kvrouter.scheduler.decisions import Decisions
+from kvrouter.scheduler.indexers import RemoteIndexers
+from kvrouter.scheduler.ledger import Ledger
+from kvrouter.scheduler.load_listener import LoadListener
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.overlaps import IndexerSource
+from kvrouter.scheduler.pools import Pools
+from kvrouter.scheduler.rank_figures import RankFigures
+from kvrouter.scheduler.selection import Selector
+from kvrouter.scheduler.service import SchedulerService
+from kvrouter.scheduler.session_stream import Sessions
+from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.scheduler.thresholds import SharedThresholds, ThresholdBoard
+
+_EXPIRY_SECONDS = 0.1
+"""How often leases and graces are looked at; far below either."""
+
+
+@asynccontextmanager
+async def running(
+    settings: SchedulerSettings,
+    runtime: Runtime,
+    indexers: IndexerSource | None = None,
+    *,
+    rng: Random | None = None,
+) -> AsyncIterator[SchedulerService]:
+    """A Scheduler's object with its background tasks, while the context lasts.
+
+    Args:
+        settings: Its options.
+        runtime: What it stands on.
+        indexers: Where to find the Indexer of a component; those that are registered by default.
+        rng: Source of chance.
+    """
+    clock = time.monotonic
+    options = settings.routing()
+    metrics = SchedulerMetrics(runtime.registry)
+    pools = Pools(runtime.directory, settings.accounting(), report_age_seconds=settings.load_report_age_seconds)
+    ledger = Ledger(session_grace_seconds=settings.session_grace_seconds)
+    decisions = Decisions(settings.decisions_kept)
+    board = ThresholdBoard(options.thresholds)
+    shared_thresholds = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace)
+    remote_indexers = RemoteIndexers(runtime.directory)
+    selector = Selector(
+        pools,
+        ledger,
+        decisions,
+        board,
+        indexers or remote_indexers,
+        options,
+        metrics,
+        indexer_timeout_seconds=settings.indexer_timeout_ms / 1000,
+        rng=rng or Random(),
+        clock=clock,
+    )
+    bookings = Bookings(ledger, pools, metrics, clock)
+    sessions = Sessions(
+        ledger,
+        bookings,
+        selector,
+        scheduler_id=runtime.instance_id,
+        grace_seconds=settings.session_grace_seconds,
+        clock=clock,
+    )
+    listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock)
+    metrics.bookings.set_function(lambda: len(ledger))
+    metrics.sessions.set_function(lambda: ledger.sessions)
+    metrics.decisions.set_function(lambda: len(decisions))
+    runtime.registry.register(RankFigures(pools))
+    service = SchedulerService(
+        pools,
+        selector,
+        bookings,
+        sessions,
+        decisions,
+        board,
+        shared_thresholds,
+        is_ready=lambda: runtime.directory.is_synced and shared_thresholds.synced,
+    )
+    tasks = [
+        runtime.spawn(remote_indexers.run(), "indexers"),
+        runtime.spawn(shared_thresholds.run(), "thresholds"),
+        runtime.spawn(listener.run(), "load reports"),
+        runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
+    ]
+    try:
+        yield service
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _every(seconds: float, action: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        action()

@@ -1,0 +1,148 @@
+"""What becomes of bookings after the selection: progress, release, a change of owner, expiry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.ledger import Ledger, Record
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.pools import Pools
+from kvrouter.scheduler.prompts import Prompt, pack_hashes
+from kvrouter.scheduler.slots import Key, key_of
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.scheduler_pb2 import (
+    BookingReasserted,
+    FreeRequest,
+    FreeResponse,
+    MarkPrefillCompleteRequest,
+    MarkPrefillCompleteResponse,
+    ReassertBooking,
+    ReportOutputRequest,
+    ReportOutputResponse,
+    SelectWorkerResponse,
+)
+
+log = structlog.get_logger(component="scheduler")
+
+MAX_REQUEST_ID_BYTES = 128
+
+
+def checked_key(booking: BookingKey) -> Key:
+    """The key of a booking.
+
+    Raises:
+        BadRequest: the request id is empty or too long.
+    """
+    size = len(booking.request_id.encode())
+    if not 1 <= size <= MAX_REQUEST_ID_BYTES:
+        raise BadRequest(
+            f"the request id has {size} bytes",
+            field="booking.request_id",
+            advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes.",
+        )
+    return key_of(booking)
+
+
+class Bookings:
+    """Changes live bookings. Nothing here waits, so that calls take effect in the order in which they come."""
+
+    def __init__(self, ledger: Ledger, pools: Pools, metrics: SchedulerMetrics, clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._pools = pools
+        self._metrics = metrics
+        self._clock = clock
+
+    def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
+        """The prompt is computed."""
+        record = self._find(request.booking)
+        return MarkPrefillCompleteResponse(known=record is not None and record.slots.prefill_complete(record.key))
+
+    def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
+        """So many tokens are generated."""
+        record = self._find(request.booking)
+        known = record is not None and record.slots.output_tokens(record.key, request.output_tokens)
+        return ReportOutputResponse(known=known)
+
+    def free(self, request: FreeRequest) -> FreeResponse:
+        """Releases a booking, and holds its prediction against what the worker says."""
+        key = checked_key(request.booking)
+        record = self._ledger.find(key, self._clock())
+        if record is None:
+            self._metrics.unknown_frees.inc()
+        elif request.HasField("cached_tokens"):
+            self._audit(record, request.cached_tokens)
+        return FreeResponse(known=self._ledger.free(key) is not None)
+
+    def reassert(self, request: ReassertBooking, session_id: str) -> BookingReasserted:
+        """Takes a live booking over into an open session, whoever made it. A freed one stays freed.
+
+        Raises:
+            UnknownComponent: its component is not registered.
+            BadRequest: it makes no sense.
+            TooLarge: there are as many bookings as may be.
+        """
+        key = checked_key(request.booking)
+        now = self._clock()
+        record = self._ledger.find(key, now)
+        known = record is not None or self._ledger.was_freed(key)
+        if record is not None:
+            self._ledger.adopt(record, session_id)
+        elif not known:
+            record = self._book_again(key, request, session_id, now)
+        if record is not None:
+            if request.prefill_complete:
+                record.slots.prefill_complete(key)
+            record.slots.output_tokens(key, request.output_tokens)
+        return BookingReasserted(known=known)
+
+    def expire(self) -> None:
+        """Releases what leases and graces no longer hold."""
+        expired = self._ledger.expire(self._clock())
+        for record in expired.leases:
+            self._metrics.expired_leases.inc()
+            log.warning("lease ran out", request_id=record.key[0], attempt=record.key[1], routed=str(record.component))
+        for session in expired.sessions:
+            self._metrics.lost_bookings.inc(session.bookings)
+            log.info("session gone", session=session.session_id, client=session.client_name, bookings=session.bookings)
+
+    def _find(self, booking: BookingKey) -> Record | None:
+        return self._ledger.find(checked_key(booking), self._clock())
+
+    def _audit(self, record: Record, cached_tokens: int) -> None:
+        booking = record.slots.booking(record.key)
+        if booking is None or not record.audited:
+            return
+        block_size = record.slots.block_size
+        # The block of the last token is computed even where it is cached: the model needs its output.
+        reachable = (booking.prompt_tokens - 1) // block_size
+        self._metrics.audit(min(record.outcome.overlap_blocks, reachable), cached_tokens // block_size)
+
+    def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Record | None:
+        pool = self._pools.named(request.component.namespace, request.component.name)
+        hashes = pack_hashes(request.sequence_hashes)
+        block_size = pool.slots.block_size
+        if request.prompt_tokens == 0 or len(hashes) // 8 != request.prompt_tokens // block_size:
+            raise BadRequest(
+                f"{len(hashes) // 8} hashes do not fit {request.prompt_tokens} prompt tokens in blocks of {block_size}",
+                field="sequence_hashes",
+                advice="Send one hash for each full block of the prompt.",
+            )
+        prompt = Prompt(request.prompt_tokens, b"", hashes)
+        rank = (request.rank.worker_id, request.rank.dp_rank)
+        if not pool.slots.book(key, rank, prompt, min(request.prefill_tokens, prompt.tokens)):
+            return None
+        self._metrics.reasserted.inc()
+        endpoint = next((each.endpoint for each in pool.candidates if each.rank == rank), "")
+        outcome = SelectWorkerResponse(
+            rank=request.rank,
+            endpoint=endpoint,
+            overlap_blocks=max(0, request.prompt_tokens - request.prefill_tokens) // block_size,
+            prompt_blocks=prompt.blocks,
+            component=request.component,
+            role=pool.role,
+        )
+        record = Record(key, pool.name, pool.slots, outcome, audited=False, session_id=session_id)
+        self._ledger.add(record, now)
+        return record

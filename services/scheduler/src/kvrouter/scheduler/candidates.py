@@ -1,0 +1,170 @@
+"""Which ranks a request may go to, and why not to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvrouter.core import Rank
+from kvrouter.runtime.errors import UnknownWorker
+from kvrouter.scheduler.options import Thresholds
+from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+_ROLES = {
+    # A decode worker can compute prompts itself.
+    Stage.STAGE_WHOLE: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_DECODE}),
+    Stage.STAGE_PREFILL: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_PREFILL}),
+    Stage.STAGE_DECODE: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_DECODE}),
+}
+
+
+def serves(role: Role, stage: Stage) -> bool:
+    """Whether a worker, or a component, with that role can run that stage."""
+    return role in _ROLES.get(stage, _ROLES[Stage.STAGE_WHOLE])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A rank of a live worker, as it is registered."""
+
+    rank: Rank
+    endpoint: str
+    role: Role
+    incarnation: int
+    """Life of its cache."""
+    total_blocks: int
+    """KV blocks in device memory; 0 if unknown."""
+    max_batched_tokens: int
+    """0 if unknown."""
+    draining: bool
+    labels: Mapping[str, str]
+    lora_names: frozenset[str]
+
+
+def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...]:
+    """Every rank of the workers, in order of rank."""
+    candidates = [
+        Candidate(
+            rank=(worker.worker_id, rank.dp_rank),
+            endpoint=worker.endpoint,
+            role=worker.role,
+            incarnation=rank.incarnation,
+            total_blocks=rank.total_blocks,
+            max_batched_tokens=worker.max_batched_tokens,
+            draining=worker.draining,
+            labels=dict(worker.labels),
+            lora_names=frozenset(worker.lora_names),
+        )
+        for worker in workers
+        for rank in worker.ranks
+    ]
+    return tuple(sorted(candidates, key=lambda candidate: candidate.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks of its rank."""
+
+    stage: Stage = Stage.STAGE_WHOLE
+    worker_id: int | None = None
+    """The only worker that will do."""
+    dp_rank: int | None = None
+    """The only rank that will do."""
+    allowed: frozenset[int] = frozenset()
+    """Workers that will do; empty for all."""
+    excluded: frozenset[int] = frozenset()
+    """Workers that will not do."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the worker must carry."""
+    lora_name: str = ""
+    """Adapter that the worker must serve; empty for the base model."""
+
+    @classmethod
+    def of(cls, request: RoutingRequest, stage: Stage) -> Wanted:
+        """What a request says."""
+        constraints = request.constraints
+        return cls(
+            stage=stage,
+            worker_id=constraints.worker_id if constraints.HasField("worker_id") else None,
+            dp_rank=constraints.dp_rank if constraints.HasField("dp_rank") else None,
+            allowed=frozenset(constraints.allowed_worker_ids),
+            excluded=frozenset(constraints.excluded_worker_ids),
+            labels=dict(constraints.required_labels),
+            lora_name=request.scope.lora_name,
+        )
+
+
+def check_pinned(candidates: Iterable[Candidate], wanted: Wanted) -> None:
+    """Accepts a request whose pinned worker and rank, if it has any, are registered.
+
+    Raises:
+        UnknownWorker: they are not.
+    """
+    if wanted.worker_id is None:
+        return
+    ranks = [candidate.rank for candidate in candidates]
+    pinned = [dp_rank for worker_id, dp_rank in ranks if worker_id == wanted.worker_id]
+    if not pinned:
+        raise UnknownWorker(wanted.worker_id, {worker_id for worker_id, _ in ranks})
+    if wanted.dp_rank is not None and wanted.dp_rank not in pinned:
+        raise UnknownWorker(wanted.worker_id, {worker_id for worker_id, _ in ranks}, dp_rank=wanted.dp_rank)
+
+
+def why_unfit(candidate: Candidate, wanted: Wanted) -> str:
+    """Why a request cannot go to a rank, whatever its load; empty if it can."""
+    worker_id, dp_rank = candidate.rank
+    if wanted.worker_id is not None and worker_id != wanted.worker_id:
+        return "another worker is named"
+    if wanted.dp_rank is not None and dp_rank != wanted.dp_rank:
+        return "another rank is named"
+    if wanted.allowed and worker_id not in wanted.allowed:
+        return "not among the allowed workers"
+    if worker_id in wanted.excluded:
+        return "excluded by the request"
+    if candidate.draining:
+        return "draining"
+    if not serves(candidate.role, wanted.stage):
+        return f"its role {Role.Name(candidate.role)} does not serve {Stage.Name(wanted.stage)}"
+    for label, value in wanted.labels.items():
+        if candidate.labels.get(label) != value:
+            return f"label {label} is {candidate.labels.get(label, '')!r}, not {value!r}"
+    if wanted.lora_name and wanted.lora_name not in candidate.lora_names:
+        return f"does not serve the adapter {wanted.lora_name!r}"
+    return ""
+
+
+def why_busy(
+    candidate: Candidate,
+    thresholds: Thresholds,
+    *,
+    active_blocks: int,
+    prefill_tokens: int,
+    report: LoadReport | None,
+) -> str:
+    """Why a rank counts as busy; empty if it does not.
+
+    Its load is the greater of what is booked and what it reports; busy is strictly above a threshold. A rank whose
+    number of blocks is unknown is not judged by them.
+
+    Args:
+        candidate: The rank.
+        thresholds: Those in force.
+        active_blocks: Distinct blocks of requests booked, without the request in question.
+        prefill_tokens: Prefill tokens booked and not done.
+        report: What the rank last said of its load; None if it has said nothing of late.
+    """
+    if thresholds.decode_blocks is not None:
+        shares = [active_blocks / candidate.total_blocks] if candidate.total_blocks else []
+        if report is not None and report.total_blocks:
+            shares.append(report.active_blocks / report.total_blocks)
+        share = max(shares, default=0.0)
+        if share > thresholds.decode_blocks:
+            return f"busy: {share:.3f} of its blocks are active, above {thresholds.decode_blocks:g}"
+    if thresholds.prefill_tokens is not None:
+        tokens = max(prefill_tokens, 0 if report is None else report.prefill_tokens)
+        if tokens > thresholds.prefill_tokens:
+            return f"busy: {tokens} prefill tokens, above {thresholds.prefill_tokens}"
+    return ""

@@ -1,0 +1,126 @@
+"""Recent decisions, with all that spoke for and against each candidate."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrouter.core import Rank
+from kvrouter.scheduler.policies.interface import Explanation, Facts
+from kvrouter.v1 import common_pb2
+from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
+
+_MAX_ROWS = 200_000
+"""Candidates over all decisions kept: some 50 MB of columns."""
+
+
+def rank_message(rank: Rank) -> common_pb2.Rank:
+    """A rank as the contract has it."""
+    return common_pb2.Rank(worker_id=rank[0], dp_rank=rank[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision. What a person reads of it is written only when asked for."""
+
+    decision_id: int
+    request_id: str
+    """Empty where nothing was booked."""
+    attempt: int
+    mode: str
+    chosen: Rank | None
+    """None where no candidate was left."""
+    facts: Facts | None
+    """None where no candidate was left."""
+    explanation: Explanation
+    excluded: Mapping[Rank, str]
+    """Candidates that were left out, and why."""
+    prompt_blocks: int
+    load_only: bool
+    decided_unix_ns: int
+
+    @property
+    def rows(self) -> int:
+        """Candidates that it keeps columns of."""
+        return len(self.excluded) + (len(self.facts.ranks) if self.facts is not None else 0)
+
+    def to_message(self) -> Decision:
+        """As the contract has it, candidates in order of rank."""
+        weighed = [] if self.facts is None else [self._terms(index) for index in range(len(self.facts.ranks))]
+        left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in self.excluded.items()]
+        candidates: list[CandidateTerms] = sorted([*weighed, *left_out], key=_order)
+        return Decision(
+            decision_id=self.decision_id,
+            request_id=self.request_id,
+            mode=self.mode,
+            chosen=None if self.chosen is None else rank_message(self.chosen),
+            decided_unix_ns=self.decided_unix_ns,
+            candidates=candidates,
+            reason=self.explanation.reason,
+            prompt_blocks=self.prompt_blocks,
+            load_only=self.load_only,
+            attempt=self.attempt,
+        )
+
+    def _terms(self, index: int) -> CandidateTerms:
+        assert self.facts is not None  # noqa: S101 - only weighed candidates have an index
+        return CandidateTerms(
+            rank=rank_message(self.facts.ranks[index]),
+            cost=self.explanation.costs[index] if self.explanation.costs else 0.0,
+            overlap_blocks=self.facts.overlap_blocks[index],
+            terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
+            formula=self.explanation.formula(index),
+        )
+
+
+def _order(terms: CandidateTerms) -> Rank:
+    return (terms.rank.worker_id, terms.rank.dp_rank)
+
+
+class Decisions:
+    """The newest decisions: so many, and of so many candidates in all, whichever is reached first."""
+
+    def __init__(self, capacity: int, *, max_rows: int = _MAX_ROWS) -> None:
+        self._capacity = capacity
+        self._max_rows = max_rows
+        self._ring: deque[Decided] = deque()
+        self._by_id: dict[int, Decided] = {}
+        self._by_request: dict[str, Decided] = {}
+        self._rows = 0
+        # Starting at the time keeps ids of a Scheduler's earlier life apart from those of this one.
+        self._ids = itertools.count(time.time_ns())
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def next_id(self) -> int:
+        """Id for the decision that comes next."""
+        return next(self._ids)
+
+    def add(self, decided: Decided) -> None:
+        """Keeps a decision, at the expense of the oldest ones."""
+        self._ring.append(decided)
+        self._rows += decided.rows
+        self._by_id[decided.decision_id] = decided
+        if decided.request_id:
+            self._by_request[decided.request_id] = decided
+        while self._ring and (len(self._ring) > self._capacity or self._rows > self._max_rows):
+            self._drop_oldest()
+
+    def by_id(self, decision_id: int) -> Decided | None:
+        """A decision by its id."""
+        return self._by_id.get(decision_id)
+
+    def by_request(self, request_id: str) -> Decided | None:
+        """The newest decision on a request."""
+        return self._by_request.get(request_id)
+
+    def _drop_oldest(self) -> None:
+        oldest = self._ring.popleft()
+        self._rows -= oldest.rows
+        del self._by_id[oldest.decision_id]
+        if self._by_request.get(oldest.request_id) is oldest:
+            del self._by_request[oldest.request_id]

@@ -1,0 +1,111 @@
+"""How requests are routed, and what one request may change about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.v1.common_pb2 import RoutingOverrides
+from kvrouter.v1.scheduler_pb2 import BusyThresholds
+
+MAX_WEIGHT = 1e9
+"""Highest weight: far above any use, and low enough that costs stay exact to a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Load above which a rank is busy; None is off."""
+
+    decode_blocks: float | None = None
+    """Share of its KV blocks that are active, 0 to 1."""
+    prefill_tokens: int | None = None
+    """Prefill tokens booked and not done."""
+
+    def over(self, below: Thresholds) -> Thresholds:
+        """These, and those of ``below`` where these are off."""
+        return Thresholds(
+            below.decode_blocks if self.decode_blocks is None else self.decode_blocks,
+            below.prefill_tokens if self.prefill_tokens is None else self.prefill_tokens,
+        )
+
+    @property
+    def any_set(self) -> bool:
+        """Whether either is on."""
+        return self.decode_blocks is not None or self.prefill_tokens is not None
+
+    @classmethod
+    def of(cls, message: BusyThresholds | RoutingOverrides) -> Thresholds:
+        """The thresholds in a message.
+
+        Raises:
+            BadRequest: the share of blocks is not in 0 to 1.
+        """
+        decode = message.active_decode_blocks_threshold if message.HasField("active_decode_blocks_threshold") else None
+        prefill = (
+            message.active_prefill_tokens_threshold if message.HasField("active_prefill_tokens_threshold") else None
+        )
+        if decode is not None and not 0 <= decode <= 1:
+            raise BadRequest(
+                f"active_decode_blocks_threshold is {decode:g}",
+                field="active_decode_blocks_threshold",
+                advice="It is a share of a rank's blocks: send 0 to 1.",
+            )
+        return cls(decode, prefill)
+
+    def to_message(self) -> BusyThresholds:
+        """As the contract has them."""
+        return BusyThresholds(
+            active_decode_blocks_threshold=self.decode_blocks, active_prefill_tokens_threshold=self.prefill_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """How a request is routed."""
+
+    mode: str = "kv"
+    """Policy by name."""
+    overlap_score_weight: float = 1.0
+    """Weight of prefill blocks against decode blocks, 0 or more."""
+    temperature: float = 0.0
+    """Softmax temperature, 0 or more."""
+    thresholds: Thresholds = Thresholds()
+    """Load above which a rank is busy."""
+
+    @property
+    def asks_indexer(self) -> bool:
+        """Whether overlaps matter."""
+        return POLICIES[self.mode].uses_overlap and self.overlap_score_weight > 0
+
+
+def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingOptions:
+    """The options for one request.
+
+    Raises:
+        BadRequest: an override is out of range, or names an unknown mode.
+    """
+    mode = overrides.mode if overrides.HasField("mode") else options.mode
+    if mode not in POLICIES:
+        raise BadRequest(
+            f"there is no router mode {mode[:64]!r}",
+            field="overrides.mode",
+            advice=f"Use one of: {', '.join(POLICIES)}.",
+            known=POLICIES,
+        )
+    weight, temperature = options.overlap_score_weight, options.temperature
+    if overrides.HasField("overlap_score_weight"):
+        weight = _checked("overlap_score_weight", overrides.overlap_score_weight, lambda value: value <= MAX_WEIGHT)
+    if overrides.HasField("router_temperature"):
+        temperature = _checked("router_temperature", overrides.router_temperature, math.isfinite)
+    thresholds = Thresholds.of(overrides).over(options.thresholds)
+    return replace(options, mode=mode, overlap_score_weight=weight, temperature=temperature, thresholds=thresholds)
+
+
+def _checked(name: str, value: float, allows: Callable[[float], bool]) -> float:
+    # Negated, so that a NaN is refused too.
+    if not (value >= 0 and allows(value)):
+        raise BadRequest(f"{name} is {value:g}", field=f"overrides.{name}", advice="Send a finite number, 0 or more.")
+    return value

@@ -1,0 +1,25 @@
+"""The policies that there are, by name: every module of this package that has a class ``Rule``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvrouter.scheduler import policies
+from kvrouter.scheduler.policies.interface import Policy
+
+
+def _found() -> dict[str, Policy]:
+    modules = [
+        importlib.import_module(f"{policies.__name__}.{info.name}")
+        for info in pkgutil.iter_modules(policies.__path__)
+        if info.name != "catalogue"
+    ]
+    rules: list[Policy] = [module.Rule() for module in modules if hasattr(module, "Rule")]
+    return {rule.name: rule for rule in sorted(rules, key=lambda rule: rule.name)}
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(_found())
+"""Policy by the name of its mode, in order of name."""

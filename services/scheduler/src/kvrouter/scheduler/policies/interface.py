@@ -1,0 +1,113 @@
+"""What a policy gets and what it gives back.
+
+A policy sees the candidates as columns: entry i of each speaks of ``ranks[i]``. It weighs them, and names one by its
+index, or one to wait for. It keeps no state and does no I/O; all that it may know is in the facts. Columns are added
+when a policy needs more, so that those that are there keep their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar, Protocol
+
+from kvrouter.core import Rank
+from kvrouter.v1.events_pb2 import LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A request, and the candidates that it may go to: one at least, in order of rank, none of them busy."""
+
+    prompt_tokens: int
+    """Tokens of the prompt, 1 or more."""
+    block_size: int
+    """Tokens per block."""
+    overlap_score_weight: float
+    """Weight of prefill blocks against decode blocks, 0 or more."""
+    temperature: float
+    """Softmax temperature, 0 or more; 0 takes the best."""
+    previous: Rank | None
+    """The rank that this policy chose last in the component; None if it has not chosen yet."""
+    ranks: Sequence[Rank]
+    overlap_blocks: Sequence[int]
+    """Leading blocks of the prompt in device memory; 0 for all where overlaps are not to be had."""
+    new_prefill_tokens: Sequence[int]
+    """Prompt tokens that the rank would have to compute for this request."""
+    prefill_tokens: Sequence[int]
+    """Prefill tokens booked and not done, without those of this request."""
+    active_blocks: Sequence[int]
+    """Distinct blocks of requests in flight once this request is added; 0 for all where blocks are not tracked."""
+    leading_active_blocks: Sequence[int]
+    """Leading blocks of this request that requests in flight use there."""
+    active_requests: Sequence[int]
+    """Requests booked."""
+    total_blocks: Sequence[int]
+    """KV blocks in device memory; 0 if unknown."""
+    max_batched_tokens: Sequence[int]
+    """Most prompt tokens computed in one step; 0 if unknown."""
+    reported: Sequence[LoadReport | None]
+    """What the rank last said of its load; None if it has said nothing of late."""
+    labels: Sequence[Mapping[str, str]]
+
+
+def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How the candidates compared."""
+
+    reason: str
+    """Why this one, for a person."""
+    costs: Sequence[float] = ()
+    """Cost by candidate, in the policy's unit; empty for a policy that weighs nothing."""
+    terms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Terms of the cost by name: a column each."""
+    formula: Callable[[int], str] = _unexplained
+    """Writes the cost of one candidate out, given its index. Called only when somebody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The request goes to ``ranks[index]``."""
+
+    index: int
+    explanation: Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The request had better wait for ``ranks[index]``."""
+
+    index: int
+    explanation: Explanation
+
+
+class Policy(Protocol):
+    """A way to choose."""
+
+    name: ClassVar[str]
+    """The mode's name in options and requests."""
+    uses_overlap: ClassVar[bool]
+    """Whether ``overlap_blocks`` matters, so that an Indexer is worth asking."""
+    needs_worker: ClassVar[bool]
+    """Whether the request must name its worker."""
+
+    def decide(self, facts: Facts, rng: Random) -> Choice | Hold:
+        """Chooses. ``rng`` is the only source of chance."""
+        ...
+
+
+def rank_label(rank: Rank) -> str:
+    """A rank's name in formulas: ``worker_1``, and ``worker_1_dp2`` for a data parallel rank above 0."""
+    worker_id, dp_rank = rank
+    return f"worker_{worker_id}_dp{dp_rank}" if dp_rank else f"worker_{worker_id}"
+
+
+def draw_lowest(values: Sequence[float], rng: Random) -> int:
+    """Index of the lowest value; among equals, any with the same chance."""
+    lowest = min(values)
+    return rng.choice([index for index, value in enumerate(values) if value == lowest])

@@ -1,0 +1,80 @@
+"""Mode ``kv``: the rank where the prompt costs least, in blocks.
+
+    prefill_blocks(w) = (prefill tokens booked on w and not done + max(0, prompt tokens - overlap(w) * block_size))
+                        / block_size                                              [blocks, with a fraction]
+    decode_blocks(w)  = distinct active blocks on w once the request is added     [blocks]
+    cost(w)           = overlap_score_weight * prefill_blocks(w) + decode_blocks(w)
+
+Lowest cost wins, ties at random. At temperature T > 0 the rank is drawn with
+
+    p(w) ~ exp(-(cost(w) - min) / ((max - min) * T)),
+
+uniformly when all costs are equal. Prompt computed and blocks in use are both counted in blocks, so that they may be
+added; the weight says how many blocks in use one block of prefill is worth.
+
+Missing signals:
+
+- no overlaps (no Indexer, or none that answered in time): all 0, which leaves the load;
+- active blocks not tracked: all 0, which leaves the prefill;
+- weight 0: prefill does not count, and no Indexer is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+from typing import ClassVar
+
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+
+
+class Rule:
+    """The cost of prefill and decode blocks."""
+
+    name: ClassVar[str] = "kv"
+    uses_overlap: ClassVar[bool] = True
+    needs_worker: ClassVar[bool] = False
+
+    def decide(self, facts: Facts, rng: Random) -> Choice:
+        """The cheapest rank, or one drawn by cost."""
+        weight = facts.overlap_score_weight
+        prefill_blocks = [
+            (booked + new) / facts.block_size
+            for booked, new in zip(facts.prefill_tokens, facts.new_prefill_tokens, strict=True)
+        ]
+        costs = [weight * prefill + active for prefill, active in zip(prefill_blocks, facts.active_blocks, strict=True)]
+
+        def formula(index: int) -> str:
+            return (
+                f"Formula for {rank_label(facts.ranks[index])}: {_number(costs[index])} = {_number(weight)} * "
+                f"{_number(prefill_blocks[index])} + {_number(facts.active_blocks[index])} "
+                f"(cached_blocks: {facts.overlap_blocks[index]})"
+            )
+
+        terms = {"prefill_blocks": prefill_blocks, "decode_blocks": facts.active_blocks}
+        if facts.temperature > 0:
+            index = rng.choices(range(len(costs)), weights=softmax_weights(costs, facts.temperature))[0]
+            reason = f"drawn by cost at temperature {facts.temperature:g}"
+        else:
+            index = draw_lowest(costs, rng)
+            reason = "lowest cost"
+        return Choice(index, Explanation(reason, costs, terms, formula))
+
+
+def softmax_weights(costs: Sequence[float], temperature: float) -> list[float]:
+    """Weights of a draw by cost, the cheapest having 1: exp(-(cost - min) / ((max - min) * temperature)).
+
+    Args:
+        costs: Finite costs, one at least.
+        temperature: Above 0.
+    """
+    lowest, spread = min(costs), max(costs) - min(costs)
+    if spread == 0:
+        return [1.0] * len(costs)
+    # The ratio first: the product of a small spread and a small temperature may vanish.
+    return [math.exp(-((cost - lowest) / spread / temperature)) for cost in costs]
+
+
+def _number(value: float) -> str:
+    return str(round(float(value), 3))

@@ -1,0 +1,39 @@
+"""Mode ``power-of-two``: of two ranks drawn at random, the one with fewer requests.
+
+    cost(w) = requests booked on w        [requests]; infinite for ranks that were not drawn
+
+Ties at random; a single candidate is taken. Two draws keep the largest load within log log n of the mean, and
+Schedulers that decide at the same moment without seeing each other do not all find the same rank. Reads no overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import ClassVar
+
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+
+
+class Rule:
+    """Draws two and compares."""
+
+    name: ClassVar[str] = "power-of-two"
+    uses_overlap: ClassVar[bool] = False
+    needs_worker: ClassVar[bool] = False
+
+    def decide(self, facts: Facts, rng: Random) -> Choice:
+        """The less loaded of two."""
+        drawn = set(rng.sample(range(len(facts.ranks)), min(2, len(facts.ranks))))
+        costs = [
+            float(requests) if index in drawn else math.inf for index, requests in enumerate(facts.active_requests)
+        ]
+        terms = {"active_requests": facts.active_requests}
+
+        def formula(index: int) -> str:
+            label, requests = rank_label(facts.ranks[index]), facts.active_requests[index]
+            return f"Requests on {label}: {requests}" if index in drawn else f"{label} was not drawn"
+
+        return Choice(
+            draw_lowest(costs, rng), Explanation("fewer requests of two drawn at random", costs, terms, formula)
+        )

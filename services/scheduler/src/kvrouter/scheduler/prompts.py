@@ -1,0 +1,95 @@
+"""The prompt of a routing request: checked, and as the hashes that everything else goes by."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvrouter.core import Scope, local_hashes, sequence_hashes
+from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+_EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as blocks."""
+
+    tokens: int
+    """Tokens, 1 or more."""
+    local_hashes: bytes = field(repr=False)
+    """Packed little-endian u64, one for each full block."""
+    sequence_hashes: bytes = field(repr=False)
+    """The same blocks, each with all before it."""
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks."""
+        return len(self.sequence_hashes) // 8
+
+
+def read_prompt(request: RoutingRequest, *, block_size: int, max_model_len: int = 0) -> Prompt:
+    """The prompt of a request.
+
+    Args:
+        request: With token ids, or with local hashes and the number of tokens.
+        block_size: Tokens per block of the component.
+        max_model_len: Most tokens in prompt and output together; 0 for no limit.
+
+    Raises:
+        BadRequest: there is no prompt, or the number of hashes or tokens does not fit.
+        BlockSizeMismatch: the hashes were made with another block size.
+        PromptTooLong: no token could be generated after the prompt.
+    """
+    if request.block_size not in (0, block_size):
+        raise BlockSizeMismatch(request.block_size, block_size)
+    tokens = _count(request, block_size)
+    if max_model_len and tokens >= max_model_len:
+        raise PromptTooLong(tokens, max_model_len - 1)
+    if request.WhichOneof("prompt") == "token_ids":
+        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+        multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
+        try:
+            local = local_hashes(array("I", request.token_ids.ids), block_size, scope, multimodal)
+        except ValueError as error:
+            raise BadRequest(f"the prompt cannot be hashed: {error}", field="token_ids") from None
+    else:
+        local = pack_hashes(request.local_hashes.hashes)
+    return Prompt(tokens, local, sequence_hashes(local))
+
+
+def _count(request: RoutingRequest, block_size: int) -> int:
+    kind = request.WhichOneof("prompt")
+    if kind == "local_hashes":
+        tokens, hashes = request.prompt_tokens, len(request.local_hashes.hashes)
+        if tokens == 0:
+            message = "prompt_tokens is 0" if hashes else "the prompt is empty"
+            raise BadRequest(message, field="prompt_tokens", advice=_EMPTY)
+        if tokens // block_size != hashes:
+            raise BadRequest(
+                f"{tokens} tokens have {tokens // block_size} full blocks of {block_size}, {hashes} hashes were sent",
+                field="local_hashes",
+                advice="Send one hash for each full block.",
+            )
+        return tokens
+    tokens = len(request.token_ids.ids)
+    if tokens == 0:
+        raise BadRequest("the prompt is empty", field="token_ids", advice=_EMPTY)
+    if request.prompt_tokens not in (0, tokens):
+        raise BadRequest(
+            f"prompt_tokens is {request.prompt_tokens}, but {tokens} token ids were sent",
+            field="prompt_tokens",
+            advice="Leave it 0 with token ids.",
+        )
+    return tokens
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """A repeated field of hashes as packed little-endian u64."""
+    packed = array("Q", hashes)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

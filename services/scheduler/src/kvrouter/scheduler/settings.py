@@ -1,0 +1,76 @@
+"""Options of the Scheduler."""
+
+from __future__ import annotations
+
+from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions, Thresholds
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.slots import Accounting
+from pydantic import AliasChoices, Field, field_validator
+
+
+class SchedulerSettings(ServiceSettings):
+    """Options of ``kvrouter-scheduler``; each is a flag, an environment variable and a key of the file."""
+
+    router_mode: str = Field(default="kv", description=f"How ranks are chosen: {', '.join(POLICIES)}.")
+    overlap_score_weight: float = Field(
+        default=1.0,
+        ge=0,
+        le=MAX_WEIGHT,
+        description="Weight of prefill blocks against decode blocks in mode kv; 0 asks no Indexer.",
+        validation_alias=AliasChoices("overlap_score_weight", "kv_overlap_score_weight"),
+    )
+    router_temperature: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Softmax temperature in mode kv; 0 takes the cheapest rank."
+    )
+    active_decode_blocks_threshold: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of its blocks, 0 to 1, above which a rank is busy; none is off.",
+        validation_alias=AliasChoices("active_decode_blocks_threshold", "busy_threshold"),
+    )
+    active_prefill_tokens_threshold: int | None = Field(
+        default=None, ge=0, description="Prefill tokens booked and not done above which a rank is busy; none is off."
+    )
+    track_active_blocks: bool = Field(
+        default=True,
+        description="Whether blocks of requests in flight count as load.",
+        validation_alias=AliasChoices("track_active_blocks", "router_track_active_blocks"),
+    )
+    assume_kv_reuse: bool = Field(
+        default=True,
+        description="Whether requests in flight share their equal blocks; otherwise each request's are its own.",
+        validation_alias=AliasChoices("assume_kv_reuse", "router_assume_kv_reuse"),
+    )
+    track_output_blocks: bool = Field(
+        default=True, description="Whether blocks that generated tokens fill count as load."
+    )
+    indexer_timeout_ms: int = Field(
+        default=50,
+        ge=1,
+        description="Longest wait for an Indexer before a request is routed on load alone, milliseconds.",
+    )
+    session_grace_seconds: float = Field(
+        default=10.0, ge=0, description="Time that bookings outlive the stream of their session, seconds."
+    )
+    load_report_age_seconds: float = Field(
+        default=10.0, gt=0, description="Time for which what a rank reports of its load counts, seconds."
+    )
+    decisions_kept: int = Field(default=1024, ge=1, description="Most decisions that are kept for Explain.")
+
+    @field_validator("router_mode")
+    @classmethod
+    def _is_known(cls, mode: str) -> str:
+        if mode not in POLICIES:
+            raise ValueError(f"there is no such mode; use one of {', '.join(POLICIES)}")
+        return mode
+
+    def routing(self) -> RoutingOptions:
+        """How requests are routed."""
+        thresholds = Thresholds(self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
+        return RoutingOptions(self.router_mode, self.overlap_score_weight, self.router_temperature, thresholds)
+
+    def accounting(self) -> Accounting:
+        """What counts as load."""
+        return Accounting(self.track_active_blocks, self.assume_kv_reuse, self.track_output_blocks)

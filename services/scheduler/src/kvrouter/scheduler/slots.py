@@ -1,0 +1,167 @@
+"""The load that requests in flight put on the ranks of one component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvrouter.core import ActiveSequences, Booking, Rank
+from kvrouter.runtime.errors import TooLarge
+from kvrouter.scheduler.prompts import Prompt
+from kvrouter.v1.common_pb2 import BookingKey, Stage
+
+Key = tuple[str, int, int]
+"""(request_id, attempt, stage), the stage never unspecified."""
+
+
+def stage_of(key: BookingKey) -> Stage:
+    """The stage that a booking pays for."""
+    return key.stage or Stage.STAGE_WHOLE
+
+
+def key_of(key: BookingKey) -> Key:
+    """A booking's key as a value that can be hashed."""
+    return (key.request_id, key.attempt, stage_of(key))
+
+
+def new_prefill_tokens(prompt_tokens: int, overlap_blocks: int, block_size: int, stage: Stage) -> int:
+    """Prompt tokens that a rank has to compute: none in the decode stage, which gets its blocks handed over."""
+    return 0 if stage == Stage.STAGE_DECODE else max(0, prompt_tokens - overlap_blocks * block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """What counts as load."""
+
+    track_active_blocks: bool = True
+    """Whether blocks of requests in flight count. Never in the prefill stage, which leaves no blocks in use."""
+    assume_kv_reuse: bool = True
+    """Whether requests share their equal blocks; otherwise each request's are its own."""
+    track_output_blocks: bool = True
+    """Whether blocks that generated tokens fill count."""
+
+
+class RankLoad(NamedTuple):
+    """Load of one rank, without the request that was asked about unless said."""
+
+    active_blocks: int = 0
+    """Distinct blocks of requests in flight, with those of the request that was asked about, if any."""
+    prefill_tokens: int = 0
+    """Prefill tokens booked and not done."""
+    requests: int = 0
+    """Bookings."""
+    leading_active_blocks: int = 0
+    """Leading blocks of the request that was asked about that are active."""
+
+
+class SlotManager:
+    """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
+
+    A rank whose registration goes keeps its load until its bookings are freed by those who own them: a lease of a
+    worker may lapse while its requests go on.
+    """
+
+    def __init__(self, block_size: int, accounting: Accounting, *, max_bookings: int = 1 << 20) -> None:
+        self.block_size = block_size
+        self._accounting = accounting
+        self._sequences = ActiveSequences(block_size, max_bookings=max_bookings)
+        self._registered: frozenset[Rank] = frozenset()
+        self._bookings: dict[Rank, int] = {}
+
+    def __len__(self) -> int:
+        """Live bookings."""
+        return len(self._sequences)
+
+    def set_ranks(self, registered: Iterable[Rank]) -> None:
+        """The ranks that are registered."""
+        before, self._registered = self._registered, frozenset(registered)
+        for rank in self._registered - before:
+            self._sequences.add_rank(rank)
+        for rank in before - self._registered:
+            self._forget_if_idle(rank)
+
+    def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
+        """Load of every rank that is registered or has bookings; given a prompt, with its blocks added."""
+        added = 0
+        if prompt is None or not self._tracks_blocks(stage):
+            columns = self._sequences.loads()
+        elif self._accounting.assume_kv_reuse:
+            columns = self._sequences.loads(prompt.sequence_hashes, prompt.tokens)
+        else:
+            columns = self._sequences.loads()
+            added = -(-prompt.tokens // self.block_size)
+        return {
+            rank: RankLoad(blocks + added, tokens, requests, leading)
+            for rank, blocks, tokens, requests, leading in zip(
+                columns.ranks,
+                columns.active_blocks,
+                columns.prefill_tokens,
+                columns.requests,
+                columns.leading_active_blocks,
+                strict=True,
+            )
+        }
+
+    def book(self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int) -> bool:
+        """Books a request. Returns False, and changes nothing, if the key is booked or was freed.
+
+        Raises:
+            TooLarge: there are as many bookings as may be.
+        """
+        booking = Booking(
+            key=key,
+            rank=rank,
+            sequence_hashes=prompt.sequence_hashes,
+            prompt_tokens=prompt.tokens,
+            prefill_tokens=prefill_tokens,
+            track_blocks=self._tracks_blocks(Stage(key[2])),
+            unique_blocks=not self._accounting.assume_kv_reuse,
+        )
+        self._sequences.add_rank(rank)
+        try:
+            booked = self._sequences.book(booking)
+        except OverflowError as error:
+            raise TooLarge(
+                f"no more bookings are possible: {error}", advice="Free bookings that are done.", retry_after_ms=1000
+            ) from None
+        if booked:
+            self._bookings[rank] = self._bookings.get(rank, 0) + 1
+        else:
+            self._forget_if_idle(rank)
+        return booked
+
+    def booking(self, key: Key) -> Booking | None:
+        """The live booking of a key."""
+        return self._sequences.booking(key)
+
+    def prefill_complete(self, key: Key) -> bool:
+        """The prompt is computed. Returns whether the booking is live."""
+        return self._sequences.prefill_complete(key)
+
+    def output_tokens(self, key: Key, tokens: int) -> bool:
+        """So many tokens are generated in all. Returns whether the booking is live."""
+        if not self._accounting.track_output_blocks:
+            return self._sequences.booking(key) is not None
+        return self._sequences.output_tokens(key, tokens)
+
+    def free(self, key: Key) -> bool:
+        """Releases a booking. Returns whether it was live."""
+        booking = self._sequences.booking(key)
+        if booking is None:
+            return False
+        self._sequences.free(key)
+        left = self._bookings[booking.rank] - 1
+        if left:
+            self._bookings[booking.rank] = left
+        else:
+            del self._bookings[booking.rank]
+            self._forget_if_idle(booking.rank)
+        return True
+
+    def _tracks_blocks(self, stage: Stage) -> bool:
+        return self._accounting.track_active_blocks and stage != Stage.STAGE_PREFILL
+
+    def _forget_if_idle(self, rank: Rank) -> None:
+        if rank not in self._registered and rank not in self._bookings:
+            self._sequences.remove_rank(rank)
