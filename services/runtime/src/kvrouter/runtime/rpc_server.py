@@ -120,7 +120,8 @@ class RpcServer:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("calls cut off", calls=self._calls, after_seconds=seconds)
-        await self._server.stop(_LAST_WORDS_SECONDS)
+        finally:
+            await self._server.stop(_LAST_WORDS_SECONDS)
 
     def add_service(self, descriptor: ServiceDescriptor, implementation: object) -> None:
         """Serves the object under the service's name. Methods that it lacks answer UNIMPLEMENTED."""

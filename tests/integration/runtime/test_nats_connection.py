@@ -1,0 +1,77 @@
+"""A connection to a real NATS that stops, crashes, and is not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.devstack import EtcdServer, NatsServer
+from kvrouter.runtime.settings import ServiceSettings
+
+
+@asynccontextmanager
+async def opened(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[Runtime]:
+    settings = ServiceSettings(etcd=etcd_endpoint, nats=nats_url, namespace=namespace)
+    async with asyncio.timeout(60), open_runtime(settings) as runtime:
+        yield runtime
+
+
+def sample(runtime: Runtime, name: str) -> float | None:
+    return runtime.registry.get_sample_value(f"kvrouter_nats_{name}")
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_a_subscription_goes_on_after_nats_was_away(
+    own_nats: NatsServer, etcd_endpoint: str, namespace: str, how: str
+) -> None:
+    async with opened(own_nats.url, etcd_endpoint, namespace) as runtime:
+        client = await runtime.nats()
+        assert await runtime.nats() is client
+        subscription = await client.subscribe("news")
+        await client.publish("news", b"before")
+        assert (await subscription.next_msg(timeout=10)).data == b"before"
+        await (own_nats.stop() if how == "stop" else own_nats.kill())
+        while sample(runtime, "connected"):
+            await asyncio.sleep(0.01)
+        await own_nats.start()
+        while not sample(runtime, "connected"):
+            await asyncio.sleep(0.01)
+        await client.publish("news", b"after")
+        assert (await subscription.next_msg(timeout=10)).data == b"after"
+        assert sample(runtime, "disconnects_total") == 1
+
+
+async def test_a_process_starts_before_nats_does(own_nats: NatsServer, etcd_endpoint: str, namespace: str) -> None:
+    await own_nats.stop()
+    async with opened(own_nats.url, etcd_endpoint, namespace) as runtime:
+        waiting = asyncio.ensure_future(runtime.nats())
+        while not sample(runtime, "errors_total"):
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await own_nats.start()
+        assert (await waiting).is_connected
+
+
+async def test_a_process_ends_while_nats_and_etcd_are_away(
+    own_nats: NatsServer, own_etcd: EtcdServer, namespace: str
+) -> None:
+    await own_nats.stop()
+    await own_etcd.stop()
+    async with opened(own_nats.url, own_etcd.endpoint, namespace) as runtime:
+        waiting = asyncio.ensure_future(runtime.nats())
+        while not sample(runtime, "errors_total"):
+            await asyncio.sleep(0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_full_subscription_drops_and_counts(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with opened(nats_url, etcd_endpoint, namespace) as runtime:
+        client = await runtime.nats()
+        await client.subscribe(f"{namespace}.load", pending_msgs_limit=1)
+        while not sample(runtime, "slow_consumers_total"):
+            await client.publish(f"{namespace}.load", b"x")
+            await client.flush()
