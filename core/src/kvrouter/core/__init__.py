@@ -22,7 +22,7 @@ from kvrouter.core.interface import (
     TokenBuffer,
 )
 
-_NAMES = ("local_hashes", "sequence_hashes")
+_NAMES = ("local_hashes", "sequence_hashes", "PrefixIndex", "PredictedIndex", "ActiveSequences")
 
 
 def _choose(wanted: str) -> dict[str, tuple[str, Any]]:
@@ -64,18 +64,27 @@ IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.valu
 
 if TYPE_CHECKING:
     # Type checkers see the reference, to whose interface the native core is held.
-    from kvrouter.core.reference import local_hashes, sequence_hashes
+    from kvrouter.core.reference import (
+        ActiveSequences,
+        PredictedIndex,
+        PrefixIndex,
+        local_hashes,
+        sequence_hashes,
+    )
 else:
-    local_hashes, sequence_hashes = (_chosen[name][1] for name in _NAMES)
+    local_hashes, sequence_hashes, PrefixIndex, PredictedIndex, ActiveSequences = (_chosen[name][1] for name in _NAMES)
 
 __all__ = [
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
+    "ActiveSequences",
     "ApplySummary",
     "Booking",
     "IndexStats",
     "InvalidDump",
     "LoadColumns",
+    "PredictedIndex",
+    "PrefixIndex",
     "Rank",
     "RankInfo",
     "Scope",

@@ -1,0 +1,150 @@
+"""Load that requests in flight put on ranks."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from kvrouter.core.interface import Booking, LoadColumns, Rank
+from kvrouter.core.reference.hashing import unpack
+
+_Key = tuple[str, int, int]
+
+
+@dataclass(slots=True)
+class _Live:
+    booking: Booking
+    shared: frozenset[int]
+    """Full blocks that count once for all bookings of the rank."""
+    prefilled: bool = False
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    live: dict[_Key, _Live] = field(default_factory=dict)
+    shared: Counter[int] = field(default_factory=Counter)
+    """Sequence hash → bookings that have it."""
+
+
+class ActiveSequences:
+    """See ``kvrouter.core.interface.ActiveSequences``. Not safe for use by two threads at once."""
+
+    def __init__(self, block_size: int, max_bookings: int = 1 << 20, tombstones: int = 1 << 16) -> None:
+        if block_size < 1:
+            raise ValueError(f"the block size is {block_size}, must be 1 or more")
+        if max_bookings < 0 or tombstones < 0:
+            raise ValueError("bounds are 0 or more")
+        self._block_size = block_size
+        self._max_bookings = max_bookings
+        self._max_tombstones = tombstones
+        self._loads: dict[Rank, _Load] = {}
+        self._rank_of: dict[_Key, Rank] = {}
+        self._freed: OrderedDict[_Key, None] = OrderedDict()
+
+    def add_rank(self, rank: Rank) -> None:
+        """Makes a rank known."""
+        self._loads.setdefault(rank, _Load())
+
+    def remove_rank(self, rank: Rank) -> list[_Key]:
+        """Forgets a rank; its bookings are freed."""
+        load = self._loads.get(rank)
+        keys = list(load.live) if load else []
+        for key in keys:
+            self.free(key)
+        self._loads.pop(rank, None)
+        return keys
+
+    def book(self, booking: Booking) -> bool:
+        """Books."""
+        places = unpack(booking.sequence_hashes)
+        if booking.prompt_tokens < 0 or booking.prefill_tokens < 0:
+            raise ValueError("numbers of tokens are 0 or more")
+        if booking.key in self._rank_of or booking.key in self._freed:
+            return False
+        load = self._loads.get(booking.rank)
+        if load is None:
+            raise KeyError(booking.rank)
+        if len(self._rank_of) >= self._max_bookings:
+            raise OverflowError(f"there are {self._max_bookings} bookings already")
+        shared = frozenset(places) if booking.track_blocks and not booking.unique_blocks else frozenset()
+        load.live[booking.key] = _Live(booking, shared)
+        load.shared.update(shared)
+        self._rank_of[booking.key] = booking.rank
+        return True
+
+    def booking(self, key: _Key) -> Booking | None:
+        """The live booking of a key."""
+        live = self._live(key)
+        return live.booking if live else None
+
+    def prefill_complete(self, key: _Key) -> bool:
+        """The prompt is computed."""
+        live = self._live(key)
+        if live is not None:
+            live.prefilled = True
+        return live is not None
+
+    def output_tokens(self, key: _Key, tokens: int) -> bool:
+        """``tokens`` have been generated in all."""
+        live = self._live(key)
+        if live is not None:
+            live.output_tokens = max(live.output_tokens, tokens)
+        return live is not None
+
+    def free(self, key: _Key) -> bool:
+        """Releases a booking."""
+        self._freed[key] = None
+        self._freed.move_to_end(key)
+        if len(self._freed) > self._max_tombstones:
+            self._freed.popitem(last=False)
+        rank = self._rank_of.pop(key, None)
+        if rank is None:
+            return False
+        load = self._loads[rank]
+        for place in load.live.pop(key).shared:
+            load.shared[place] -= 1
+            if not load.shared[place]:
+                del load.shared[place]
+        return True
+
+    def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
+        """Load of every rank."""
+        places = unpack(sequence_hashes)
+        tail = self._blocks(prompt_tokens) - prompt_tokens // self._block_size
+        columns = LoadColumns([], [], [], [], [])
+        for rank, load in sorted(self._loads.items()):
+            columns.ranks.append(rank)
+            columns.active_blocks.append(
+                len(load.shared)
+                + sum(1 for place in set(places) if place not in load.shared)
+                + sum(self._private_blocks(live) for live in load.live.values())
+                + tail
+            )
+            columns.prefill_tokens.append(
+                sum(live.booking.prefill_tokens for live in load.live.values() if not live.prefilled)
+            )
+            columns.requests.append(len(load.live))
+            columns.leading_active_blocks.append(
+                next((depth for depth, place in enumerate(places) if place not in load.shared), len(places))
+            )
+        return columns
+
+    def __len__(self) -> int:
+        """Live bookings."""
+        return len(self._rank_of)
+
+    def _live(self, key: _Key) -> _Live | None:
+        rank = self._rank_of.get(key)
+        return self._loads[rank].live[key] if rank is not None else None
+
+    def _private_blocks(self, live: _Live) -> int:
+        booking = live.booking
+        if not booking.track_blocks:
+            return 0
+        shared_tokens = 0 if booking.unique_blocks else booking.prompt_tokens
+        return self._blocks(booking.prompt_tokens + live.output_tokens) - shared_tokens // self._block_size
+
+    def _blocks(self, tokens: int) -> int:
+        """Blocks that hold the tokens, the last one perhaps in part."""
+        return -(-tokens // self._block_size)

@@ -1,0 +1,45 @@
+"""What an event must be, whatever the rank holds."""
+
+from __future__ import annotations
+
+from kvrouter.core.interface import MAX_EVENT_BLOCKS
+from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.events_pb2 import KvEvent
+
+LAST_EVENT_ID = (1 << 64) - 1
+"""An id that no event can have, since the cursor could not pass it."""
+
+MAX_DEPTH = (1 << 32) - 1
+
+
+def fault(event: KvEvent) -> str:
+    """Why the event is refused; empty if it is not."""
+    if event.event_id == LAST_EVENT_ID:
+        return "its id is 2^64 - 1"
+    if not Tier.TIER_UNSPECIFIED <= event.tier <= Tier.TIER_SHARED:
+        return f"there is no tier {event.tier}"
+    change = event.WhichOneof("change")
+    if change is None:
+        return "it names no change"
+    if change == "cleared":
+        return ""
+    engine_hashes = event.stored.engine_hashes if change == "stored" else event.removed.engine_hashes
+    if not engine_hashes:
+        return "it has no blocks"
+    if len(engine_hashes) > MAX_EVENT_BLOCKS:
+        return f"it has {len(engine_hashes)} blocks, over {MAX_EVENT_BLOCKS}"
+    if change == "removed":
+        return ""
+    stored = event.stored
+    if len(stored.local_hashes) != len(engine_hashes):
+        return f"it has {len(engine_hashes)} engine hashes and {len(stored.local_hashes)} local hashes"
+    if len(set(engine_hashes)) != len(engine_hashes):
+        return "an engine hash comes twice"
+    if stored.HasField("parent_engine_hash") and stored.parent_engine_hash in engine_hashes:
+        return "a block is its own parent"
+    return ""
+
+
+def tier_of(event: KvEvent) -> Tier:
+    """The tier that a store or a removal is about."""
+    return event.tier or Tier.TIER_DEVICE

@@ -1,0 +1,92 @@
+"""The approximate mode's index: blocks that ranks are predicted to hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from kvrouter.core.interface import Rank
+from kvrouter.core.reference.hashing import sequence_hashes, unpack
+
+
+class _Use(NamedTuple):
+    at: float
+    """When a request with the block was last recorded, seconds."""
+    depth: int
+
+
+class PredictedIndex:
+    """See ``kvrouter.core.interface.PredictedIndex``. Not safe for use by two threads at once."""
+
+    def __init__(self, ttl_seconds: float = 120.0, max_blocks: int = 1 << 20, prune_ratio: float = 0.8) -> None:
+        if not ttl_seconds > 0:
+            raise ValueError(f"entries live {ttl_seconds} seconds, must be above 0")
+        if max_blocks < 1:
+            raise ValueError(f"there is room for {max_blocks} blocks, must be 1 or more")
+        if not 0 <= prune_ratio <= 1:
+            raise ValueError(f"the prune ratio is {prune_ratio}, must be 0 to 1")
+        self._ttl_seconds = ttl_seconds
+        self._max_blocks = max_blocks
+        self._pruned_blocks = int(prune_ratio * max_blocks)
+        self._now = float("-inf")
+        self._uses: OrderedDict[tuple[Rank, int], _Use] = OrderedDict()
+        """(rank, place) → last use, the oldest first."""
+        self._holders: dict[int, set[Rank]] = {}
+
+    def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
+        """A request with these blocks was sent to the rank."""
+        places = unpack(sequence_hashes(local_hashes))
+        self.expire(now)
+        for depth, place in reversed(list(enumerate(places))):
+            self._uses[rank, place] = _Use(self._now, depth)
+            self._uses.move_to_end((rank, place))
+            self._holders.setdefault(place, set()).add(rank)
+        if len(self._uses) > self._max_blocks:
+            by_age = sorted(self._uses, key=lambda key: (self._uses[key].at, -self._uses[key].depth))
+            for key in by_age[: len(by_age) - self._pruned_blocks]:
+                self._drop(key)
+
+    def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
+        """Overlap of every rank that has one above 0."""
+        self._now = max(self._now, now)
+        overlaps: dict[Rank, int] = {}
+        for depth, place in enumerate(unpack(sequence_hashes(local_hashes))):
+            holders = [
+                rank
+                for rank in self._holders.get(place, ())
+                if overlaps.get(rank, 0) == depth and self._now - self._uses[rank, place].at < self._ttl_seconds
+            ]
+            if not holders:
+                break
+            overlaps.update((rank, depth + 1) for rank in holders)
+        return overlaps
+
+    def remove_rank(self, rank: Rank) -> int:
+        """Forgets a rank."""
+        keys = [key for key in self._uses if key[0] == rank]
+        for key in keys:
+            self._drop(key)
+        return len(keys)
+
+    def expire(self, now: float) -> int:
+        """Drops what is too old."""
+        self._now = max(self._now, now)
+        dropped = 0
+        while self._uses:
+            key, use = next(iter(self._uses.items()))
+            if self._now - use.at < self._ttl_seconds:
+                break
+            self._drop(key)
+            dropped += 1
+        return dropped
+
+    def __len__(self) -> int:
+        """Entries, expired ones that were not dropped yet included."""
+        return len(self._uses)
+
+    def _drop(self, key: tuple[Rank, int]) -> None:
+        rank, place = key
+        del self._uses[key]
+        self._holders[place].remove(rank)
+        if not self._holders[place]:
+            del self._holders[place]

@@ -1,0 +1,297 @@
+"""The prefix index: blocks and cursor of every rank."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+from kvrouter.core.interface import ApplySummary, IndexStats, Rank, RankInfo, Scope, TokenBuffer
+from kvrouter.core.reference import rank_dump
+from kvrouter.core.reference.event_rules import LAST_EVENT_ID, MAX_DEPTH, fault, tier_of
+from kvrouter.core.reference.hashing import local_hashes as hash_tokens
+from kvrouter.core.reference.hashing import sequence_hashes, unpack
+from kvrouter.core.reference.rank_blocks import TIERS, RankBlocks
+from kvrouter.v1.common_pb2 import CopyCounting, Tier
+from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
+
+_MAX_REASONS = 16
+_BYTES_PER_BLOCK = 600
+"""Measured with tracemalloc over 100,000 blocks of their own, in one tier."""
+_BYTES_PER_RANK = 1024
+
+
+@dataclass(slots=True)
+class _Rank:
+    incarnation: int
+    next_event_id: int = 0
+    missing: bool = False
+    """Whether blocks may be missing for another reason than a bound."""
+    over_bound: bool = False
+    counted: bool = True
+    blocks: RankBlocks = field(default_factory=RankBlocks)
+
+    @property
+    def partial(self) -> bool:
+        return self.missing or self.over_bound
+
+    @property
+    def memory_bytes(self) -> int:
+        return _BYTES_PER_RANK + _BYTES_PER_BLOCK * len(self.blocks)
+
+
+@dataclass(slots=True)
+class _Counts:
+    applied: int = 0
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    unknown_parents: int = 0
+    unknown_removals: int = 0
+    rejected: list[str] = field(default_factory=list)
+
+
+class PrefixIndex:
+    """See ``kvrouter.core.interface.PrefixIndex``. Not safe for use by two threads at once."""
+
+    def __init__(self, max_blocks: int = 0, max_bytes: int = 0, check_digests: bool = False) -> None:
+        if max_blocks < 0 or max_bytes < 0:
+            raise ValueError("bounds are 0 (none) or more")
+        self._max_blocks = max_blocks
+        self._max_bytes = max_bytes
+        self._check_digests = check_digests
+        self._ranks: dict[Rank, _Rank] = {}
+        self._slots: list[Rank | None] = []
+
+    def apply(self, batch: bytes) -> ApplySummary:
+        """Applies an encoded KvEventBatch."""
+        try:
+            message = KvEventBatch.FromString(batch)
+        except DecodeError as error:
+            return ApplySummary(0, 0, unparsable=str(error) or "not a KvEventBatch")
+        rank = (message.worker_id, message.dp_rank)
+        state = self._ranks.get(rank)
+        if state is not None and message.incarnation < state.incarnation:
+            return ApplySummary(
+                *rank,
+                fenced=len(message.events) or 1,
+                next_event_id=state.next_event_id,
+                incarnation=state.incarnation,
+            )
+        new_incarnation = state is not None and message.incarnation > state.incarnation
+        if state is None or new_incarnation:
+            state = self._replace(rank, _Rank(message.incarnation))
+        state.counted = message.copy_counting != CopyCounting.COPY_COUNTING_SET
+        counts = _Counts()
+        duplicates = 0
+        gap = None
+        for event in message.events:
+            if event.event_id < state.next_event_id:
+                duplicates += 1
+            elif event.event_id > state.next_event_id:
+                gap = (state.next_event_id, event.event_id)
+                break
+            else:
+                self._apply_event(state, event, counts)
+        if gap is None and message.next_event_id > state.next_event_id:
+            gap = (state.next_event_id, message.next_event_id)
+        return ApplySummary(
+            *rank,
+            applied=counts.applied,
+            stored_blocks=counts.stored_blocks,
+            removed_blocks=counts.removed_blocks,
+            duplicates=duplicates,
+            gap=gap,
+            unknown_parents=counts.unknown_parents,
+            unknown_removals=counts.unknown_removals,
+            rejected=tuple(counts.rejected),
+            next_event_id=state.next_event_id,
+            incarnation=state.incarnation,
+            new_incarnation=new_incarnation,
+            digest_differs=gap is None and self._digest_differs(state, message),
+        )
+
+    def find_matches(self, local_hashes: bytes) -> bytes:
+        """The encoded FindMatchesResponse for a prompt."""
+        places = unpack(sequence_hashes(local_hashes))
+        answer = FindMatchesResponse(prompt_blocks=len(places))
+        for (worker_id, dp_rank), state in sorted(self._ranks.items()):
+            device, host, disk, shared = state.blocks.overlaps(places)
+            answer.worker_ids.append(worker_id)
+            answer.dp_ranks.append(dp_rank)
+            answer.device_blocks.append(device)
+            answer.host_blocks.append(host)
+            answer.disk_blocks.append(disk)
+            answer.shared_blocks.append(shared)
+            answer.incarnations.append(state.incarnation)
+            answer.next_event_ids.append(state.next_event_id)
+            answer.partial.append(state.partial)
+        return answer.SerializeToString()
+
+    def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
+        """Overlap to ``tier`` by slot, packed little-endian u32."""
+        if tier not in TIERS:
+            raise ValueError(f"there is no tier {tier}")
+        places = unpack(sequence_hashes(local_hashes))
+        by_slot = [self._ranks[rank].blocks.overlaps(places)[tier - 1] if rank else 0 for rank in self._slots]
+        return struct.pack(f"<{len(by_slot)}I", *by_slot)
+
+    def overlaps_of_tokens(
+        self,
+        token_ids: TokenBuffer,
+        block_size: int,
+        scope: Scope = Scope(),  # noqa: B008 (immutable)
+        tier: int = 1,
+    ) -> bytes:
+        """As ``overlaps``, from tokens."""
+        return self.overlaps(hash_tokens(token_ids, block_size, scope), tier)
+
+    def slots(self) -> list[Rank | None]:
+        """The rank behind each slot."""
+        return list(self._slots)
+
+    def cursor(self, rank: Rank) -> tuple[int, int] | None:
+        """(incarnation, next_event_id) of a rank."""
+        state = self._ranks.get(rank)
+        return (state.incarnation, state.next_event_id) if state else None
+
+    def digest(self, rank: Rank) -> int | None:
+        """Digest of a rank's entries."""
+        state = self._ranks.get(rank)
+        return state.blocks.digest() if state else None
+
+    def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
+        """Replaces a rank by an empty one."""
+        if not (0 <= incarnation <= LAST_EVENT_ID and 0 <= next_event_id <= LAST_EVENT_ID):
+            raise OverflowError(f"the cursor {(incarnation, next_event_id)} is outside u64")
+        before = self._ranks.get(rank)
+        self._replace(rank, _Rank(incarnation, next_event_id, missing=partial))
+        return before.blocks.entries if before else 0
+
+    def remove_rank(self, rank: Rank) -> int:
+        """Forgets a rank and its cursor."""
+        state = self._ranks.pop(rank, None)
+        if state is None:
+            return 0
+        self._slots[self._slots.index(rank)] = None
+        return state.blocks.entries
+
+    def mark_partial(self, rank: Rank, partial: bool) -> None:
+        """Marks whether a rank's blocks may be fewer than it holds."""
+        state = self._ranks.get(rank)
+        if state is not None:
+            state.missing = partial
+
+    def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
+        """Encoded RankState chunks of one rank, as of this moment."""
+        if chunk_blocks < 1:
+            raise ValueError(f"chunks of {chunk_blocks} blocks, must be 1 or more")
+        state = self._ranks.get(rank)
+        if state is None:
+            return iter(())
+        dump = rank_dump.RankDump(
+            rank, state.incarnation, state.next_event_id, state.counted, state.partial, state.blocks.items()
+        )
+        return rank_dump.encode(dump, chunk_blocks)
+
+    def load_rank(self, chunks: Iterable[bytes]) -> int:
+        """Replaces a rank by a dump."""
+        dump = rank_dump.decode(chunks)
+        state = _Rank(dump.incarnation, dump.next_event_id, dump.partial, counted=dump.counted)
+        state.blocks = rank_dump.restore(dump)
+        self._replace(dump.rank, state)
+        self._hold_bounds(state)
+        return state.blocks.entries
+
+    def ranks(self) -> list[RankInfo]:
+        """All ranks, in order of (worker_id, dp_rank)."""
+        return [
+            RankInfo(
+                *rank,
+                incarnation=state.incarnation,
+                next_event_id=state.next_event_id,
+                blocks=state.blocks.entries,
+                memory_bytes=state.memory_bytes,
+                partial=state.partial,
+            )
+            for rank, state in sorted(self._ranks.items())
+        ]
+
+    def stats(self) -> IndexStats:
+        """Size of the index."""
+        states = self._ranks.values()
+        return IndexStats(
+            ranks=len(states),
+            blocks=sum(state.blocks.entries for state in states),
+            distinct_blocks=len({place for state in states for place in state.blocks.places()}),
+            memory_bytes=sum(state.memory_bytes for state in states),
+        )
+
+    def _replace(self, rank: Rank, state: _Rank) -> _Rank:
+        if rank not in self._ranks:
+            if None in self._slots:
+                self._slots[self._slots.index(None)] = rank
+            else:
+                self._slots.append(rank)
+        self._ranks[rank] = state
+        return state
+
+    def _apply_event(self, state: _Rank, event: KvEvent, counts: _Counts) -> None:
+        """Applies the event that the cursor is at."""
+        reason = fault(event)
+        if reason:
+            self._reject(state, event, reason, counts)
+        elif event.WhichOneof("change") == "cleared":
+            counts.applied += 1
+            state.blocks.clear(event.tier)
+            if event.tier == Tier.TIER_UNSPECIFIED:
+                state.missing = state.over_bound = False
+        elif state.over_bound:
+            counts.applied += 1
+        elif event.WhichOneof("change") == "removed":
+            counts.applied += 1
+            for engine_hash in event.removed.engine_hashes:
+                held = state.blocks.remove(engine_hash, tier_of(event), state.counted)
+                counts.removed_blocks += held
+                counts.unknown_removals += not held
+        else:
+            self._store(state, event, counts)
+        state.next_event_id = min(state.next_event_id + 1, LAST_EVENT_ID)
+
+    def _store(self, state: _Rank, event: KvEvent, counts: _Counts) -> None:
+        stored = event.stored
+        parent = None
+        if stored.HasField("parent_engine_hash"):
+            parent = state.blocks.get(stored.parent_engine_hash)
+            if parent is None:
+                counts.unknown_parents += 1
+                state.missing = True
+                return
+            if parent.depth + len(stored.engine_hashes) > MAX_DEPTH:
+                self._reject(state, event, "its chain is deeper than 2^32 blocks", counts)
+                return
+        state.blocks.store(parent, stored.engine_hashes, stored.local_hashes, tier_of(event), state.counted)
+        counts.applied += 1
+        if self._hold_bounds(state):
+            counts.stored_blocks += len(stored.engine_hashes)
+
+    def _reject(self, state: _Rank, event: KvEvent, reason: str, counts: _Counts) -> None:
+        state.missing = True
+        if len(counts.rejected) < _MAX_REASONS:
+            counts.rejected.append(f"event {event.event_id}: {reason}")
+
+    def _hold_bounds(self, state: _Rank) -> bool:
+        """Empties a rank that took the index over a bound. Returns whether it was left alone."""
+        blocks = sum(one.blocks.entries for one in self._ranks.values())
+        memory = sum(one.memory_bytes for one in self._ranks.values())
+        if (self._max_blocks and blocks > self._max_blocks) or (self._max_bytes and memory > self._max_bytes):
+            state.blocks = RankBlocks()
+            state.over_bound = True
+            return False
+        return True
+
+    def _digest_differs(self, state: _Rank, message: KvEventBatch) -> bool:
+        if not message.HasField("digest") or message.next_event_id != state.next_event_id or state.partial:
+            return False
+        return (not message.events or self._check_digests) and message.digest != state.blocks.digest()

@@ -1,0 +1,140 @@
+"""The blocks that one rank holds: engine hash → place and copies in each tier."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvrouter.core.reference.hashing import SEED, chain
+from kvrouter.v1.common_pb2 import Tier
+from xxhash import xxh3_64_intdigest
+
+TIERS: tuple[Tier, ...] = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
+"""Fastest first, numbered from 1 without holes."""
+
+NO_COPIES = (0, 0, 0, 0)
+
+
+class Block(NamedTuple):
+    """A block of a rank. Its place is ``sequence_hash``."""
+
+    sequence_hash: int
+    local_hash: int
+    parent_sequence_hash: int | None
+    """Place of the block before it; None at the start of a sequence, and where a dump did not tell."""
+    depth: int
+    """Position in its sequence, from 0."""
+    copies: tuple[int, ...] = NO_COPIES
+    """Copies in each of ``TIERS``."""
+
+
+class RankBlocks:
+    """Blocks by engine hash and by place. Every block has a copy in some tier."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._at: dict[int, set[int]] = {}
+        self._digest: int | None = 0
+        self.entries = 0
+        """(engine hash, tier) pairs."""
+
+    def __len__(self) -> int:
+        """Engine hashes held."""
+        return len(self._blocks)
+
+    def get(self, engine_hash: int) -> Block | None:
+        """The block of an engine hash."""
+        return self._blocks.get(engine_hash)
+
+    def items(self) -> list[tuple[int, Block]]:
+        """All blocks, as of this moment."""
+        return list(self._blocks.items())
+
+    def places(self) -> Iterable[int]:
+        """The places that are held."""
+        return self._at.keys()
+
+    def store(
+        self, parent: Block | None, engine_hashes: Sequence[int], local_hashes: Sequence[int], tier: Tier, counted: bool
+    ) -> None:
+        """A chain of blocks is stored below ``parent``, or at the start of a sequence."""
+        above, depth = (parent.sequence_hash, parent.depth + 1) if parent else (None, 0)
+        places = chain(above, local_hashes)
+        for offset, (engine_hash, local, place) in enumerate(zip(engine_hashes, local_hashes, places, strict=True)):
+            held = self._blocks.get(engine_hash)
+            there = held.copies if held is not None and held.sequence_hash == place else NO_COPIES
+            block = Block(place, local, above, depth + offset, there)
+            copies = block.copies[tier - 1] + 1 if counted else 1
+            self.put(engine_hash, _with_copies(block, tier, copies))
+            above = place
+
+    def remove(self, engine_hash: int, tier: Tier, counted: bool) -> bool:
+        """A copy is removed (or all, unless copies are counted). Returns whether there was one."""
+        block = self._blocks.get(engine_hash)
+        if block is None or not block.copies[tier - 1]:
+            return False
+        self.put(engine_hash, _with_copies(block, tier, block.copies[tier - 1] - 1 if counted else 0))
+        return True
+
+    def clear(self, tier: Tier) -> None:
+        """All copies in the tier are removed, or in every tier for TIER_UNSPECIFIED."""
+        for engine_hash, block in self.items():
+            kept = NO_COPIES if tier == Tier.TIER_UNSPECIFIED else _with_copies(block, tier, 0).copies
+            self.put(engine_hash, block._replace(copies=kept))
+
+    def put(self, engine_hash: int, block: Block) -> None:
+        """Replaces whatever the engine hash stood for; a block without copies is not held."""
+        before = self._blocks.pop(engine_hash, None)
+        if before is not None:
+            self.entries -= _tiers_of(before)
+            self._at[before.sequence_hash].remove(engine_hash)
+            if not self._at[before.sequence_hash]:
+                del self._at[before.sequence_hash]
+        if any(block.copies):
+            self._blocks[engine_hash] = block
+            self._at.setdefault(block.sequence_hash, set()).add(engine_hash)
+            self.entries += _tiers_of(block)
+        self._digest = None
+
+    def overlaps(self, places: Iterable[int]) -> list[int]:
+        """Leading places that are held in each of ``TIERS`` or in a faster one."""
+        overlaps = [0] * len(TIERS)
+        slowest = 1
+        for fastest in self._fastest_tiers(places):
+            slowest = max(slowest, fastest)
+            for tier in TIERS[slowest - 1 :]:
+                overlaps[tier - 1] += 1
+        return overlaps
+
+    def digest(self) -> int:
+        """Sum of the terms of all entries, as KvEventBatch.digest defines them."""
+        if self._digest is None:
+            self._digest = digest_of(self._blocks.items())
+        return self._digest
+
+    def _fastest_tiers(self, places: Iterable[int]) -> Iterator[int]:
+        """For each place up to the first that is not held: the fastest tier that holds it."""
+        for place in places:
+            holders = self._at.get(place)
+            if not holders:
+                return
+            yield min(tier for one in holders for tier in TIERS if self._blocks[one].copies[tier - 1])
+
+
+def digest_of(blocks: Iterable[tuple[int, Block]]) -> int:
+    """Digest of (engine hash, block) pairs."""
+    total = 0
+    for engine_hash, block in blocks:
+        for tier, copies in zip(TIERS, block.copies, strict=True):
+            if copies:
+                total += xxh3_64_intdigest(struct.pack("<4Q", engine_hash, block.sequence_hash, tier, copies), SEED)
+    return total & ((1 << 64) - 1)
+
+
+def _with_copies(block: Block, tier: Tier, copies: int) -> Block:
+    return block._replace(copies=(*block.copies[: tier - 1], copies, *block.copies[tier:]))
+
+
+def _tiers_of(block: Block) -> int:
+    return sum(1 for copies in block.copies if copies)
