@@ -147,6 +147,23 @@ def replay_command(
         raise typer.Exit(1)
 
 
+@app.command(
+    "serve", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def serve_command(
+    context: typer.Context,
+    roles: Annotated[str, typer.Option(help="Services to run, separated by commas.")] = "frontend,scheduler,indexer",
+) -> None:
+    """Run services in one process, without sockets between them; takes the options of each."""
+    from kvrouter.cli.serve import ROLES, serve  # the other commands start faster without all services
+
+    chosen = [role.strip() for role in roles.split(",")]
+    for role in chosen:
+        if role not in ROLES:
+            raise WrongUsage(f"role {role!r} is not known: {', '.join(ROLES)}")
+    serve(chosen, context.args)
+
+
 def main() -> None:
     """Entry point. Wrong usage is one line on stderr and exit status 2; what fails is one message and status 1."""
     status = 0

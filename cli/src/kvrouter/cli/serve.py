@@ -1,0 +1,91 @@
+"""Any set of services in one process, without sockets between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, NoReturn, cast
+
+from kvrouter.frontend import app as frontend
+from kvrouter.frontend.scheduler_link import SchedulerSource
+from kvrouter.frontend.schedulers import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.indexer import app as indexer
+from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.runtime import lifecycle
+from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.contracts import Indexer, Scheduler
+from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.settings import ServiceSettings, load_all
+from kvrouter.scheduler import app as scheduler
+from kvrouter.scheduler.overlaps import IndexerSource
+from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
+from kvrouter.v1.names import ComponentName
+
+ROLES: Mapping[str, type[ServiceSettings]] = {
+    "indexer": IndexerSettings,
+    "scheduler": SchedulerSettings,
+    "frontend": FrontendSettings,
+}
+"""The services that can share a process, in the order in which they start: each may use those before it."""
+
+_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
+
+
+def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
+    """Serves the roles until SIGTERM or SIGINT, and exits. Wrong options end the process with one line and status 2.
+
+    Args:
+        roles: Keys of ROLES, each once.
+        options: Flags of the services, each valid if one of them has it.
+    """
+    ordered = [role for role in ROLES if role in roles]
+    settings = dict(
+        zip(
+            ordered,
+            load_all([ROLES[role] for role in ordered], options, prog=f"kvrouter serve --roles {','.join(ordered)}"),
+            strict=True,
+        )
+    )
+    common = settings[ordered[0]]
+
+    async def main(stopping: asyncio.Event) -> None:
+        async with open_runtime(common) as runtime, AsyncExitStack() as running:
+            await host(runtime, await _compose(settings, runtime, running), stopping)
+
+    lifecycle.run(main, common, "+".join(ordered))
+
+
+async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack) -> list[Hosted]:
+    hosted: list[Hosted] = []
+    indexers: IndexerSource | None = None
+    schedulers: SchedulerSource | None = None
+    if "indexer" in settings:
+        indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
+        hosted.append(Hosted("indexer", _INDEXER, indexing, lambda: indexing.ready))
+        indexers = _OneIndexer(cast(Indexer, indexing))
+    if "scheduler" in settings:
+        scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
+        hosted.append(Hosted("scheduler", _SCHEDULER, scheduling, lambda: scheduling.ready))
+        schedulers = LocalScheduler(cast(Scheduler, scheduling))
+    if "frontend" in settings:
+        if schedulers is None:
+            schedulers = await running.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
+        service = await running.enter_async_context(frontend.running(settings["frontend"], runtime, schedulers))
+        address = await running.enter_async_context(frontend.serving_http(service, settings["frontend"], runtime))
+        hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, http_endpoint=address))
+    return hosted
+
+
+class _OneIndexer:
+    """The Indexer of every component is the one in this process."""
+
+    def __init__(self, indexing: Indexer) -> None:
+        self._indexing = indexing
+
+    def __call__(self, component: ComponentName) -> Indexer | None:  # noqa: ARG002 - it serves them all
+        return self._indexing
