@@ -65,17 +65,23 @@ class Engine:
         self._in_step = False
         self._clear = False
 
-    def submit(self, request: EngineRequest, now: float) -> None:
-        """Put a request into the queue. Raises PromptTooLong, DuplicateRequest or QueueFull."""
+    def check(self, request: EngineRequest, waiting: int = 0) -> None:
+        """Raise what `submit` would: PromptTooLong, DuplicateRequest or QueueFull.
+
+        `waiting`: requests that the driver itself keeps for this engine, as the queue's.
+        """
         if request.request_id in self._sequences:
-            raise DuplicateRequest(f"request {request.request_id} is running or waiting already")
+            raise DuplicateRequest(request.request_id)
         limit = self.config.length_limit
         if request.prompt_tokens >= limit:
-            raise PromptTooLong(
-                f"the prompt has {request.prompt_tokens} tokens; with one token of output the engine holds {limit}"
-            )
-        if len(self._waiting) >= self.config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests wait, as many as may")
+            raise PromptTooLong(request.prompt_tokens, limit)
+        waiting += len(self._waiting)
+        if waiting >= self.config.max_waiting:
+            raise QueueFull(waiting)
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        """Put a request into the queue. Raises PromptTooLong, DuplicateRequest or QueueFull."""
+        self.check(request)
         sequence = Sequence(request, self.config, now)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)

@@ -65,13 +65,22 @@ class RequestRefused(Exception):
 class PromptTooLong(RequestRefused):
     """The prompt leaves no room for one output token within the longest sequence that the engine can hold."""
 
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(f"the prompt has {prompt_tokens} tokens; prompt and output may have {limit} in this engine")
+
 
 class DuplicateRequest(RequestRefused):
     """The engine holds a request of that id already."""
 
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id} is running or waiting already")
+
 
 class QueueFull(RequestRefused):
     """As many requests wait as may."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests wait, as many as may")
 
 
 @dataclass(frozen=True, slots=True)
