@@ -46,9 +46,13 @@ def test_two_runs_are_compared_in_words() -> None:
 
 def test_an_invalid_run_cannot_be_overlooked() -> None:
     good = run("kv", 500, 300)[0]
-    text = shown(replace(good, invalid=["requests were sent late"], errors={"UNAVAILABLE": 2}))
+    text = shown(
+        replace(
+            good, invalid=["requests were sent late"], errors={"UNAVAILABLE": 2}, error_examples={"UNAVAILABLE": "gone"}
+        )
+    )
     assert "INVALID kv: requests were sent late" in text
-    assert "2 requests ended with UNAVAILABLE" in text
+    assert "2 requests ended with UNAVAILABLE: gone" in text
     assert "Valid:" not in text
 
 

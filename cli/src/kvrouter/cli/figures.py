@@ -67,6 +67,9 @@ class RunFigures:
     requests: int
     completed: int
     errors: dict[str, int]
+    """Requests that failed, by status code."""
+    error_examples: dict[str, str]
+    """What the first of them said, by status code."""
     hit_rate: float
     """Cached prompt tokens over prompt tokens, as the workers count them."""
     prediction_exact: float
@@ -161,6 +164,7 @@ def run_figures(
         requests=len(records),
         completed=len(completed),
         errors=dict(Counter(record.error for record in records if record.error is not None)),
+        error_examples={record.error: record.error_message for record in reversed(records) if record.error is not None},
         hit_rate=hit_rate(completed),
         prediction_exact=_prediction_exact(completed, block_size) if mode in _PREDICTING_MODES else math.nan,
         ttft_ms=quantiles(record.ttft_ms for record in completed if record.ttft_ms is not None),
@@ -177,15 +181,15 @@ def run_figures(
         late_engine_ms=late_engine,
         wall_s=result.wall_seconds,
         times_limited=result.times_limited,
-        invalid=invalid_reasons(late_engine, counts, result.times_limited),
+        invalid=invalid_reasons(len(completed), late_engine, counts, result.times_limited),
     )
 
 
-def invalid_reasons(late_engine: Quantiles, counts: SystemCounts, times_limited: int) -> list[str]:
+def invalid_reasons(completed: int, late_engine: Quantiles, counts: SystemCounts, times_limited: int) -> list[str]:
     """Why a run does not measure the system but the machine that it ran on; empty where it does measure it."""
     reasons = []
-    if math.isnan(late_engine.p99):
-        reasons.append("no request was sent")
+    if not completed:
+        reasons.append("no request completed")
     if late_engine.p99 > MAX_LATE_ENGINE_MS:
         reasons.append(
             f"requests were sent late: p99 {late_engine.p99:.0f} engine ms, the bound is {MAX_LATE_ENGINE_MS:.0f}"

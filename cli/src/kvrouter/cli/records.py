@@ -24,6 +24,8 @@ class RequestRecord:
     """When its answer ended, engine seconds after the start of the run by the client's clock; None while it runs."""
     error: str | None = None
     """Name of the status code that ended it; None where it succeeded."""
+    error_message: str = ""
+    """What the error said."""
     cached_tokens: int | None = None
     """Prompt tokens that the worker says it had cached; None where it never said."""
     ttft_ms: float | None = None

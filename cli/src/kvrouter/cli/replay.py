@@ -130,7 +130,7 @@ class _Run:
                 async for piece in pieces:
                     record.take(piece)
         except KvRouterError as error:
-            record.error = error.code.name
+            record.error, record.error_message = error.code.name, str(error)
         finally:
             self._places.release()
             record.ended_engine_s = self._pace.engine_seconds(time.perf_counter() - self._started)

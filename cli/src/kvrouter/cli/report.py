@@ -138,12 +138,12 @@ def _remarks(runs: Sequence[RunFigures]) -> list[Text]:
     remarks = []
     for run in runs:
         remarks += [
-            Text(f"{run.mode}: {count} requests ended with {code}", style="red")
+            Text(f"{run.mode}: {count} requests ended with {code}: {run.error_examples[code]}", style="red")
             for code, count in sorted(run.errors.items())
         ]
-        remarks += [
-            Text(f"INVALID {run.mode}: {reason}. Try a lower --clock.", style="bold red") for reason in run.invalid
-        ]
+        remarks += [Text(f"INVALID {run.mode}: {reason}", style="bold red") for reason in run.invalid]
+    if any(run.late_engine_ms.p99 > MAX_LATE_ENGINE_MS for run in runs):
+        remarks.append(Text("The machine is too busy for this clock factor: try a lower --clock."))
     if all(run.valid for run in runs):
         remarks.append(
             Text(

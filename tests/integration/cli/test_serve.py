@@ -1,0 +1,121 @@
+"""`kvrouter serve`: all services in one process do what they do apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+import pytest
+from kvrouter.cli.figures import expected_cached_tokens
+from kvrouter.cli.processes import Command, ManagedProcess
+from kvrouter.cli.replay import ReplayOptions
+from kvrouter.cli.sequential import sequential_replay
+from kvrouter.cli.stack import until_serving
+from kvrouter.cli.trace import TraceRequest
+from kvrouter.runtime.contracts import Frontend, Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.devstack import free_port
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2, indexer_pb2
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
+
+pytestmark = pytest.mark.timeout(180)
+
+_SERVICES = {"indexer": "IndexerService", "scheduler": "SchedulerService", "frontend": "FrontendService"}
+
+
+def module(name: str, service: str, *arguments: str) -> Command:
+    return Command(name, (sys.executable, "-m", f"kvrouter.{service}", *arguments), dict(os.environ))
+
+
+@asynccontextmanager
+async def processes(logs: Path, *commands: Command) -> AsyncIterator[list[ManagedProcess]]:
+    async with AsyncExitStack() as stack:
+        started = []
+        for command in commands:
+            process = await ManagedProcess.start(command, logs)
+            stack.push_async_callback(process.stop, 20)
+            started.append(process)
+        yield started
+
+
+@pytest.mark.parametrize("split", [("indexer,scheduler,frontend",), ("indexer,scheduler", "frontend")])
+async def test_services_together_answer_as_services_apart(
+    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str, split: tuple[str, ...]
+) -> None:
+    where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint, "--drain-seconds", "1")
+    addresses = {roles: f"127.0.0.1:{free_port()}" for roles in split}
+    commands = [
+        module(
+            f"serve-{place}",
+            "cli.main",
+            *("serve", "--roles", roles, *where, "--bind", addresses[roles]),
+            *(("--port", "0") if "frontend" in roles else ()),
+        )
+        for place, roles in enumerate(split)
+    ]
+    workers = [
+        module(f"worker-{number}", "mocker", *where, "--worker-id", str(number), "--clock-factor", "50")
+        for number in (1, 2)
+    ]
+    requests = [
+        TraceRequest(index, 0.0, 1200, 4, pieces)
+        for index, pieces in enumerate([(1, 2, 3), (1, 2, 4), (1, 2, 3), (9, 8, 7)])
+    ]
+    async with (
+        processes(tmp_path, *commands, *workers) as started,
+        open_channel(addresses[split[-1]]) as to_frontend,
+        open_channel(addresses[split[0]]) as to_indexer,
+    ):
+        async with asyncio.timeout(60):
+            for roles, address in addresses.items():
+                for role in roles.split(","):
+                    await until_serving(address, f"kvrouter.v1.{_SERVICES[role]}")
+        frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], to_frontend))
+        indexer = cast("Indexer", remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], to_indexer))
+        await until_routable(frontend)
+        component = Component(namespace=namespace, name="workers")
+        async with sequential_replay(frontend, indexer, component) as sequential:
+            records = await sequential.play(requests, ReplayOptions(model="mock-model", id_prefix="serve"))
+        cached = [record.cached_tokens for record in records]
+        assert cached == [0, 1024, 1184, 0]
+        assert cached == [
+            expected_cached_tokens(record.predicted_overlap_blocks or 0, record.prompt_tokens, 16) for record in records
+        ]
+        for process in started[: len(split)]:
+            assert await process.stop(20) == 0, process.last_lines()
+
+
+async def until_routable(frontend: Frontend) -> None:
+    request = PotentialLoadsRequest()
+    request.request.model = "mock-model"
+    request.request.token_ids.ids.extend(range(16))
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(KvRouterError):
+                if len((await frontend.potential_loads(request, deadline=Deadline.after(5))).loads) == 2:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_wrong_roles_and_options_are_one_line_and_status_2() -> None:
+    for arguments, words in (
+        (("--roles", "wat"), "role 'wat' is not known"),
+        (("--roles", "indexer", "--router-mode", "kv"), "--router-mode"),
+        (("--roles", "scheduler", "--router-temperature", "hot"), "--router-temperature"),
+    ):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+        assert process.returncode == 2
+        assert words in said.decode()
+        assert said.decode().count("\n") == 1
