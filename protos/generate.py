@@ -23,7 +23,7 @@ def generate(root: Path) -> None:
         [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={root}", *plugins, *files], check=True, cwd=root
     )
     for stub in out.glob("kvrouter/v1/*_pb2_grpc.py"):
-        if "Stub(object)" not in stub.read_text():
+        if "Stub" not in stub.read_text():
             stub.unlink()
 
 
