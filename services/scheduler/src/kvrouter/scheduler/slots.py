@@ -115,19 +115,19 @@ class SlotManager:
             sequence_hashes=prompt.sequence_hashes,
             prompt_tokens=prompt.tokens,
             prefill_tokens=prefill_tokens,
-            track_blocks=self._tracks_blocks(Stage(key[2])),
+            track_blocks=self._tracks_blocks(key[2]),
             unique_blocks=not self._accounting.assume_kv_reuse,
         )
         self._sequences.add_rank(rank)
         try:
             booked = self._sequences.book(booking)
+            if booked:
+                self._bookings[rank] = self._bookings.get(rank, 0) + 1
         except OverflowError as error:
             raise TooLarge(
                 f"no more bookings are possible: {error}", advice="Free bookings that are done.", retry_after_ms=1000
             ) from None
-        if booked:
-            self._bookings[rank] = self._bookings.get(rank, 0) + 1
-        else:
+        finally:
             self._forget_if_idle(rank)
         return booked
 
@@ -159,7 +159,7 @@ class SlotManager:
             self._forget_if_idle(booking.rank)
         return True
 
-    def _tracks_blocks(self, stage: Stage) -> bool:
+    def _tracks_blocks(self, stage: int) -> bool:
         return self._accounting.track_active_blocks and stage != Stage.STAGE_PREFILL
 
     def _forget_if_idle(self, rank: Rank) -> None:

@@ -1,0 +1,33 @@
+"""Facts for policies, with defaults for what a test does not care about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvrouter.scheduler.policies.interface import Facts
+
+
+def facts(count: int, **columns: Any) -> Facts:
+    """Facts of ``count`` candidates, ranks (1, 0), (2, 0) and so on."""
+    zeros: Sequence[int] = [0] * count
+    known: dict[str, Any] = {
+        "prompt_tokens": 64,
+        "block_size": 16,
+        "overlap_score_weight": 1.0,
+        "temperature": 0.0,
+        "previous": None,
+        "ranks": [(number, 0) for number in range(1, count + 1)],
+        "overlap_blocks": zeros,
+        "new_prefill_tokens": zeros,
+        "prefill_tokens": zeros,
+        "active_blocks": zeros,
+        "leading_active_blocks": zeros,
+        "active_requests": zeros,
+        "total_blocks": zeros,
+        "max_batched_tokens": zeros,
+        "reported": [None] * count,
+        "labels": [{}] * count,
+    }
+    assert columns.keys() <= known.keys()
+    return Facts(**(known | columns))

@@ -1,0 +1,205 @@
+"""A Scheduler's parts over plain values: registrations as a mapping, a clock moved by hand, Indexers as objects."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+from kvrouter.core import Rank, local_hashes, sequence_hashes
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.scheduler.bookings import Bookings
+from kvrouter.scheduler.decisions import Decisions
+from kvrouter.scheduler.ledger import Ledger
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.pools import Pools
+from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.selection import Selector
+from kvrouter.scheduler.session_stream import Sessions
+from kvrouter.scheduler.slots import Accounting
+from kvrouter.scheduler.thresholds import ThresholdBoard
+from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes, TokenIds
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from prometheus_client import CollectorRegistry
+
+BLOCK = 16
+MODEL = "m"
+POOL = ComponentName("ns", "pool")
+
+
+def worker(
+    worker_id: int, *, ranks: int = 1, incarnation: int = 1, total_blocks: int = 100, **fields: Any
+) -> WorkerRegistration:
+    return WorkerRegistration(
+        worker_id=worker_id,
+        component=Component(namespace=POOL.namespace, name=POOL.name),
+        model=MODEL,
+        endpoint=f"host:{worker_id}",
+        block_size=BLOCK,
+        ranks=[
+            RankRegistration(dp_rank=rank, incarnation=incarnation, total_blocks=total_blocks) for rank in range(ranks)
+        ],
+        **fields,
+    )
+
+
+def view(*workers: WorkerRegistration, name: ComponentName = POOL, **descriptor: Any) -> ComponentView:
+    known: dict[str, Any] = {"model": MODEL, "block_size": BLOCK, "role": Role.ROLE_BOTH}
+    component = Component(namespace=name.namespace, name=name.name)
+    described = ComponentDescriptor(component=component, **(known | descriptor))
+    return ComponentView(name, described, {each.worker_id: each for each in workers})
+
+
+def prompt(blocks: int, *, seed: int = 0, tail: int = 0) -> Prompt:
+    local = local_hashes(tokens(blocks, seed=seed, tail=tail), BLOCK)
+    return Prompt(blocks * BLOCK + tail, local, sequence_hashes(local))
+
+
+def tokens(blocks: int, *, seed: int = 0, tail: int = 0) -> list[int]:
+    return [seed * 100_000 + number for number in range(blocks * BLOCK + tail)]
+
+
+def routing(blocks: int = 4, *, seed: int = 0, tail: int = 0, **fields: Any) -> RoutingRequest:
+    """A request by token ids."""
+    return RoutingRequest(
+        **({"model": MODEL, "token_ids": TokenIds(ids=tokens(blocks, seed=seed, tail=tail))} | fields)
+    )
+
+
+def hashed(blocks: int = 4, *, seed: int = 0, tail: int = 0, **fields: Any) -> RoutingRequest:
+    """The same request by local hashes."""
+    packed = prompt(blocks, seed=seed, tail=tail).local_hashes
+    known = {
+        "model": MODEL,
+        "local_hashes": LocalHashes(hashes=struct.unpack(f"<{len(packed) // 8}Q", packed)),
+        "prompt_tokens": blocks * BLOCK + tail,
+        "block_size": BLOCK,
+    }
+    return RoutingRequest(**(known | fields))
+
+
+def selecting(
+    request_id: str | None = None,
+    request: RoutingRequest | None = None,
+    *,
+    attempt: int = 0,
+    stage: Stage = Stage.STAGE_WHOLE,
+    **fields: Any,
+) -> SelectWorkerRequest:
+    booking = None if request_id is None else BookingKey(request_id=request_id, attempt=attempt, stage=stage)
+    return SelectWorkerRequest(request=request or routing(), booking=booking, **fields)
+
+
+def overrides(**fields: Any) -> RoutingOverrides:
+    return RoutingOverrides(**fields)
+
+
+def constraints(**fields: Any) -> RoutingConstraints:
+    return RoutingConstraints(**fields)
+
+
+@dataclass
+class Registered:
+    """What is registered."""
+
+    components: Mapping[ComponentName, ComponentView] = field(default_factory=dict)
+
+    def register(self, *views: ComponentView) -> None:
+        self.components = {each.name: each for each in views}
+
+
+@dataclass
+class HeldBlocks:
+    """An Indexer that answers with what it is given, once it may."""
+
+    held: dict[Rank, int] = field(default_factory=dict)
+    incarnation: int = 1
+    failure: Exception | None = None
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[FindMatchesRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
+
+    async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
+        self.asked.append(request)
+        await self.may_answer.wait()
+        if self.failure is not None:
+            raise self.failure
+        answer = FindMatchesResponse(prompt_blocks=len(request.local_hashes.hashes))
+        for (worker_id, dp_rank), blocks in self.held.items():
+            answer.worker_ids.append(worker_id)
+            answer.dp_ranks.append(dp_rank)
+            answer.device_blocks.append(blocks)
+            answer.incarnations.append(self.incarnation)
+            answer.next_event_ids.append(7)
+        return answer
+
+
+class Parts:
+    """A Scheduler's parts, put together."""
+
+    def __init__(
+        self,
+        *views: ComponentView,
+        options: RoutingOptions | None = None,
+        accounting: Accounting | None = None,
+        indexer: HeldBlocks | None = None,
+        grace: float = 10.0,
+        indexer_timeout: float = 30.0,
+        decisions: int = 100,
+    ) -> None:
+        self.now = 1000.0
+        self.registered = Registered()
+        self.registered.register(*views)
+        self.registry = CollectorRegistry()
+        self.indexer = indexer
+        clock: Callable[[], float] = lambda: self.now  # noqa: E731
+        self.metrics = SchedulerMetrics(self.registry)
+        self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
+        self.ledger = Ledger(session_grace_seconds=grace)
+        self.decisions = Decisions(decisions)
+        self.options = options or RoutingOptions()
+        self.board = ThresholdBoard(self.options.thresholds)
+        self.selector = Selector(
+            self.pools,
+            self.ledger,
+            self.decisions,
+            self.board,
+            lambda _: cast("Indexer | None", self.indexer),
+            self.options,
+            self.metrics,
+            indexer_timeout_seconds=indexer_timeout,
+            rng=Random(1),
+            clock=clock,
+        )
+        self.bookings = Bookings(self.ledger, self.pools, self.metrics, clock)
+        self.sessions = Sessions(
+            self.ledger, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock
+        )
+
+    async def select(self, request: SelectWorkerRequest, session_id: str = "") -> SelectWorkerResponse:
+        return await self.selector.select(request, session_id=session_id, deadline=Deadline.after(30))
+
+    def load(self, worker_id: int, dp_rank: int = 0) -> tuple[int, int, int]:
+        """(active blocks, prefill tokens, requests)"""
+        pool = self.pools.get(POOL)
+        assert pool is not None
+        return pool.slots.loads()[worker_id, dp_rank][:3]
+
+    def idle(self) -> bool:
+        """Whether nothing is booked anywhere."""
+        loads = [load for pool in self.pools for load in pool.slots.loads().values()]
+        return len(self.ledger) == 0 and all(load[:3] == (0, 0, 0) for load in loads)
+
+    def figure(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0

@@ -1,0 +1,75 @@
+"""Decisions are kept within bounds, and tell all candidates."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvrouter.scheduler.decisions import Decided, Decisions
+from kvrouter.scheduler.policies.catalogue import POLICIES
+
+from .facts_maker import facts
+
+
+def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decided:
+    weighed = facts(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
+    choice = POLICIES["kv"].decide(weighed, Random(1))
+    return Decided(
+        decision_id=decisions.next_id(),
+        request_id=request_id,
+        attempt=0,
+        mode="kv",
+        chosen=weighed.ranks[choice.index],
+        facts=weighed,
+        explanation=choice.explanation,
+        excluded={(1, 5): "draining"},
+        prompt_blocks=4,
+        load_only=False,
+        decided_unix_ns=1,
+    )
+
+
+def test_a_decision_tells_every_candidate_in_order() -> None:
+    message = decided(Decisions(10)).to_message()
+    assert [(each.rank.worker_id, each.rank.dp_rank, each.excluded) for each in message.candidates] == [
+        (1, 0, ""),
+        (1, 5, "draining"),
+        (2, 0, ""),
+    ]
+    assert (message.chosen.worker_id, message.chosen.dp_rank) == (1, 0)
+    assert message.candidates[2].cost == 1.0
+    assert dict(message.candidates[2].terms) == {"prefill_blocks": 0.0, "decode_blocks": 1.0}
+    assert message.candidates[2].formula == "Formula for worker_2: 1.0 = 1.0 * 0.0 + 1.0 (cached_blocks: 1)"
+    assert message.reason == "lowest cost"
+
+
+def test_the_oldest_go_first() -> None:
+    decisions = Decisions(2)
+    kept = [decided(decisions, name) for name in ("a", "b", "c")]
+    for each in kept:
+        decisions.add(each)
+    assert decisions.by_id(kept[0].decision_id) is None
+    assert decisions.by_request("a") is None
+    assert decisions.by_id(kept[2].decision_id) is kept[2]
+    assert len(decisions) == 2
+
+
+def test_the_newest_decision_of_a_request_is_found_while_it_is_kept() -> None:
+    decisions = Decisions(2)
+    kept = [decided(decisions, name) for name in ("a", "a", "b")]
+    for each in kept:
+        decisions.add(each)
+    assert decisions.by_request("a") is kept[1]
+
+
+def test_candidates_are_bounded_over_all_decisions() -> None:
+    decisions = Decisions(100, max_rows=10)
+    for _ in range(20):
+        decisions.add(decided(decisions, candidates=4))
+    assert len(decisions) == 2
+
+
+def test_ids_are_not_repeated_by_the_next_life_of_a_scheduler() -> None:
+    first, second = Decisions(1), Decisions(1)
+    earlier = [first.next_id() for _ in range(3)]
+    assert second.next_id() > earlier[0]
+    assert earlier == sorted(set(earlier))
