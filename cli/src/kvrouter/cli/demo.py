@@ -25,6 +25,10 @@ from rich.console import Console
 STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
 """Histogram of a worker: engine seconds by which steps ended late."""
 
+_STREAM_INTERVAL = 16
+"""Tokens in a piece of an answer. Hundreds of tokens come out in an engine second; a message for each of them, in
+compressed time, would measure the gRPC of this machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
@@ -75,6 +79,7 @@ async def _run(mode: str, options: DemoOptions, console: Console) -> DrawnRun:
             blocks=options.blocks,
             block_size=options.block_size,
             clock=options.pace.clock,
+            stream_interval=_STREAM_INTERVAL,
             mode=mode,
         )
         async with running_stack(stack_options, say) as stack:

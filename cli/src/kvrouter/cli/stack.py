@@ -51,6 +51,8 @@ class StackOptions:
     """Tokens per block; 1 or more."""
     clock: float = 1.0
     """Engine seconds that pass in one second of the wall; above 0."""
+    stream_interval: int = 1
+    """Tokens in a piece of an answer after the first token; stamps stay those of each token."""
     mode: str = "kv"
     """How the Scheduler routes."""
     model: str = "mock-model"
@@ -65,7 +67,7 @@ class StackOptions:
     """Port of the Frontend's gRPC; 0 takes a free one."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "blocks", "block_size"):
+        for name in ("workers", "blocks", "block_size", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', ' ')} is {getattr(self, name)}, must be 1 or more")
         if not 0 < self.clock < float("inf"):
@@ -149,7 +151,7 @@ class Stack:
                     *(*where, "--bind", "127.0.0.1:0", "--http-bind", metrics),
                     *("--component", options.component, "--model", options.model, "--worker-id", str(number)),
                     *("--num-blocks", str(options.blocks), "--block-size", str(options.block_size)),
-                    *("--clock-factor", str(options.clock)),
+                    *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
                 )
             )
         return commands

@@ -33,7 +33,8 @@ class Tokens:
 class _Stream:
     """Outputs of one request on their way to its reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
         self._pending = Tokens()
         self._filled = asyncio.Event()
 
@@ -44,7 +45,8 @@ class _Stream:
         if output.first_token:
             pending.first = output
         pending.finish_reason = output.finish_reason
-        self._filled.set()
+        if output.first_token or output.finish_reason is not None or len(pending.token_ids) >= self._interval:
+            self._filled.set()
 
     async def take(self) -> Tokens:
         await self._filled.wait()
@@ -63,11 +65,22 @@ class EngineDriver:
         publish: Callable[[Iterable[CacheEvent]], None],
         *,
         observe_lateness: Callable[[float], None] = lambda _: None,
+        stream_interval: int = 1,
     ) -> None:
-        """``observe_lateness`` gets, for each step, the engine seconds by which its outputs came late."""
+        """Makes a driver that does nothing yet.
+
+        Args:
+            engine: The model to step.
+            clock: The time that it lives in.
+            publish: Called with the cache events of each step.
+            observe_lateness: Gets, for each step, the engine seconds by which its outputs came late.
+            stream_interval: Tokens, 1 or more, that are gathered before a reader gets them. The first one, and what is
+                there at the end, come at once.
+        """
         self.engine = engine
         self.clock = clock
         self._observe_lateness = observe_lateness
+        self._stream_interval = stream_interval
         self.prompt_tokens_total = 0
         """Prompt tokens of requests that got a first token."""
         self.cached_tokens_total = 0
@@ -86,7 +99,7 @@ class EngineDriver:
         self.engine.check(request, waiting=len(self._arrivals))
         if request.request_id in self._streams:
             raise DuplicateRequest(request.request_id)
-        stream = self._streams[request.request_id] = _Stream()
+        stream = self._streams[request.request_id] = _Stream(self._stream_interval)
         self._arrivals.append((self.clock.now(), request))
         self._work.set()
         finished = False

@@ -29,6 +29,9 @@ class MockerSettings(ServiceSettings):
     clock_factor: float = Field(
         default=1.0, gt=0, description="Engine seconds that pass in a second of wall time; the same for all workers."
     )
+    stream_interval: int = Field(
+        default=1, ge=1, description="Tokens in a piece of an answer, after the first token, which comes at once."
+    )
     role: Literal["both", "prefill", "decode"] = Field(default="both", description="What the worker does.")
     transport: Literal["default", "durable", "light"] = Field(
         default="default", description="How events travel; default takes the component's."
