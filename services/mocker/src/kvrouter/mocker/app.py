@@ -94,6 +94,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
             Engine(engine_config(settings, worker_id, dp_rank)),
             clock,
             publish_to(lambda: publishers[dp_rank]),
+            stream_interval=settings.stream_interval,
             observe_lateness=lateness.observe,
         )
 
