@@ -32,9 +32,6 @@ class MockerSettings(ServiceSettings):
     stream_interval: int = Field(
         default=1, ge=1, description="Tokens in a piece of an answer, after the first token, which comes at once."
     )
-    stream_interval: int = Field(
-        default=1, ge=1, description="Tokens that are streamed together; the first is never held back."
-    )
     role: Literal["both", "prefill", "decode"] = Field(default="both", description="What the worker does.")
     transport: Literal["default", "durable", "light"] = Field(
         default="default", description="How events travel; default takes the component's."
