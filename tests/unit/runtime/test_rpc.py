@@ -189,7 +189,7 @@ async def test_the_clients_deadline_reaches_the_method() -> None:
             pass
     first, default, stream = (deadline.remaining() for deadline in worker.deadlines)
     assert first is not None
-    assert 30 < first <= 100
+    assert 30 < first < 110  # gRPC rounds a timeout up on the wire
     assert default is not None
     assert default <= 30
     assert stream is None

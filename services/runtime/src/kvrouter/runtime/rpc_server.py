@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
@@ -61,7 +61,7 @@ class RpcServer:
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._sessions: set[asyncio.Timeout] = set()
+        self._sessions: set[_Session] = set()
         self._port = 0
 
     @property
@@ -114,7 +114,7 @@ class RpcServer:
         self._draining = True
         await self.health.drain()
         for session in list(self._sessions):
-            session.reschedule(asyncio.get_running_loop().time())
+            session.end()
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -135,29 +135,21 @@ class RpcServer:
         self._names.append(descriptor.full_name)
 
     def _handler(self, method: MethodDescriptor, bound: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
+        make, answer = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, _answer_once),
+            (False, True): (grpc.unary_stream_rpc_method_handler, _answer_in_pieces),
+            (True, False): (grpc.stream_unary_rpc_method_handler, _answer_once),
+            (True, True): (grpc.stream_stream_rpc_method_handler, self._answer_session),
         }[method.client_streaming, method.server_streaming]
-        is_unary = not (method.client_streaming or method.server_streaming)
-        is_session = method.client_streaming and method.server_streaming
         parse: Callable[[bytes], Message] = GetMessageClass(method.input_type).FromString
         path = full_path(method)
 
         async def handle(incoming: Any, context: _Context) -> Any:
-            deadline = _deadline_of(context)
             failure: KvRouterError
             try:
-                async with self._call(deadline, is_unary=is_unary, is_session=is_session) as bounded:
+                with self._counted():
                     request = _parsed(incoming, parse) if method.client_streaming else _parse(incoming, parse)
-                    if not method.server_streaming:
-                        return await bound(request, deadline=bounded)
-                    async with aclosing(bound(request, deadline=bounded)) as responses:
-                        async for response in responses:
-                            await context.write(response)
-                    return None
+                    return await answer(bound, request, context)
             except KvRouterError as error:
                 log.debug("call refused", method=path, code=error.code.name, cause=str(error))
                 failure = error
@@ -168,30 +160,76 @@ class RpcServer:
 
         return make(handle, request_deserializer=None, response_serializer=_serialize)
 
-    @asynccontextmanager
-    async def _call(self, deadline: Deadline, *, is_unary: bool, is_session: bool) -> AsyncIterator[Deadline]:
-        """Counts a call, and ends it when its time is over or, for a session, when the server drains."""
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
         if self._draining:
             raise Draining
-        if is_unary:
-            deadline = deadline.or_after(_UNARY_DEFAULT_SECONDS)
         self._calls += 1
         self._idle.clear()
-        limit = asyncio.timeout(deadline.remaining())
-        if is_session:
-            self._sessions.add(limit)
         try:
-            async with limit:
-                yield deadline
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise Draining if is_session and self._draining else DeadlineExceeded from None
+            yield
         finally:
-            self._sessions.discard(limit)
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+
+    async def _answer_session(self, bound: Callable[..., Any], requests: Any, context: _Context) -> None:
+        """A stream in both directions: it has no end of its own, so draining ends it."""
+        session = _Session()
+        self._sessions.add(session)
+        try:
+            async with session.limit, aclosing(bound(requests, deadline=_deadline_of(context))) as responses:
+                while (response := await session.next_of(responses)) is not None:
+                    await context.write(response)
+        except TimeoutError:
+            if not session.limit.expired():
+                raise
+            raise Draining from None
+        finally:
+            self._sessions.discard(session)
+
+
+class _Session:
+    """Ends a session, but never in the middle of a write: gRPC cannot send the status while one is under way."""
+
+    def __init__(self) -> None:
+        self.limit = asyncio.timeout(None)
+        self._waiting = False
+        self._ended = False
+
+    def end(self) -> None:
+        self._ended = True
+        if self._waiting:
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+    async def next_of(self, responses: AsyncGenerator[Any, None]) -> Any | None:
+        if not self._ended:
+            self._waiting = True
+            response = await anext(responses, None)
+            self._waiting = False
+        if self._ended:
+            raise Draining
+        return response
+
+
+async def _answer_once(bound: Callable[..., Any], request: Any, context: _Context) -> Any:
+    deadline = _deadline_of(context)
+    if isinstance(request, Message):
+        deadline = deadline.or_after(_UNARY_DEFAULT_SECONDS)
+    limit = asyncio.timeout(deadline.remaining())
+    try:
+        async with limit:
+            return await bound(request, deadline=deadline)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded from None
+
+
+async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _Context) -> None:
+    async with aclosing(bound(request, deadline=_deadline_of(context))) as responses:
+        async for response in responses:
+            await context.write(response)
 
 
 def open_server(bind: str, *, max_calls: int = _MAX_CALLS) -> RpcServer:
