@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -103,10 +104,10 @@ def up_command(
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
     grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
     options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs)
-    try:
-        run_interruptibly(up(options, Console()))
-    except Interrupted:
-        return  # the way in which it is meant to end
+    console = Console()
+    with suppress(Interrupted):  # the way in which it is meant to end
+        run_interruptibly(up(options, console))
+    console.print("stopped; nothing is left running")
 
 
 @app.command("replay")

@@ -66,7 +66,6 @@ async def up(options: UpOptions, console: Console) -> None:
                 await asyncio.get_running_loop().create_future()
             finally:
                 console.print("\nstopping ...")
-    console.print("stopped; nothing is left running", highlight=False)
 
 
 def _describe(stack: Stack, console: Console) -> None:
