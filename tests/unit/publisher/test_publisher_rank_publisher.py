@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -220,3 +221,21 @@ def test_tokens_that_do_not_make_the_blocks_are_refused(tokens: list[int]) -> No
 
 def test_the_limit_leaves_room_below_the_contract() -> None:
     assert MAX_BATCH_BYTES < 512 << 10
+
+
+async def test_a_cancellation_that_the_transport_loses_ends_the_sender_all_the_same() -> None:
+    class Losing(Outbox):
+        """Returns normally when it is cancelled, as asyncio.wait_for can before Python 3.12."""
+
+        async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
+            self.under_way += 1
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    rank, outbox = publisher(), Losing()
+    task = asyncio.ensure_future(rank.run(outbox, heartbeat_seconds=60))
+    while not outbox.under_way:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

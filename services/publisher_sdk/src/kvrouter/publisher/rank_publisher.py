@@ -14,7 +14,7 @@ from kvrouter.publisher.batches import MAX_BATCH_BYTES, encode_batch
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
 from kvrouter.publisher.event_log import EventLog
 from kvrouter.publisher.rank_state import NumberedEvent, RankState, block_records
-from kvrouter.publisher.transport import MessageRefused, Transport, TransportAway
+from kvrouter.publisher.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
@@ -289,7 +289,10 @@ class RankPublisher:
                 before_sleep=self._note_retry,
             ):
                 with attempt:
-                    await transport.send(self._subject, payload, message_id)
+                    try:
+                        await transport.send(self._subject, payload, message_id)
+                    finally:
+                        check_cancelled()
         except MessageRefused as error:
             self._refused += len(events)
             log.error("batch refused", rank=self.dp_rank, events=len(events), bytes=len(payload), error=str(error))
@@ -302,5 +305,6 @@ class RankPublisher:
 
     def _note_retry(self, state: RetryCallState) -> None:
         self._retries += 1
-        if state.attempt_number == 1 and state.outcome is not None:
+        # Tries that fail while the connection is still being made are no news.
+        if state.attempt_number == 4 and state.outcome is not None:
             log.warning("batch waits", rank=self.dp_rank, error=str(state.outcome.exception()))

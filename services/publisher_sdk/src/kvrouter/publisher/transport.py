@@ -30,6 +30,17 @@ class MessageRefused(Exception):
     """The message will never be taken, however often it is sent."""
 
 
+def check_cancelled() -> None:
+    """Raises CancelledError if the running task was asked to end.
+
+    Loops around the NATS library call it after each call: the library waits with ``asyncio.wait_for``, which before
+    Python 3.12 returns normally where a cancellation meets a result, and the loop would run for ever.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class NatsLink:
     """A NATS connection that is made when NATS can be reached, and made again whenever it is lost."""
 
@@ -39,6 +50,7 @@ class NatsLink:
         self._client: Client | None = None
         self._closed = asyncio.Event()
         self._told = False
+        self._ending = False
 
     async def run(self) -> None:
         """Holds the connection until cancelled.
@@ -67,10 +79,12 @@ class NatsLink:
                         reconnected_cb=self._on_connected,
                         closed_cb=self._on_closed,
                     )
+                    check_cancelled()
                     await self._on_connected()
                     await self._closed.wait()
                     raise TransportAway("the connection was closed")
         finally:
+            self._ending = True
             if self._client is not None:
                 await self._client.close()
 
@@ -100,8 +114,9 @@ class NatsLink:
         log.info("connected to NATS", url=self._url)
 
     async def _on_disconnected(self) -> None:
-        log.warning("NATS is away", url=self._url)
-        self._told = True
+        if not self._ending:
+            log.warning("NATS is away", url=self._url)
+            self._told = True
 
     async def _on_closed(self) -> None:
         self._closed.set()

@@ -15,7 +15,7 @@ from kvrouter.publisher.errors import UnknownRank
 from kvrouter.publisher.etcd import AWAY, LeasedKeys, connect
 from kvrouter.publisher.rank_publisher import RankPublisher, RankStats
 from kvrouter.publisher.registration import begin_incarnation, join_component, keep_incarnation
-from kvrouter.publisher.transport import NatsLink, TransportAway, open_transport, room_for_events
+from kvrouter.publisher.transport import NatsLink, TransportAway, check_cancelled, open_transport, room_for_events
 from kvrouter.publisher.worker_server import Engine, WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
@@ -213,6 +213,7 @@ class Worker:
     async def _report_load(self) -> None:
         while True:
             await asyncio.sleep(self.config.load_report_seconds)
+            check_cancelled()
             try:
                 await self.report_load()
             except Exception:
@@ -233,8 +234,8 @@ async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]
     worker = Worker(config, engine, incarnation, transport)
     try:
         async with asyncio.TaskGroup() as tasks:
+            await worker._start(tasks)
             try:
-                await worker._start(tasks)
                 yield worker
             finally:
                 await worker._stop()

@@ -1,0 +1,110 @@
+"""Leased keys and watches on a real etcd that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from kvrouter.publisher.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch_prefix
+from kvrouter.runtime.devstack import EtcdServer
+from structlog.testing import capture_logs
+
+from .worker_harness import eventually
+
+
+@asynccontextmanager
+async def held(keys: LeasedKeys) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(keys.run())
+        await keys.wait_held()
+        yield
+        keys.stop()
+
+
+async def test_keys_follow_what_is_wanted(namespace: str, etcd_endpoint: str) -> None:
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2)
+    keys.put(f"/{namespace}/a", b"1")
+    async with connect(etcd_endpoint) as client:
+        async with held(keys):
+            keys.put(f"/{namespace}/b", b"2")
+            keys.put(f"/{namespace}/a", b"3")
+            await keys.wait_held()
+            found = {pair.key.decode(): pair.value for pair in await client.get_prefix(f"/{namespace}/".encode())}
+            assert found == {f"/{namespace}/a": b"3", f"/{namespace}/b": b"2"}
+            keys.delete(f"/{namespace}/a")
+            await keys.wait_held()
+            assert await client.get(f"/{namespace}/a".encode()) is None
+        assert not await client.get_prefix(f"/{namespace}/".encode())
+
+
+async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str) -> None:
+    told = 0
+
+    async def tell() -> None:
+        nonlocal told
+        told += 1
+
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, on_registered=tell)
+    keys.put(f"/{namespace}/a", b"1")
+    async with held(keys), connect(etcd_endpoint) as client:
+        assert told == 1
+        assert keys.lease_id is not None
+        await client.revoke_lease(keys.lease_id)
+        await eventually(lambda: told == 2)
+
+
+async def test_a_watch_tells_all_that_changes(namespace: str, etcd_endpoint: str) -> None:
+    async with connect(etcd_endpoint) as client:
+        await client.put(f"/{namespace}/old".encode(), b"0")
+        async with aclosing(watch_prefix(etcd_endpoint, f"/{namespace}/")) as changes:
+            assert await anext(changes) == Snapshot({f"/{namespace}/old": b"0"})
+            await client.put(f"/{namespace}/new".encode(), b"1")
+            await client.put(b"/elsewhere", b"x")
+            await client.delete(f"/{namespace}/old".encode())
+            assert await anext(changes) == Put(f"/{namespace}/new", b"1")
+            assert await anext(changes) == Delete(f"/{namespace}/old")
+
+
+@pytest.mark.parametrize("progress_seconds", [0.05, 30.0])
+async def test_a_watch_goes_on_after_etcd_was_away(
+    namespace: str, own_etcd: EtcdServer, progress_seconds: float
+) -> None:
+    prefix = f"/{namespace}/"
+    async with aclosing(watch_prefix(own_etcd.endpoint, prefix, progress_seconds=progress_seconds)) as changes:
+        assert await anext(changes) == Snapshot({})
+        async with connect(own_etcd.endpoint) as client:
+            await client.put(f"{prefix}a".encode(), b"1")
+        assert await anext(changes) == Put(f"{prefix}a", b"1")
+        await own_etcd.kill()
+        await own_etcd.start()
+        async with connect(own_etcd.endpoint) as client:
+            await client.put(f"{prefix}b".encode(), b"2")
+        seen: dict[str, bytes] = {}
+        while seen != {f"{prefix}a": b"1", f"{prefix}b": b"2"}:
+            match await anext(changes):
+                case Snapshot(entries):
+                    seen = dict(entries)
+                case Put(key, value):
+                    seen[key] = value
+
+
+async def test_a_watch_notices_an_etcd_that_hangs(namespace: str, own_etcd: EtcdServer) -> None:
+    prefix = f"/{namespace}/"
+    async with aclosing(watch_prefix(own_etcd.endpoint, prefix, progress_seconds=0.1)) as changes:
+        assert await anext(changes) == Snapshot({})
+        following = asyncio.ensure_future(anext(changes))
+        with capture_logs() as logged:
+            own_etcd.pause()
+            await eventually(lambda: any(line["event"] == "watch interrupted" for line in logged))
+        own_etcd.resume()
+        assert await following == Snapshot({})
+
+
+async def test_the_first_endpoint_that_answers_is_taken(etcd_endpoint: str) -> None:
+    async with connect(f"127.0.0.1:1,{etcd_endpoint}") as client:
+        assert await client.get(b"nothing") is None
+    with pytest.raises(EtcdAway):
+        async with connect("127.0.0.1:1"):
+            pass

@@ -1,0 +1,199 @@
+"""A worker in a real etcd: its lease, its component, its incarnations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
+from kvrouter.publisher.etcd import TakenOver, connect
+from kvrouter.publisher.registration import begin_incarnation
+from kvrouter.publisher.worker import WorkerConfig, running
+from kvrouter.runtime.devstack import EtcdServer
+from kvrouter.v1.common_pb2 import Role, Transport
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
+
+from .worker_harness import EchoEngine, config, eventually
+
+
+async def registration(settings: WorkerConfig) -> WorkerRegistration | None:
+    async with connect(settings.etcd) as client:
+        found = await client.get(settings.component.worker_key(settings.worker_id).encode())
+    return WorkerRegistration.FromString(found.value) if found is not None else None
+
+
+async def test_a_worker_registers_and_signs_off(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url, labels={"zone": "a"}, ranks={0: 10, 3: 20})
+    async with running(settings, EchoEngine()) as worker:
+        await worker.registered()
+        found = await registration(settings)
+        assert found is not None
+        assert found.worker_id == settings.worker_id
+        assert found.endpoint == worker.endpoint
+        assert found.transport == Transport.TRANSPORT_DURABLE
+        assert found.labels == {"zone": "a"}
+        assert [(rank.dp_rank, rank.incarnation, rank.total_blocks) for rank in found.ranks] == [
+            (0, worker.incarnation, 10),
+            (3, worker.incarnation, 20),
+        ]
+        assert found.publishes_events
+        assert not found.draining
+        with pytest.raises(UnknownRank, match="rank 1"):
+            worker.rank(1)
+    assert await registration(settings) is None
+
+
+async def test_the_lease_ends_with_the_worker(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    async with running(settings, EchoEngine()) as worker:
+        await worker.registered()
+        async with connect(etcd_endpoint) as client:
+            found = await client.get(settings.component.worker_key(settings.worker_id).encode())
+            assert found is not None
+            assert found.lease
+            assert (await client.get_lease_info(found.lease)).grantedTTL == 2
+
+
+async def test_a_lost_lease_is_replaced(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    async with running(settings, EchoEngine()) as worker:
+        await worker.registered()
+        before = await registration(settings)
+        async with connect(etcd_endpoint) as client:
+            found = await client.get(settings.component.worker_key(settings.worker_id).encode())
+            assert found is not None
+            await client.revoke_lease(found.lease)
+        await eventually(lambda: worker.stats().registrations >= 2)
+        assert await registration(settings) == before
+
+
+async def test_a_registration_that_was_deleted_comes_back(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    async with running(settings, EchoEngine()) as worker:
+        await worker.registered()
+        async with connect(etcd_endpoint) as client:
+            await client.delete(settings.component.worker_key(settings.worker_id).encode())
+
+        async def back() -> bool:
+            return await registration(settings) is not None
+
+        await eventually(back)
+
+
+async def test_a_worker_outlives_etcd(namespace: str, own_etcd: EtcdServer, nats_url: str) -> None:
+    settings = config(namespace, own_etcd.endpoint, nats_url)
+    async with running(settings, EchoEngine()) as worker:
+        await worker.registered()
+        await own_etcd.kill()
+        await eventually(lambda: not worker.stats().registered)
+        await own_etcd.start()
+        await eventually(lambda: worker.stats().registered)
+        found = await registration(settings)
+        assert found is not None
+        assert found.ranks[0].incarnation == worker.incarnation
+
+
+async def test_a_worker_waits_for_etcd(namespace: str, own_etcd: EtcdServer, nats_url: str) -> None:
+    await own_etcd.kill()
+    settings = config(namespace, own_etcd.endpoint, nats_url)
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with running(settings, EchoEngine()) as worker:
+            await worker.registered()
+            entered.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(work())
+        await own_etcd.start()
+        async with asyncio.timeout(60):
+            await entered.wait()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("block_size", 8, "block_size: 4 there, 8 here"),
+        ("model", "other", "model: 'm' there, 'other' here"),
+        ("role", Role.ROLE_PREFILL, "role: 'ROLE_BOTH' there, 'ROLE_PREFILL' here"),
+        ("max_model_len", 5, "max_model_len: 0 there, 5 here"),
+    ],
+)
+async def test_a_worker_that_differs_is_refused(
+    namespace: str, etcd_endpoint: str, nats_url: str, field: str, value: object, told: str
+) -> None:
+    async with running(config(namespace, etcd_endpoint, nats_url), EchoEngine()):
+        other = config(namespace, etcd_endpoint, nats_url, **{field: value})
+        with pytest.raises(DescriptorMismatch) as caught:
+            async with running(other, EchoEngine()):
+                pass
+        assert told in str(caught.value)
+        assert list(caught.value.differences) == [field]
+        assert await registration(other) is None
+
+
+async def test_the_first_worker_sets_the_default_transport(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    first = config(namespace, etcd_endpoint, nats_url, transport=Transport.TRANSPORT_LIGHT)
+    async with (
+        running(first, EchoEngine()),
+        running(config(namespace, etcd_endpoint, nats_url), EchoEngine()) as second,
+    ):
+        assert second.transport == Transport.TRANSPORT_LIGHT
+        async with connect(etcd_endpoint) as client:
+            found = await client.get(first.component.descriptor_key.encode())
+        assert found is not None
+        descriptor = ComponentDescriptor.FromString(found.value)
+        assert descriptor.default_transport == Transport.TRANSPORT_LIGHT
+        assert (descriptor.model, descriptor.block_size, descriptor.hash_scheme) == ("m", 4, "xxh3-1337")
+
+
+async def test_incarnations_rise_even_if_the_clock_went_back(namespace: str, etcd_endpoint: str) -> None:
+    component = ComponentName(namespace, "pool")
+    now = time.time_ns()
+    async with connect(etcd_endpoint) as client:
+        drawn = [await begin_incarnation(client, component, 5, at) for at in (now, now - 10**12, 1, now + 100, now)]
+        assert drawn == [now, now + 1, now + 2, now + 100, now + 101]
+        together = await asyncio.gather(*(begin_incarnation(client, component, 5, now) for _ in range(8)))
+        assert len(set(together)) == 8
+        assert await begin_incarnation(client, component, 6, 1) == 1
+        found = await client.get(component.incarnation_key(5).encode())
+        assert found is not None
+        assert IncarnationRecord.FromString(found.value).incarnation == max(together)
+
+
+async def test_a_worker_that_starts_again_begins_another_incarnation(
+    namespace: str, etcd_endpoint: str, nats_url: str
+) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    async with running(settings, EchoEngine()) as first:
+        pass
+    async with running(settings, EchoEngine()) as second:
+        assert second.incarnation > first.incarnation
+
+
+async def test_the_former_self_of_a_worker_ends(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    ended = asyncio.Event()
+
+    async def former(entered: asyncio.Event) -> None:
+        with contextlib.suppress(TakenOver):
+            async with running(settings, EchoEngine()) as worker:
+                await worker.registered()
+                entered.set()
+                await asyncio.Event().wait()
+        ended.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        entered = asyncio.Event()
+        tasks.create_task(former(entered))
+        await entered.wait()
+        async with running(settings, EchoEngine()) as successor:
+            await successor.registered()
+            async with asyncio.timeout(30):
+                await ended.wait()
+            found = await registration(settings)
+            assert found is not None
+            assert found.endpoint == successor.endpoint
