@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 from kvrouter.indexer.component import ComponentIndex, Limits
 from kvrouter.indexer.consumer import DurableConsumer
-from kvrouter.publisher.etcd import LeasedKeys
 from kvrouter.runtime.discovery import ComponentView, Directory
+from kvrouter.runtime.etcd import LeasedKeys
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from nats.aio.client import Client
 
