@@ -70,15 +70,14 @@ def tokens(blocks: int, *, seed: int = 0, tail: int = 0) -> list[int]:
 
 def routing(blocks: int = 4, *, seed: int = 0, tail: int = 0, **fields: Any) -> RoutingRequest:
     """A request by token ids."""
-    return RoutingRequest(
-        **({"model": MODEL, "token_ids": TokenIds(ids=tokens(blocks, seed=seed, tail=tail))} | fields)
-    )
+    known: dict[str, Any] = {"model": MODEL, "token_ids": TokenIds(ids=tokens(blocks, seed=seed, tail=tail))}
+    return RoutingRequest(**(known | fields))
 
 
 def hashed(blocks: int = 4, *, seed: int = 0, tail: int = 0, **fields: Any) -> RoutingRequest:
     """The same request by local hashes."""
     packed = prompt(blocks, seed=seed, tail=tail).local_hashes
-    known = {
+    known: dict[str, Any] = {
         "model": MODEL,
         "local_hashes": LocalHashes(hashes=struct.unpack(f"<{len(packed) // 8}Q", packed)),
         "prompt_tokens": blocks * BLOCK + tail,

@@ -105,8 +105,8 @@ class Decisions:
         self._ring.append(decided)
         self._rows += decided.rows
         self._by_id[decided.decision_id] = decided
-        if decided.request_id:
-            self._by_request[decided.request_id] = decided
+        for request_id in _names(decided.request_id):
+            self._by_request[request_id] = decided
         while self._ring and (len(self._ring) > self._capacity or self._rows > self._max_rows):
             self._drop_oldest()
 
@@ -115,12 +115,18 @@ class Decisions:
         return self._by_id.get(decision_id)
 
     def by_request(self, request_id: str) -> Decided | None:
-        """The newest decision on a request."""
+        """The newest decision on a request, by the id that it was booked under or by the one that its client gave."""
         return self._by_request.get(request_id)
 
     def _drop_oldest(self) -> None:
         oldest = self._ring.popleft()
         self._rows -= oldest.rows
         del self._by_id[oldest.decision_id]
-        if self._by_request.get(oldest.request_id) is oldest:
-            del self._by_request[oldest.request_id]
+        for request_id in _names(oldest.request_id):
+            if self._by_request.get(request_id) is oldest:
+                del self._by_request[request_id]
+
+
+def _names(request_id: str) -> set[str]:
+    """The ids that a booked request goes by: a Frontend books under the client's id, ``~`` and a random part."""
+    return {request_id, request_id.rpartition("~")[0]} - {""}

@@ -1,0 +1,48 @@
+"""The options of the documents, under their names and with their defaults."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.runtime.settings import load
+from kvrouter.scheduler.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.scheduler.slots import Accounting
+
+
+def test_defaults_are_those_of_the_documents() -> None:
+    settings = load(SchedulerSettings, [])
+    assert settings.routing() == RoutingOptions("kv", 1.0, 0.0, Thresholds(None, None))
+    assert settings.accounting() == Accounting(True, True, True)
+
+
+@pytest.mark.parametrize("decode", ["--active-decode-blocks-threshold", "--busy-threshold"])
+@pytest.mark.parametrize("weight", ["--kv-overlap-score-weight", "--overlap-score-weight"])
+def test_every_name_of_an_option_is_understood(decode: str, weight: str) -> None:
+    flags = ["--router-mode", "round-robin", weight, "2.5", "--router-temperature", "0.5", decode, "0.85"]
+    more = ["--active-prefill-tokens-threshold", "1000", "--no-track-active-blocks", "--no-assume-kv-reuse"]
+    settings = load(SchedulerSettings, [*flags, *more, "--no-track-output-blocks"])
+    assert settings.routing() == RoutingOptions("round-robin", 2.5, 0.5, Thresholds(0.85, 1000))
+    assert settings.accounting() == Accounting(False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--router-mode", "best"),
+        ("--router-temperature", "-1"),
+        ("--router-temperature", "inf"),
+        ("--router-temperature", "nan"),
+        ("--busy-threshold", "2"),
+        ("--active-prefill-tokens-threshold", "-1"),
+        ("--kv-overlap-score-weight", "-0.5"),
+        ("--kv-overlap-score-weight", "nan"),
+        ("--indexer-timeout-ms", "0"),
+        ("--session-grace-seconds", "-1"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], flag: str, value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load(SchedulerSettings, [f"{flag}={value}"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert flag in line
