@@ -215,6 +215,9 @@ class LeasedKeys:
         while not self._stopping:
             await self._renew(client)
             await self._write(client)
+            # ``_write`` clears the event that ``stop`` may have set a moment before.
+            if self._stopping:
+                return
             # Two renewals may fail before the lease runs out.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._ttl / 3):
