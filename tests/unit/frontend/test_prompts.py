@@ -69,7 +69,7 @@ def test_a_good_request_passes() -> None:
     [
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [1] * 101}, "token_ids"),
-        ({"request_id": "é" * 65}, "request_id"),
+        ({"request_id": "é" * 57}, "request_id"),
         ({"stop_conditions": StopConditions(max_tokens=0)}, "stop_conditions.max_tokens"),
         ({"stop_conditions": StopConditions(max_tokens=1001)}, "stop_conditions.max_tokens"),
         ({"stop_conditions": StopConditions(max_tokens=1, min_tokens=2)}, "stop_conditions.min_tokens"),

@@ -7,6 +7,7 @@ refuses as the client's fault is passed on, and never held against the worker.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -51,6 +52,10 @@ _WORKER_FAILURES = frozenset(
 )
 """Codes by which a worker, not the request, is at fault."""
 
+BOOKED_ID_MARK = "~"
+"""Stands between a client's request id and what makes it unique to bookings and workers. Clients may use an id again;
+a booking's key, once freed, is not booked a second time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -86,6 +91,7 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(request.token_ids)
         self._started = False
+        self._booked_id = f"{request.request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
         local = local_hashes(list(request.token_ids), self._block_size, scope, multimodal)
@@ -135,7 +141,7 @@ class Generation:
         return constraints.HasField("worker_id")
 
     async def _attempt(self, attempt: int, deadline: Deadline) -> AsyncGenerator[Piece, None]:
-        key = BookingKey(request_id=self._request.request_id, attempt=attempt, stage=Stage.STAGE_WHOLE)
+        key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=Stage.STAGE_WHOLE)
         selection = await self._link.select(
             SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
             deadline=deadline,
@@ -199,7 +205,7 @@ class Generation:
     def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
         request = self._request
         return WorkerServiceGenerateRequest(
-            request_id=request.request_id,
+            request_id=self._booked_id,
             token_ids=request.token_ids,
             stop_conditions=request.stop_conditions,
             sampling_options=request.sampling_options,

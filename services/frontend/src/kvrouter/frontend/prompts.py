@@ -12,7 +12,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
-MAX_REQUEST_ID_BYTES = 128
+MAX_REQUEST_ID_BYTES = 112
+"""Leaves room in the 128 bytes of a booking's id for what makes it unique."""
 
 
 @dataclass(frozen=True, slots=True)

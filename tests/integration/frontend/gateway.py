@@ -1,0 +1,127 @@
+"""A whole system for tests of the gateway: services in this process, workers behind real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kvrouter.frontend import app as frontend_app
+from kvrouter.frontend.schedulers import RemoteSchedulers
+from kvrouter.frontend.service import FrontendService
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.mocker import app as mocker_app
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.publisher.worker import Worker
+from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.contracts import Frontend
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.metrics import new_registry
+from kvrouter.runtime.rpc import RpcServer, open_channel, remote
+from kvrouter.scheduler import app as scheduler_app
+from kvrouter.scheduler.service import SchedulerService
+from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, PotentialLoad, RoutingRequest
+from kvrouter.v1.worker_pb2 import StopConditions
+
+_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+
+MODEL = "mock-model"
+
+
+def request(tokens: Sequence[int] = range(100), **fields: Any) -> FrontendServiceGenerateRequest:
+    defaults: dict[str, Any] = {"model": MODEL, "token_ids": tokens, "stop_conditions": StopConditions(max_tokens=4)}
+    return FrontendServiceGenerateRequest(**(defaults | fields))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class System:
+    """What runs. ``client`` is a stub of the Frontend over gRPC."""
+
+    where: dict[str, Any]
+    stack: AsyncExitStack
+    runtime: Runtime
+    scheduler: SchedulerService
+    frontend: FrontendService
+    client: Frontend
+    http: str
+    target: str
+    workers: dict[int, Worker] = field(default_factory=dict)
+    _worker_stacks: dict[int, AsyncExitStack] = field(default_factory=dict)
+
+    async def start_worker(self, worker_id: int, **settings: Any) -> Worker:
+        settings = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2} | settings
+        stack = await self.stack.enter_async_context(AsyncExitStack())
+        running = mocker_app.running(MockerSettings(**self.where, worker_id=worker_id, **settings), new_registry())
+        worker = self.workers[worker_id] = await stack.enter_async_context(running)
+        self._worker_stacks[worker_id] = stack
+        await worker.registered()
+        known = lambda: any(worker_id in view.workers for view in self.runtime.directory.components.values())  # noqa: E731
+        await until(lambda: known() and self.frontend.ready())
+        return worker
+
+    async def stop_worker(self, worker_id: int) -> None:
+        await self._worker_stacks.pop(worker_id).aclose()
+
+    async def loads(self) -> dict[int, PotentialLoad]:
+        routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]))
+        answer = await self.scheduler.get_potential_loads(
+            GetPotentialLoadsRequest(request=routing), deadline=Deadline.after(10)
+        )
+        return {load.rank.worker_id: load for load in answer.loads}
+
+    async def until_idle(self) -> None:
+        """Returns when the Scheduler has no booking: every request was freed."""
+        async with asyncio.timeout(30):
+            while any(load.active_requests for load in (await self.loads()).values()):
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
+    where: dict[str, Any] = {"nats": nats_url, "etcd": etcd_endpoint, "namespace": namespace}
+    common = where | {"drain_seconds": 0.2}
+    async with AsyncExitStack() as stack:
+        settings = SchedulerSettings(**common, router_mode="round-robin", session_grace_seconds=0.2)
+        scheduling = await stack.enter_async_context(open_runtime(settings))
+        scheduler = await stack.enter_async_context(scheduler_app.running(settings, scheduling))
+        await stack.enter_async_context(
+            _hosting(scheduling, _SCHEDULER, "scheduler", scheduler, lambda: scheduler.ready)
+        )
+        front = FrontendSettings(**common, port=0)
+        runtime = await stack.enter_async_context(open_runtime(front))
+        schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
+        frontend = await stack.enter_async_context(frontend_app.running(front, runtime, schedulers))
+        http = await stack.enter_async_context(frontend_app.serving_http(frontend, front, runtime))
+        server = await stack.enter_async_context(_hosting(runtime, _FRONTEND, "frontend", frontend, frontend.ready))
+        channel = await stack.enter_async_context(open_channel(server.endpoint()))
+        client = cast(Frontend, remote(_FRONTEND, channel))
+        yield System(where, stack, runtime, scheduler, frontend, client, http, server.endpoint())
+
+
+@asynccontextmanager
+async def _hosting(
+    runtime: Runtime, descriptor: Any, kind: str, service: object, ready: Callable[[], bool]
+) -> AsyncIterator[RpcServer]:
+    stopping = asyncio.Event()
+    listening: asyncio.Future[RpcServer] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as group:
+        hosted = [Hosted(kind, descriptor, service, ready)]
+        group.create_task(host(runtime, hosted, stopping, started=listening.set_result))
+        try:
+            yield await listening
+        finally:
+            stopping.set()
