@@ -42,11 +42,14 @@ pub fn local_hashes(tokens: &[u8], block_size: usize, seed: u64, multimodal: &[M
         out.extend(blocks.map(|block| xxh3_64_with_seed(block, seed)));
         return;
     }
+    let mut content = multimodal.to_vec();
+    content.sort_by_key(|(at, _)| *at); // stable: a block's content counts in the order given
+    let mut content = content.into_iter().peekable();
     let mut with_content = Vec::new();
     for (index, block) in blocks.enumerate() {
         with_content.clear();
         with_content.extend_from_slice(block);
-        for (_, hash) in multimodal.iter().filter(|(at, _)| *at as usize == index) {
+        while let Some((_, hash)) = content.next_if(|(at, _)| *at as usize <= index) {
             with_content.extend_from_slice(&hash.to_le_bytes());
         }
         out.push(xxh3_64_with_seed(&with_content, seed));

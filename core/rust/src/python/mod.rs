@@ -2,5 +2,7 @@
 
 mod buffers;
 mod hashing;
+mod prefix_index;
 
 pub use hashing::{local_hashes, sequence_hashes};
+pub use prefix_index::{ApplySummary, PrefixIndex};

@@ -1,0 +1,318 @@
+//! The prefix index, as Python calls it.
+
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+
+use super::{buffers, hashing};
+use crate::apply::Summary;
+use crate::index::Index;
+use crate::ranks::Name;
+
+/// A batch of this many bytes takes some 20 µs, from where giving up the GIL pays.
+const LONG_BATCH: usize = 24 << 10;
+/// So do a prompt of this many blocks, times the ranks that may hold them.
+const LONG_QUERY: usize = 1 << 14;
+/// And a walk over this many blocks of a rank.
+const LONG_WALK: u64 = 1 << 10;
+
+/// Who holds which blocks; see `kvrouter.core.interface.PrefixIndex`.
+#[pyclass(frozen, module = "kvrouter.core._native")]
+pub struct PrefixIndex {
+    index: RwLock<Index>,
+}
+
+impl PrefixIndex {
+    /// The index, to be read. A wait for a writer never happens with the GIL held.
+    fn read<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&Index) -> T + Send) -> T {
+        if !long {
+            match self.index.try_read() {
+                Ok(index) => return f(&index),
+                Err(TryLockError::Poisoned(poisoned)) => return f(&poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        py.detach(|| f(&lock_shared(&self.index)))
+    }
+
+    fn write<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&mut Index) -> T + Send) -> T {
+        if !long {
+            match self.index.try_write() {
+                Ok(mut index) => return f(&mut index),
+                Err(TryLockError::Poisoned(poisoned)) => return f(&mut poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        py.detach(|| f(&mut lock(&self.index)))
+    }
+}
+
+fn lock_shared(index: &RwLock<Index>) -> RwLockReadGuard<'_, Index> {
+    index.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn lock(index: &RwLock<Index>) -> RwLockWriteGuard<'_, Index> {
+    index.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Packed hashes as words: they lie wherever Python put them, and are compared as aligned words.
+fn words(packed: &[u8]) -> Vec<u64> {
+    packed.chunks_exact(8).map(|word| word.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))).collect()
+}
+
+fn pack_overlaps<'py>(py: Python<'py>, overlaps: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, overlaps.len() * 4, |to| {
+        for (to, overlap) in to.chunks_exact_mut(4).zip(overlaps) {
+            to.copy_from_slice(&overlap.to_le_bytes());
+        }
+        Ok(())
+    })
+}
+
+fn tier_index(tier: i64) -> PyResult<u32> {
+    match tier {
+        1..=4 => Ok(tier as u32 - 1),
+        _ => Err(PyValueError::new_err(format!("there is no tier {tier}"))),
+    }
+}
+
+fn interface<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    py.import("kvrouter.core.interface")?.getattr(name)
+}
+
+#[pymethods]
+impl PrefixIndex {
+    #[new]
+    #[pyo3(signature = (max_blocks=0, max_bytes=0, check_digests=false))]
+    fn new(max_blocks: i128, max_bytes: i128, check_digests: bool) -> PyResult<Self> {
+        let bound = |value: i128| {
+            u64::try_from(value).map_err(|_| PyValueError::new_err("bounds are 0 (none) or more, below 2^64"))
+        };
+        Ok(Self { index: RwLock::new(Index::new(bound(max_blocks)?, bound(max_bytes)?, check_digests)) })
+    }
+
+    fn apply(&self, py: Python<'_>, batch: &Bound<'_, PyBytes>) -> ApplySummary {
+        let bytes = batch.as_bytes();
+        ApplySummary(self.write(py, bytes.len() > LONG_BATCH, |index| index.apply(bytes)))
+    }
+
+    fn find_matches<'py>(&self, py: Python<'py>, local_hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        let locals = words(buffers::packed_hashes(local_hashes)?.as_slice());
+        let response = self.read(py, locals.len() > LONG_QUERY, |index| index.find_matches(&locals));
+        Ok(PyBytes::new(py, &response))
+    }
+
+    #[pyo3(signature = (local_hashes, tier=1))]
+    fn overlaps<'py>(
+        &self,
+        py: Python<'py>,
+        local_hashes: &Bound<'py, PyAny>,
+        tier: i64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let tier = tier_index(tier)?;
+        let locals = words(buffers::packed_hashes(local_hashes)?.as_slice());
+        let overlaps = self.read(py, locals.len() > LONG_QUERY, |index| index.overlaps(&locals, tier));
+        pack_overlaps(py, &overlaps)
+    }
+
+    #[pyo3(signature = (token_ids, block_size, scope=None, tier=1))]
+    fn overlaps_of_tokens<'py>(
+        &self,
+        py: Python<'py>,
+        token_ids: &Bound<'py, PyAny>,
+        block_size: i64,
+        scope: Option<&Bound<'py, PyAny>>,
+        tier: i64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let tier = tier_index(tier)?;
+        let locals = hashing::hash_tokens(&buffers::tokens(token_ids)?, block_size, scope, None)?;
+        let overlaps = self.read(py, locals.len() > LONG_QUERY, |index| index.overlaps(&locals, tier));
+        pack_overlaps(py, &overlaps)
+    }
+
+    fn slots<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let names = self.read(py, false, Index::names_by_slot);
+        PyList::new(py, names)
+    }
+
+    fn cursor(&self, py: Python<'_>, rank: Name) -> Option<(u64, u64)> {
+        self.read(py, false, |index| index.cursor(rank))
+    }
+
+    fn digest(&self, py: Python<'_>, rank: Name) -> Option<u64> {
+        let long = self.read(py, false, |index| index.entries_of(rank)) > LONG_WALK;
+        self.read(py, long, |index| index.digest_of(rank))
+    }
+
+    #[pyo3(signature = (rank, incarnation, next_event_id, *, partial=true))]
+    fn reset_rank(&self, py: Python<'_>, rank: Name, incarnation: u64, next_event_id: u64, partial: bool) -> u64 {
+        let long = self.read(py, false, |index| index.entries_of(rank)) > LONG_WALK;
+        self.write(py, long, |index| index.reset_rank(rank, incarnation, next_event_id, partial))
+    }
+
+    fn remove_rank(&self, py: Python<'_>, rank: Name) -> u64 {
+        let long = self.read(py, false, |index| index.entries_of(rank)) > LONG_WALK;
+        self.write(py, long, |index| index.remove_rank(rank))
+    }
+
+    fn mark_partial(&self, py: Python<'_>, rank: Name, partial: bool) {
+        self.write(py, false, |index| index.mark_partial(rank, partial));
+    }
+
+    #[pyo3(signature = (rank, chunk_blocks=4096))]
+    fn dump_rank<'py>(&self, py: Python<'py>, rank: Name, chunk_blocks: i64) -> PyResult<Bound<'py, PyAny>> {
+        let Some(chunk_blocks) = usize::try_from(chunk_blocks).ok().filter(|blocks| *blocks > 0) else {
+            return Err(PyValueError::new_err(format!("chunks of {chunk_blocks} blocks, must be 1 or more")));
+        };
+        let chunks = self.read(py, true, |index| index.dump(rank, chunk_blocks));
+        let chunks: Vec<_> = chunks.iter().map(|chunk| PyBytes::new(py, chunk)).collect();
+        Ok(PyList::new(py, chunks)?.try_iter()?.into_any())
+    }
+
+    fn load_rank(&self, py: Python<'_>, chunks: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let chunks: Vec<Vec<u8>> = chunks
+            .try_iter()?
+            .map(|chunk| Ok(buffers::bytes(&chunk?)?.as_slice().to_vec()))
+            .collect::<PyResult<_>>()?;
+        match self.write(py, true, |index| index.load(&chunks)) {
+            Ok(entries) => Ok(entries),
+            Err(why) => Err(PyErr::from_value(interface(py, "InvalidDump")?.call1((why,))?)),
+        }
+    }
+
+    fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let infos = self.read(py, false, Index::rank_infos);
+        let class = interface(py, "RankInfo")?;
+        let infos: Vec<_> = infos
+            .into_iter()
+            .map(|info| {
+                let (worker_id, dp_rank) = info.name;
+                let (incarnation, next_event_id) = info.cursor;
+                class.call1((worker_id, dp_rank, incarnation, next_event_id, info.blocks, info.bytes, info.partial))
+            })
+            .collect::<PyResult<_>>()?;
+        PyList::new(py, infos)
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let stats = self.read(py, true, Index::stats);
+        interface(py, "IndexStats")?.call1((stats.ranks, stats.blocks, stats.distinct_blocks, stats.memory_bytes))
+    }
+
+    /// The most entries of its tables that one operation has moved, since the index was made.
+    fn most_moved(&self, py: Python<'_>) -> usize {
+        self.read(py, false, Index::most_moved)
+    }
+}
+
+/// What one batch did to the index: `kvrouter.core.interface.ApplySummary`, its fields made when they are read.
+#[pyclass(frozen, module = "kvrouter.core._native", name = "ApplySummary")]
+pub struct ApplySummary(Summary);
+
+const FIELDS: [&str; 16] = [
+    "worker_id",
+    "dp_rank",
+    "applied",
+    "stored_blocks",
+    "removed_blocks",
+    "duplicates",
+    "fenced",
+    "gap",
+    "unknown_parents",
+    "unknown_removals",
+    "rejected",
+    "unparsable",
+    "next_event_id",
+    "incarnation",
+    "new_incarnation",
+    "digest_differs",
+];
+
+#[pymethods]
+impl ApplySummary {
+    #[getter]
+    fn worker_id(&self) -> u64 {
+        self.0.rank.0
+    }
+    #[getter]
+    fn dp_rank(&self) -> u32 {
+        self.0.rank.1
+    }
+    #[getter]
+    fn applied(&self) -> u64 {
+        self.0.applied
+    }
+    #[getter]
+    fn stored_blocks(&self) -> u64 {
+        self.0.stored_blocks
+    }
+    #[getter]
+    fn removed_blocks(&self) -> u64 {
+        self.0.removed_blocks
+    }
+    #[getter]
+    fn duplicates(&self) -> u64 {
+        self.0.duplicates
+    }
+    #[getter]
+    fn fenced(&self) -> u64 {
+        self.0.fenced
+    }
+    #[getter]
+    fn gap(&self) -> Option<(u64, u64)> {
+        self.0.gap
+    }
+    #[getter]
+    fn unknown_parents(&self) -> u64 {
+        self.0.unknown_parents
+    }
+    #[getter]
+    fn unknown_removals(&self) -> u64 {
+        self.0.unknown_removals
+    }
+    #[getter]
+    fn rejected<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.rejected.iter().map(|(id, why)| format!("event {id}: {why}")))
+    }
+    #[getter]
+    fn unparsable(&self) -> &'static str {
+        self.0.unparsable
+    }
+    #[getter]
+    fn next_event_id(&self) -> u64 {
+        self.0.next_event_id
+    }
+    #[getter]
+    fn incarnation(&self) -> u64 {
+        self.0.incarnation
+    }
+    #[getter]
+    fn new_incarnation(&self) -> bool {
+        self.0.new_incarnation
+    }
+    #[getter]
+    fn digest_differs(&self) -> bool {
+        self.0.digest_differs
+    }
+
+    fn __eq__(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
+        for name in FIELDS {
+            if !other.hasattr(name)? || !slf.getattr(name)?.eq(other.getattr(name)?)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn __hash__(&self) -> u64 {
+        self.0.rank.0 ^ self.0.next_event_id
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let fields: Vec<String> =
+            FIELDS.iter().map(|name| Ok(format!("{name}={}", slf.getattr(*name)?.repr()?))).collect::<PyResult<_>>()?;
+        Ok(format!("ApplySummary({})", fields.join(", ")))
+    }
+}

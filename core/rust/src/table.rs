@@ -1,0 +1,132 @@
+//! Records with heap parts of their own, by id; growth moves nothing, and empty stretches are dropped.
+
+const STRETCH: u32 = 512;
+
+/// Records by id. Id 0 is never given out: it stands for "none" and reads as a default record.
+pub struct Table<T> {
+    stretches: Vec<Stretch<T>>,
+    free: Vec<u32>,
+    next: u32,
+    null: T,
+    live: usize,
+    /// Records that there is room for.
+    room: usize,
+}
+
+struct Stretch<T> {
+    records: Vec<T>,
+    live: u32,
+}
+
+impl<T: Default> Table<T> {
+    pub fn new() -> Self {
+        Self { stretches: Vec::new(), free: Vec::new(), next: 1, null: T::default(), live: 0, room: 0 }
+    }
+
+    /// The record with an id; a default one where there is none.
+    #[inline]
+    pub fn at(&self, id: u32) -> &T {
+        self.stretches
+            .get((id / STRETCH) as usize)
+            .and_then(|stretch| stretch.records.get((id % STRETCH) as usize))
+            .unwrap_or(&self.null)
+    }
+
+    /// The record with an id, to be changed; a scratch one where there is none.
+    #[inline]
+    pub fn at_mut(&mut self, id: u32) -> &mut T {
+        self.stretches
+            .get_mut((id / STRETCH) as usize)
+            .and_then(|stretch| stretch.records.get_mut((id % STRETCH) as usize))
+            .unwrap_or(&mut self.null)
+    }
+
+    /// Adds a record; None if there is no id left below `limit`.
+    pub fn add(&mut self, record: T, limit: u32) -> Option<u32> {
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None if self.next < limit => {
+                self.next += 1;
+                self.next - 1
+            }
+            None => return None,
+        };
+        let at = (id / STRETCH) as usize;
+        while self.stretches.len() <= at {
+            self.stretches.push(Stretch { records: Vec::new(), live: 0 });
+        }
+        if let Some(stretch) = self.stretches.get_mut(at) {
+            if stretch.records.is_empty() {
+                stretch.records = (0..STRETCH).map(|_| T::default()).collect();
+                self.room += STRETCH as usize;
+            }
+            stretch.live += 1;
+            if let Some(place) = stretch.records.get_mut((id % STRETCH) as usize) {
+                *place = record;
+            }
+        }
+        self.live += 1;
+        Some(id)
+    }
+
+    /// Takes a record out.
+    pub fn take(&mut self, id: u32) -> T {
+        let record = std::mem::take(self.at_mut(id));
+        if let Some(stretch) = self.stretches.get_mut((id / STRETCH) as usize) {
+            stretch.live = stretch.live.saturating_sub(1);
+            if stretch.live == 0 {
+                stretch.records = Vec::new();
+                self.room -= STRETCH as usize;
+            }
+            self.free.push(id);
+            self.live = self.live.saturating_sub(1);
+        }
+        record
+    }
+
+    /// Records in the table.
+    pub fn len(&self) -> usize {
+        self.live
+    }
+
+    /// Bytes of the table itself.
+    pub fn bytes(&self) -> usize {
+        self.room * size_of::<T>() + self.free.capacity() * 4 + self.stretches.capacity() * size_of::<Stretch<T>>()
+    }
+
+    /// All ids that may be in use.
+    pub fn ids(&self) -> impl Iterator<Item = u32> + use<T> {
+        1..self.next
+    }
+
+    /// Forgets the ids of an empty table, so that it starts small again.
+    pub fn shrink(&mut self) {
+        if self.live == 0 {
+            *self = Self::new();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_come_and_go() {
+        let mut table: Table<Vec<u32>> = Table::new();
+        let ids: Vec<u32> = (0..2000).map(|n| table.add(vec![n], u32::MAX).unwrap()).collect();
+        assert_eq!(ids[0], 1);
+        for (n, &id) in ids.iter().enumerate() {
+            assert_eq!(table.at(id), &vec![n as u32]);
+        }
+        assert!(table.at(0).is_empty() && table.at(99_999).is_empty());
+        let full = table.bytes();
+        for &id in &ids {
+            table.take(id);
+        }
+        assert_eq!(table.len(), 0);
+        assert!(table.bytes() < full);
+        assert!(table.add(Vec::new(), 1).is_some());
+        assert!(Table::<u8>::new().add(1, 1).is_none());
+    }
+}
