@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-import kvrouter.core
-import pytest
+from kvrouter.core import PrefixIndex
 from kvrouter.publisher.stream import MAX_AGE_SECONDS, ensure_stream
 from kvrouter.publisher.worker import running
 from kvrouter.runtime.devstack import NatsServer
@@ -41,8 +40,6 @@ async def test_events_arrive_in_order_with_rising_ids(namespace: str, etcd_endpo
 
 
 async def test_an_index_fed_with_the_batches_has_the_digest(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
-    if not hasattr(kvrouter.core, "PrefixIndex"):
-        pytest.skip("the core has no PrefixIndex")
     settings = config(namespace, etcd_endpoint, nats_url)
     async with running(settings, EchoEngine()) as worker, nats_client(nats_url) as client:
         rank = worker.rank()
@@ -51,7 +48,7 @@ async def test_an_index_fed_with_the_batches_has_the_digest(namespace: str, etcd
             store(rank, number * 10 + 4, 1, parent=number * 10 + 3)
             rank.removed([number * 10 + 4, (number - 1) * 10 + 1])
         await worker.flush()
-        index = kvrouter.core.PrefixIndex()
+        index = PrefixIndex()
         for batch in await stream_batches(client, settings.component):
             summary = index.apply(batch.SerializeToString())
             assert not summary.unknown_parents

@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.core import sequence_hashes
+from kvrouter.core import PrefixIndex, sequence_hashes
 from kvrouter.publisher.batches import encode_batch
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.rank_state import MAX_EVENT_BLOCKS, NumberedEvent, RankState, block_records
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
+from kvrouter.v1.indexer_pb2 import RankState as Dump
 from xxhash import xxh3_64_intdigest
 
 COUNTED, SET = CopyCounting.COPY_COUNTING_COUNTED, CopyCounting.COPY_COUNTING_SET
@@ -117,13 +118,7 @@ def test_state_after_any_history(history: list[tuple[Any, ...]], counting: CopyC
 
 def check_against_the_core(state: RankState, sent: list[NumberedEvent], counting: CopyCounting) -> None:
     """The index that applied the events one by one has the digest of each, and dumps what the state dumps."""
-    import kvrouter.core
-
-    if not hasattr(kvrouter.core, "PrefixIndex"):
-        return
-    from kvrouter.v1.indexer_pb2 import RankState as Dump
-
-    index = kvrouter.core.PrefixIndex()
+    index = PrefixIndex()
     for event in sent:
         head = KvEventBatch(
             worker_id=1,
@@ -154,7 +149,7 @@ def check_against_the_core(state: RankState, sent: list[NumberedEvent], counting
     ]
     for part in dump:
         part.rank.worker_id = 1
-    restored = kvrouter.core.PrefixIndex()
+    restored = PrefixIndex()
     restored.load_rank([part.SerializeToString() for part in dump])
     assert restored.digest((1, 0)) == state.digest
     assert restored.cursor((1, 0)) == (7, state.next_event_id)

@@ -24,7 +24,7 @@ MAX_EVENT_BLOCKS = 8192
 _U64 = (1 << 64) - 1
 _DIGEST_SEED = 1337
 _TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
-_NO_COPIES = (0, 0, 0, 0)
+_FIRST_COPY = ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
 _term = struct.Struct("<4Q").pack
 _le64 = struct.Struct("<Q")
 
@@ -40,7 +40,7 @@ class Block(NamedTuple):
     sequence_hash: int
     depth: int
     """Position in the sequence, from 0."""
-    copies: tuple[int, int, int, int]
+    copies: tuple[int, ...]
     """Physical copies in device, host, disk and shared memory."""
 
 
@@ -129,7 +129,7 @@ class RankState:
             stored = BlocksStored(parent_engine_hash=parent, engine_hashes=hashes[part], local_hashes=locals_[part])
             for engine_hash, local, sequence in zip(hashes[part], locals_[part], places[part], strict=True):
                 depth += 1
-                self._store(engine_hash, Block(parent, place, local, sequence, depth, _NO_COPIES), index)
+                self._store(engine_hash, Block(parent, place, local, sequence, depth, _FIRST_COPY[index]), index)
                 parent, place = engine_hash, sequence
             events.append(self._numbered(KvEvent(tier=tier, stored=stored)))
         return events
@@ -187,7 +187,8 @@ class RankState:
         if held is not None:
             for at in range(len(_TIERS)):
                 held = self._set_copies(engine_hash, held, at, 0)
-        self._set_copies(engine_hash, block, index, 1)
+        self._blocks[engine_hash] = block
+        self._digest(engine_hash, block, index, 1, 1)
 
     def _remove(self, engine_hash: int, index: int) -> bool:
         held = self._blocks.get(engine_hash)
@@ -203,8 +204,8 @@ class RankState:
                 self._digest(engine_hash, block, index, before, -1)
             if copies:
                 self._digest(engine_hash, block, index, copies, 1)
-            device, host, disk, shared = (copies if at == index else held for at, held in enumerate(block.copies))
-            block = block._replace(copies=(device, host, disk, shared))
+            changed = (*block.copies[:index], copies, *block.copies[index + 1 :])
+            block = Block(*block[:-1], changed)
         if any(block.copies):
             self._blocks[engine_hash] = block
         else:

@@ -1,0 +1,93 @@
+"""A small engine behind kvrouter: it echoes prompts, and reports the blocks of each as cached.
+
+Run it against the NATS and etcd of a running stack (``kvrouter up`` prints their addresses):
+
+    python examples/custom_engine.py --etcd 127.0.0.1:2379 --nats nats://127.0.0.1:4222
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from kvrouter.publisher.worker import RankPublisher, WorkerConfig, running
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
+
+BLOCK = 16
+
+
+class EchoEngine:
+    """Keeps every prompt's full blocks for ever, under ids of its own making."""
+
+    def __init__(self) -> None:
+        self.rank: RankPublisher | None = None
+        self.blocks: dict[tuple[int, ...], int] = {}
+        self.running = 0
+
+    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
+        """Answers with the prompt's own tokens."""
+        self.running += 1
+        try:
+            cached = self._cache(tuple(request.token_ids))
+            wanted = list(request.token_ids)[: request.stop_conditions.max_tokens]
+            for number, token in enumerate(wanted):
+                yield GenerateOutput(token_ids=[token], cached_tokens=None if number else cached)
+            yield GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH)
+        finally:
+            self.running -= 1
+
+    def _cache(self, tokens: tuple[int, ...]) -> int:
+        prefixes = [tokens[:end] for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        held = sum(prefix in self.blocks for prefix in prefixes)
+        fresh = prefixes[held:]
+        for prefix in fresh:
+            self.blocks[prefix] = len(self.blocks) + 1
+        if fresh and self.rank is not None:
+            self.rank.stored(
+                token_ids=tokens[held * BLOCK : len(prefixes) * BLOCK],
+                engine_hashes=[self.blocks[prefix] for prefix in fresh],
+                parent=self.blocks[prefixes[held - 1]] if held else None,
+            )
+        return held * BLOCK
+
+    async def abort(self, request_ids: Sequence[str]) -> int:  # noqa: ARG002
+        """Generators are closed when their callers go; there is nothing else to stop."""
+        return 0
+
+    def load(self) -> Mapping[int, LoadReport]:
+        """Load of rank 0."""
+        return {0: LoadReport(running_requests=self.running, cached_blocks=len(self.blocks))}
+
+
+async def main() -> None:
+    """Serves until it is told to stop."""
+    options = argparse.ArgumentParser(description="An echoing engine behind kvrouter.")
+    options.add_argument("--etcd", default="127.0.0.1:2379")
+    options.add_argument("--nats", default="nats://127.0.0.1:4222")
+    options.add_argument("--component", default="kvrouter/echo", help="namespace/component")
+    args = options.parse_args()
+    engine = EchoEngine()
+    config = WorkerConfig(
+        component=ComponentName.parse(args.component),
+        model="echo",
+        block_size=BLOCK,
+        ranks={0: 1 << 16},
+        etcd=args.etcd,
+        nats=args.nats,
+    )
+    stop = asyncio.Event()
+    for which in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(which, stop.set)
+    async with running(config, engine) as worker:
+        engine.rank = worker.rank()
+        await worker.registered()
+        print(f"worker {config.worker_id} serves {config.model!r} at {worker.endpoint}", flush=True)
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,60 @@
+"""The engine of the SDK's page, run as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+from kvrouter.publisher.worker_server import SERVICE
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
+
+from .worker_harness import event_ids, eventually, nats_client, stream_batches
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_engine.py"
+
+
+async def test_the_example_serves_reports_and_stops(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    component = ComponentName(namespace, "echo")
+    arguments = ("--etcd", etcd_endpoint, "--nats", nats_url, "--component", str(component))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(EXAMPLE), *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        endpoint = None
+        while endpoint is None:
+            line = (await process.stdout.readline()).decode()
+            assert line, "the example ended"
+            endpoint = re.search(r"serves 'echo' at (\S+)", line)
+        async with grpc.aio.insecure_channel(endpoint[1]) as channel:
+            generate = channel.unary_stream(
+                f"/{SERVICE}/Generate",
+                request_serializer=WorkerServiceGenerateRequest.SerializeToString,
+                response_deserializer=WorkerServiceGenerateResponse.FromString,
+            )
+            request = WorkerServiceGenerateRequest(
+                request_id="r", token_ids=range(40), stop_conditions=StopConditions(max_tokens=3)
+            )
+            cached = []
+            for _ in range(2):
+                outputs = [response.output async for response in generate(request)]
+                assert [token for output in outputs for token in output.token_ids] == [0, 1, 2]
+                cached.append(outputs[0].cached_tokens)
+            assert cached == [0, 32]
+        async with nats_client(nats_url) as client:
+
+            async def reported() -> bool:
+                return event_ids(await stream_batches(client, component)) == [0]
+
+            await eventually(reported)
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
