@@ -202,9 +202,14 @@ class NatsServer(ServerProcess):
         return f"nats://{self.address}"
 
     def _command(self) -> list[str]:
+        config = self.directory / "nats-server.conf"
+        # Streams reserve their size when they are created, and what many tests reserve is far beyond what they use.
+        config.write_text(
+            f"jetstream {{ store_dir: {json.dumps(str(self.directory / 'data'))}, max_file_store: 1TB }}\n"
+        )
         return [
             *("--addr", "127.0.0.1", "--port", str(self.port), "--server_name", self._server_name),
-            *("--jetstream", "--store_dir", str(self.directory / "data")),
+            *("--config", str(config)),
         ]
 
     async def _answers(self) -> bool:
