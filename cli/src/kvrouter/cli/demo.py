@@ -25,7 +25,7 @@ from rich.console import Console
 STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
 """Histogram of a worker: engine seconds by which steps ended late."""
 
-_STREAM_INTERVAL = 16
+_STREAM_INTERVAL = 64
 """Tokens in a piece of an answer. Hundreds of tokens come out in an engine second; a message for each of them, in
 compressed time, would measure the gRPC of this machine."""
 

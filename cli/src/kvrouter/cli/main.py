@@ -22,8 +22,8 @@ from rich.console import Console
 
 MODES = ("kv", "round-robin", "random", "power-of-two")
 DEFAULT_LOAD = 2.5
-DEFAULT_CLOCK = 4.0
-DEFAULT_REQUESTS = 1200
+DEFAULT_CLOCK = 2.0
+DEFAULT_REQUESTS = 800
 
 app = typer.Typer(
     name="kvrouter",

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 _COLORS = ("#8a8f98", "#0b7a75", "#b5541c", "#5b4b8a")
-_WINDOWS = 24  # spans of time in which hit rates are averaged: some 60 requests each in the shipped demo
+_WINDOWS = 12  # spans of time in which hit rates are averaged: some 70 requests each in the demo
 
 
 @dataclass(frozen=True, slots=True)
