@@ -33,6 +33,11 @@ def places(local: Iterable[int]) -> tuple[int, ...]:
     return unpacked(sequence_hashes(packed(local)))
 
 
+def chained(parent: int, local: int) -> int:
+    """Sequence hash of a block below the sequence hash ``parent``."""
+    return xxh3_64_intdigest(struct.pack("<2Q", parent, local), 1337)
+
+
 def stored(engine: Sequence[int], local: Sequence[int], parent: int | None = None, tier: int = DEVICE) -> KvEvent:
     return KvEvent(tier=tier, stored=BlocksStored(parent_engine_hash=parent, engine_hashes=engine, local_hashes=local))
 
