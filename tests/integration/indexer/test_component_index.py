@@ -231,7 +231,7 @@ async def test_a_worker_that_is_gone_loses_its_blocks_after_the_grace(
         await follows(index, stays)
         await follows(index, goes)
         index.update_workers({1: registration(stays)})
-        await until(lambda: len(index.figures.ranks) == 1)
+        await until(lambda: len(index.ranks) == 1)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
 
 

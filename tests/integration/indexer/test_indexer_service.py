@@ -30,10 +30,10 @@ from kvrouter.runtime.errors import (
     BlockSizeMismatch,
     DeadlineExceeded,
     KvRouterError,
+    NotFound,
     NotReady,
     PromptTooLong,
     Unimplemented,
-    UnknownComponent,
 )
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
@@ -90,7 +90,7 @@ class Stack:
             self.component.descriptor_key,
             ComponentDescriptor(component=self.named, model="m", block_size=BLOCK_SIZE, hash_scheme="xxh3-1337"),
         )
-        await answered(lambda: self.indexer.get_stats(GetStatsRequest(component=self.named), deadline=soon()))
+        await self.find([])
 
     async def register(self, source: RankSource, model: str = "m") -> None:
         registration = WorkerRegistration(
@@ -129,7 +129,7 @@ async def answered(call: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 return await call()
-            except (NotReady, UnknownComponent):
+            except (NotReady, NotFound):
                 await asyncio.sleep(0.01)
 
 
@@ -151,6 +151,19 @@ async def serving(settings: IndexerSettings, how: str) -> AsyncIterator[tuple[In
         finally:
             stopping.set()
             await hosting
+
+
+@asynccontextmanager
+async def watching(etcd: str, namespace: str) -> AsyncIterator[Directory]:
+    """What etcd says, as others see it."""
+    directory = Directory(etcd, namespace, CollectorRegistry())
+    following = asyncio.create_task(directory.run())
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            yield directory
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
 
 
 def settings_for(etcd: str, nats: str, component: ComponentName) -> IndexerSettings:
@@ -219,13 +232,12 @@ async def test_a_scope_and_images_keep_prompts_apart(stack: Stack) -> None:
 
 async def test_bad_requests_get_typed_errors_and_leave_the_service_well(stack: Stack) -> None:
     await stack.create_component()
-    await stack.find([])
     prompt = TokenIds(ids=PROMPT)
     bad: list[tuple[FindMatchesRequest, type[KvRouterError]]] = [
         (FindMatchesRequest(component=stack.named), BadRequest),
         (FindMatchesRequest(token_ids=prompt), BadRequest),
         (FindMatchesRequest(component=Component(namespace="a b", name="c"), token_ids=prompt), BadRequest),
-        (FindMatchesRequest(component=Component(namespace="other", name="c"), token_ids=prompt), UnknownComponent),
+        (FindMatchesRequest(component=Component(namespace="other", name="c"), token_ids=prompt), NotFound),
         (FindMatchesRequest(component=stack.named, token_ids=prompt, block_size=32), BlockSizeMismatch),
         (FindMatchesRequest(component=stack.named, token_ids=TokenIds(ids=range(1001))), PromptTooLong),
         (
@@ -269,7 +281,6 @@ async def test_a_dump_loads_into_another_component(stack: Stack) -> None:
 
     copy = Stack(**{**vars(stack), "component": ComponentName(stack.component.namespace, "copy")})
     await copy.create_component()
-    await copy.find([])
 
     async def requests() -> AsyncIterator[LoadRequest]:
         for state in dumped:
@@ -346,10 +357,11 @@ async def test_readiness_registration_and_applied_record(
     etcd_endpoint: str, nats_url: str, component: ComponentName
 ) -> None:
     settings = settings_for(etcd_endpoint, nats_url, component)
-    registry = CollectorRegistry()
-    watcher = Directory(etcd_endpoint, component.namespace, registry)
-    following = asyncio.create_task(watcher.run())
-    async with serving(settings, "stub") as (indexer, server, directory), connected(nats_url) as nats:
+    async with (
+        watching(etcd_endpoint, component.namespace) as watcher,
+        serving(settings, "stub") as (indexer, server, directory),
+        connected(nats_url) as nats,
+    ):
         stack = Stack(indexer, server, component, nats, etcd_endpoint, directory)
         await watcher.wait_for(
             lambda seen: "indexer-1" in seen.services("indexer") and seen.services("indexer")["indexer-1"].ready
@@ -379,9 +391,6 @@ async def test_readiness_registration_and_applied_record(
         labels = f'component="decode",namespace="{component.namespace}"'
         assert f"kvrouter_indexer_ready{{{labels}}} 1.0" in metrics
         assert f'kvrouter_indexer_events_total{{{labels},outcome="applied"}} 1.0' in metrics
-    await watcher.wait_for(lambda seen: not seen.services("indexer"))
-    following.cancel()
-    await asyncio.wait({following})
 
 
 async def test_it_is_not_ready_while_nats_is_away_and_recovers(
@@ -420,11 +429,8 @@ async def test_what_it_knows_outlives_etcd(own_etcd: EtcdServer, nats_url: str, 
         await stack.follows(source)
         assert list((await stack.find(PROMPT)).device_blocks) == [6]
         await own_etcd.start()
-        watcher = Directory(own_etcd.endpoint, component.namespace, CollectorRegistry())
-        following = asyncio.create_task(watcher.run())
-        await watcher.wait_for(lambda seen: "indexer-1" in seen.services("indexer"))
-        following.cancel()
-        await asyncio.wait({following})
+        async with watching(own_etcd.endpoint, component.namespace) as watcher:
+            await watcher.wait_for(lambda seen: "indexer-1" in seen.services("indexer"))
 
 
 async def test_the_process_starts_says_that_it_is_ready_and_ends_with_status_0(
@@ -435,19 +441,14 @@ async def test_the_process_starts_says_that_it_is_ready_and_ends_with_status_0(
         *("--etcd", etcd_endpoint, "--nats", nats_url, "--instance-id", "alone"),
         stderr=asyncio.subprocess.PIPE,
     )
-    watcher = Directory(etcd_endpoint, component.namespace, CollectorRegistry())
-    following = asyncio.create_task(watcher.run())
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with watching(etcd_endpoint, component.namespace) as watcher:
             await watcher.wait_for(lambda seen: any(one.ready for one in seen.services("indexer").values()))
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(PATIENCE_SECONDS):
+            process.send_signal(signal.SIGTERM)
             _, log = await process.communicate()
-        assert process.returncode == 0, log.decode()
-        await watcher.wait_for(lambda seen: not seen.services("indexer"))
+            assert process.returncode == 0, log.decode()
+            await watcher.wait_for(lambda seen: not seen.services("indexer"))
     finally:
-        following.cancel()
-        await asyncio.wait({following})
         if process.returncode is None:
             process.kill()
             await process.wait()

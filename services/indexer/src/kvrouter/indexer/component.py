@@ -12,7 +12,7 @@ from kvrouter.core import PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.ingest import Ingest
 from kvrouter.indexer.membership import Departures, new_lives
-from kvrouter.indexer.state import Figures, IndexState
+from kvrouter.indexer.state import IndexState
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats
@@ -45,8 +45,8 @@ class ComponentIndex:
         self.block_size = descriptor.block_size
         self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
         self.ingest = Ingest(str(name), self.state, consumer)
-        self.figures = Figures(0, 0, [])
-        """Size of the index, at most about a second old."""
+        self.ranks: list[RankInfo] = []
+        """Ranks of the index, about a second old at most."""
         self._departures = Departures(limits.grace_seconds)
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._changed = asyncio.Event()
@@ -100,8 +100,8 @@ class ComponentIndex:
     async def _follow_workers(self) -> None:
         while True:
             self._changed.clear()
-            self.figures = await self.state.figures()
-            indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.figures.ranks}
+            self.ranks = await self.state.ranks()
+            indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
             registered = self._registered()
             await self.state.begin_lives(new_lives(registered, indexed))
             await self.state.forget(self._departures.expired(indexed, registered, time.monotonic()))

@@ -53,27 +53,33 @@ class Ingest:
 
     async def run(self) -> None:
         """Reads until cancelled."""
-        away = False
         # A thread of its own: applying must neither hold up the loop nor wait behind queries.
-        with ThreadPoolExecutor(1, thread_name_prefix="apply") as thread:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="apply")
+        try:
+            await self._keep_reading(thread)
+        finally:
+            # Without waiting for the batch that it may be at, which would hold up the loop.
+            thread.shutdown(wait=False)
+            await self._consumer.close()
+
+    async def _keep_reading(self, thread: ThreadPoolExecutor) -> None:
+        away = False
+        while True:
+            _heed_cancellation()
             try:
-                while True:
-                    try:
-                        await self._settle()
-                        if away:
-                            self._log.info("reading the stream again")
-                            away = False
-                        await self._read(thread)
-                    except DeliveryLost as error:
-                        self._log.warning("delivery lost", detail=str(error))
-                        self._consumer.forsake()
-                    except AWAY as error:
-                        if not away:
-                            self._log.warning("stream out of reach", error=repr(error))
-                        away = True
-                        await asyncio.sleep(random.uniform(*_RETRY_SECONDS))
-            finally:
-                await self._consumer.close()
+                await self._settle()
+                if away:
+                    self._log.info("reading the stream again")
+                    away = False
+                await self._read(thread)
+            except DeliveryLost as error:
+                self._log.warning("delivery lost", detail=str(error))
+                self._consumer.forsake()
+            except AWAY as error:
+                if not away:
+                    self._log.warning("stream out of reach", error=repr(error))
+                away = True
+                await asyncio.sleep(random.uniform(*_RETRY_SECONDS))
 
     async def wait_caught_up(self) -> None:
         """Waits until everything is applied that the stream held when the replica started."""
@@ -106,6 +112,7 @@ class Ingest:
         heard = loop.time()
         while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
             delivery = await self._consumer.fetch(_WAIT_SECONDS)
+            _heed_cancellation()
             if delivery is None:
                 continue
             await self._apply(thread, delivery)
@@ -128,3 +135,14 @@ class Ingest:
         self.progress = Progress(position, last_sequence, caught_up)
         if caught_up:
             self._caught_up.set()
+
+
+def _heed_cancellation() -> None:
+    """Ends the task if it was cancelled and nobody noticed.
+
+    The NATS client waits with ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that comes in the
+    same turn of the loop as the answer.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -55,7 +55,7 @@ class IndexerMetrics(Collector):
             "blocks": "Blocks in the index, each rank counted.",
             "ranks": "Ranks in the index.",
             "partial_ranks": "Ranks that may hold more blocks than the index has.",
-            "memory_bytes": "Memory of the index.",
+            "memory_bytes": "Memory of the index, by the estimates of its ranks.",
             "lag_seconds": "Time from publishing to applying, of the newest batch.",
             "pending_messages": "Messages of the stream that are not applied.",
             "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
@@ -65,7 +65,7 @@ class IndexerMetrics(Collector):
         levels = {n: GaugeMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in gauges.items()}
         for name, component in list(self._components.items()):
             of = [name.namespace, name.name]
-            tally, progress, figures = component.state.tally, component.ingest.progress, component.figures
+            tally, progress, ranks = component.state.tally, component.ingest.progress, component.ranks
             for outcome in _OUTCOMES:
                 events.add_metric([*of, outcome], getattr(tally, outcome))
             counts["batches"].add_metric(of, tally.batches)
@@ -74,10 +74,10 @@ class IndexerMetrics(Collector):
             counts["removed_blocks"].add_metric(of, tally.removed_blocks)
             counts["consumers_made"].add_metric(of, component.ingest.recreations)
             levels["ready"].add_metric(of, component.ready)
-            levels["blocks"].add_metric(of, figures.blocks)
-            levels["ranks"].add_metric(of, len(figures.ranks))
-            levels["partial_ranks"].add_metric(of, sum(info.partial for info in figures.ranks))
-            levels["memory_bytes"].add_metric(of, figures.memory_bytes)
+            levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
+            levels["ranks"].add_metric(of, len(ranks))
+            levels["partial_ranks"].add_metric(of, sum(info.partial for info in ranks))
+            levels["memory_bytes"].add_metric(of, sum(info.memory_bytes for info in ranks))
             levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
             levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))
             levels["set_aside_messages"].add_metric(of, len(component.state.set_aside))

@@ -74,7 +74,7 @@ class IndexerService:
         component = self._component(request.component)
         ranks = [(rank.worker_id, rank.dp_rank) for rank in request.ranks]
         if not ranks:
-            ranks = [(info.worker_id, info.dp_rank) for info in (await component.state.figures()).ranks]
+            ranks = [(info.worker_id, info.dp_rank) for info in await component.state.ranks()]
         for rank in ranks:
             async for chunk in component.state.dump_rank(rank, _DUMP_CHUNK_BLOCKS):
                 if deadline.expired:

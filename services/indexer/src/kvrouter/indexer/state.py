@@ -135,6 +135,10 @@ class IndexState:
         finally:
             self._waiting -= 1
 
+    async def ranks(self) -> list[RankInfo]:
+        """The ranks of the index: cheaper than ``figures``, whose cost may grow with the blocks."""
+        return await self.ask(lambda index: index.ranks())
+
     async def figures(self) -> Figures:
         """Size of the index and of its ranks."""
 
