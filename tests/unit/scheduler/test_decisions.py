@@ -73,3 +73,16 @@ def test_ids_are_not_repeated_by_the_next_life_of_a_scheduler() -> None:
     earlier = [first.next_id() for _ in range(3)]
     assert second.next_id() > earlier[0]
     assert earlier == sorted(set(earlier))
+
+
+def test_a_decision_is_found_by_the_id_that_the_client_gave() -> None:
+    decisions = Decisions(2)
+    first, second = decided(decisions, "client~id~5f3a"), decided(decisions, "client~id~77b1")
+    decisions.add(first)
+    decisions.add(second)
+    assert decisions.by_request("client~id") is second
+    assert decisions.by_request("client~id~5f3a") is first
+    decisions.add(decided(decisions, "other"))
+    # The first has gone, and took no name with it that the second goes by.
+    assert decisions.by_request("client~id") is second
+    assert decisions.by_request("client~id~5f3a") is None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import structlog
@@ -50,14 +50,6 @@ class Question:
     options: RoutingOptions
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A selection under way."""
-
-    prompt: Prompt
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Selector:
     """Chooses ranks and books on them."""
 
@@ -85,7 +77,7 @@ class Selector:
         self._indexer_timeout = indexer_timeout_seconds
         self._rng = rng
         self._clock = clock
-        self._pending: dict[Key, _Pending] = {}
+        self._under_way: dict[Key, asyncio.Event] = {}
 
     async def select(
         self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline
@@ -169,18 +161,16 @@ class Selector:
             repeated = self._repeated(key, question)
             if repeated is not None:
                 return repeated
-            pending = self._pending.get(key)
-            if pending is None:
+            under_way = self._under_way.get(key)
+            if under_way is None:
                 break
-            if pending.prompt != question.prompt:
-                raise RequestIdReused(key[0])
-            await pending.done.wait()
-        pending = self._pending[key] = _Pending(question.prompt)
+            await under_way.wait()
+        done = self._under_way[key] = asyncio.Event()
         try:
             return await self._decide(question, request, key, session_id, deadline)
         finally:
-            del self._pending[key]
-            pending.done.set()
+            del self._under_way[key]
+            done.set()
 
     def _repeated(self, key: Key, question: Question) -> SelectWorkerResponse | None:
         record = self._ledger.find(key, self._clock())
