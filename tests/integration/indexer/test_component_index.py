@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from kvrouter.indexer.component import Limits
@@ -15,7 +18,7 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy
 
 from .event_batches import RankSource, tokens
-from .indexing import connected, follows, indexing, matches, overlaps, until
+from .indexing import PATIENCE_SECONDS, connected, follows, indexing, matches, overlaps, until
 
 PROMPT = tokens(6)
 
@@ -309,3 +312,60 @@ async def test_it_reads_on_after_nats_was_away(own_nats: NatsServer, component: 
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
         assert await overlaps(index, tokens(2, seed=2)) == {(1, 0): 2}
         assert index.state.tally.gaps == 0
+
+
+async def test_a_delivery_that_went_astray_is_fetched_again_and_is_no_gap(
+    connection: Client, component: ComponentName
+) -> None:
+    js = connection.jetstream()
+    await ensure_stream(js, component)
+    source = RankSource(component, 1)
+    async with indexing(connection, component) as index:
+        await source.stored(PROMPT, 100).publish(js)
+        await follows(index, source)
+        thief = await js.pull_subscribe_bind(durable="indexer-replica", stream=component.stream)
+        stolen = asyncio.create_task(thief.fetch(1, timeout=30))
+        # The replica's own request may be served first, so the thief waits for its turn.
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not stolen.done():
+                await source.stored(tokens(1, seed=source.next_event_id), 1000 + source.next_event_id).publish(js)
+                await asyncio.sleep(0.01)
+        assert await stolen
+        await source.stored(tokens(2, seed=1), 300).publish(js)
+        await follows(index, source)
+        assert await overlaps(index, PROMPT) == {(1, 0): 6}
+        assert (index.state.tally.gaps, index.state.tally.applied) == (0, source.next_event_id)
+
+
+async def test_a_stream_that_was_rolled_back_and_has_grown_since_is_noticed(
+    own_nats: NatsServer, component: ComponentName, tmp_path: Path
+) -> None:
+    data = own_nats.directory / "data"
+    async with connected(own_nats.url) as connection, indexing(connection, component) as index:
+        js = connection.jetstream()
+        source = RankSource(component, 1)
+        await index.ingest.wait_caught_up()
+        await source.stored(PROMPT, 100).publish(js)
+        await follows(index, source)
+        await own_nats.stop()
+        await asyncio.to_thread(shutil.copytree, data, tmp_path / "older")
+        await own_nats.start()
+        await until(lambda: connection.is_connected)
+        await source.stored(tokens(2, seed=2), 200).publish(js)
+        await follows(index, source)
+
+        await own_nats.stop()
+        await asyncio.to_thread(shutil.rmtree, data)
+        await asyncio.to_thread(shutil.copytree, tmp_path / "older", data)
+        # What comes next takes the stream sequence of a message that is lost.
+        await own_nats.start()
+        async with connected(own_nats.url) as publisher:
+            await source.stored(tokens(2, seed=3), 300).publish(publisher.jetstream())
+        await follows(index, source)
+        assert await overlaps(index, tokens(2, seed=3)) == {(1, 0): 2}
+        assert await overlaps(index, tokens(2, seed=2)) == {(1, 0): 2}
+        assert index.state.tally.gaps == 0
+        source.removed(100).lose()
+        await source.publish(js)
+        await follows(index, source)
+        assert await overlaps(index, PROMPT) == {(1, 0): 0}
