@@ -18,6 +18,7 @@ from kvrouter.publisher.worker import Worker
 from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.metrics import new_registry
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
@@ -69,9 +70,20 @@ class System:
         worker = self.workers[worker_id] = await stack.enter_async_context(running)
         self._worker_stacks[worker_id] = stack
         await worker.registered()
-        known = lambda: any(worker_id in view.workers for view in self.runtime.directory.components.values())  # noqa: E731
-        await until(lambda: known() and self.frontend.ready())
+        await until(lambda: self._sees(worker_id) and self.frontend.ready())
+        async with asyncio.timeout(30):
+            while not await self._is_candidate(worker_id):
+                await asyncio.sleep(0.01)
         return worker
+
+    def _sees(self, worker_id: int) -> bool:
+        return any(worker_id in view.workers for view in self.runtime.directory.components.values())
+
+    async def _is_candidate(self, worker_id: int) -> bool:
+        try:
+            return worker_id in await self.loads()
+        except KvRouterError:
+            return False
 
     async def stop_worker(self, worker_id: int) -> None:
         await self._worker_stacks.pop(worker_id).aclose()
