@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from kvrouter.core import local_hashes
+from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
@@ -81,7 +82,7 @@ class RankSource:
     def _add(self, event: KvEvent) -> RankSource:
         event.event_id = self.next_event_id
         if event.WhichOneof("change") != "cleared":
-            event.tier = 1
+            event.tier = Tier.TIER_DEVICE
         self.next_event_id += 1
         self.events.append(event)
         return self

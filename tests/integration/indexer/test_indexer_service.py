@@ -147,7 +147,7 @@ async def serving(settings: IndexerSettings, how: str) -> AsyncIterator[tuple[In
             rpc = await server
             async with open_channel(f"127.0.0.1:{rpc.port}") as channel:
                 stub = cast(Indexer, remote(DESCRIPTOR, channel))
-                yield (service if how == "object" else stub), rpc, runtime.directory
+                yield (cast(Indexer, service) if how == "object" else stub), rpc, runtime.directory
         finally:
             stopping.set()
             await hosting

@@ -9,9 +9,9 @@ COMPONENT = ComponentName("ns", "decode")
 SUBJECT = COMPONENT.events_subject(0xABC, 3)
 
 
-def batch(**fields: int) -> bytes:
-    values = {"worker_id": 0xABC, "dp_rank": 3, "block_size": 16} | fields
-    return KvEventBatch(**values, events=[KvEvent(event_id=4)]).SerializeToString()
+def batch(worker_id: int = 0xABC, dp_rank: int = 3, block_size: int = 16) -> bytes:
+    events = [KvEvent(event_id=4)]
+    return KvEventBatch(worker_id=worker_id, dp_rank=dp_rank, block_size=block_size, events=events).SerializeToString()
 
 
 def test_a_batch_on_its_own_subject_passes() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.core import ApplySummary, PrefixIndex, sequence_hashes
 from kvrouter.indexer.membership import NewLife
 from kvrouter.indexer.state import IndexState, RankDump, StaleDump, StreamMessage
+from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.names import ComponentName
@@ -29,21 +30,23 @@ def stored(event_id: int, engine: Sequence[int], local: Sequence[int], parent: i
     change = BlocksStored(engine_hashes=engine, local_hashes=local)
     if parent is not None:
         change.parent_engine_hash = parent
-    return KvEvent(event_id=event_id, tier=1, stored=change)
+    return KvEvent(event_id=event_id, tier=Tier.TIER_DEVICE, stored=change)
 
 
 def removed(event_id: int, *engine: int) -> KvEvent:
-    return KvEvent(event_id=event_id, tier=1, removed=BlocksRemoved(engine_hashes=engine))
+    return KvEvent(event_id=event_id, tier=Tier.TIER_DEVICE, removed=BlocksRemoved(engine_hashes=engine))
 
 
 def cleared(event_id: int) -> KvEvent:
     return KvEvent(event_id=event_id, cleared=BlocksCleared())
 
 
-def message(*events: KvEvent, next_event_id: int | None = None, incarnation: int = 1, **fields: int) -> StreamMessage:
+def message(
+    *events: KvEvent, next_event_id: int | None = None, incarnation: int = 1, digest: int | None = None
+) -> StreamMessage:
     following = events[-1].event_id + 1 if next_event_id is None else next_event_id
     batch = KvEventBatch(
-        worker_id=1, incarnation=incarnation, block_size=4, events=events, next_event_id=following, **fields
+        worker_id=1, incarnation=incarnation, block_size=4, events=events, next_event_id=following, digest=digest
     )
     return StreamMessage(COMPONENT.events_subject(1, 0), 1, batch.SerializeToString())
 
