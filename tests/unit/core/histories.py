@@ -217,11 +217,11 @@ def perform(index: Any, operation: Operation) -> object:
 
 
 def view(index: Any) -> object:
-    """All that can be seen of an index, memory apart."""
+    """All that can be seen of an index, apart from memory and from figures that may differ."""
     ranks = [(*info[:5], info.partial) for info in index.ranks()]
     return (
         ranks,
-        tuple(index.stats()[:3]),
+        tuple(index.stats()[:2]),
         {
             info[:2]: (index.cursor(info[:2]), index.digest(info[:2]), entries(dumped(index, info[:2])))
             for info in ranks

@@ -236,6 +236,13 @@ def chunks_of(index_class: type, drop: int | None = None) -> list[bytes]:
     return [chunk for number, chunk in enumerate(chunks) if number != drop]
 
 
+def repeated(index_class: type) -> list[bytes]:
+    """A dump whose first block comes once more, and counts once in the digest."""
+    first, *others = dumped(sample(index_class), RANK, 2)
+    others[-1].blocks.add().CopyFrom(first.blocks[0])
+    return [state.SerializeToString() for state in (first, *others)]
+
+
 def block_of(states: list[RankState], engine_hash: int) -> BlockRecord:
     return next(block for state in states for block in state.blocks if block.engine_hash == engine_hash)
 
@@ -260,6 +267,7 @@ INVALID: dict[str, Callable[[type], list[bytes]]] = {
     "a chunk missing": lambda index_class: chunks_of(index_class, drop=1),
     "parents after children": edited(lambda states: states.insert(0, states.pop(1))),
     "a block twice": edited(twice),
+    "a block twice, in the digest once": repeated,
     "unknown parent": edited(lambda states: setattr(block_of(states, 103), "parent_engine_hash", 999)),
     "own parent": edited(lambda states: setattr(block_of(states, 103), "parent_engine_hash", 103)),
     "another parent": edited(lambda states: setattr(block_of(states, 103), "parent_engine_hash", 402)),

@@ -140,6 +140,16 @@ class TestCopies:
         assert (summary.removed_blocks, summary.unknown_removals) == (1, 1)
         assert device_overlap(index, 1) == 0
 
+    def test_a_set_forgets_copies_that_were_counted(self, index_class: type) -> None:
+        index = index_class()
+        index.apply(batch(0, stored([101, 102], [1, 2]), stored([101, 102], [1, 2])))
+        index.apply(batch(2, stored([102], [2], parent=101), removed(101), counting=SET))
+        assert device_overlap(index, 1) == 0
+        index.apply(batch(4, stored([101], [1]), stored([102], [2], parent=101), counting=SET))
+        assert index.digest(RANK) == digest_of(
+            *((100 + n, place, DEVICE, 1) for n, place in enumerate(places([1, 2]), 1))
+        )
+
     @pytest.mark.parametrize("counting", [0, 9])
     def test_any_other_counting_reads_as_counted(self, index_class: type, counting: int) -> None:
         index = index_class()
@@ -500,6 +510,10 @@ class TestDigest:
         right = batch(0, stored([101], [1]), digest=digest_of((101, 1, DEVICE, 1)))
         assert not index_class(check_digests=True).apply(right).digest_differs
 
+    def test_a_batch_with_a_gap_is_not_compared(self, index_class: type) -> None:
+        summary = index_class(check_digests=True).apply(batch(5, cleared(), next_event_id=0, digest=9))
+        assert (summary.gap, summary.digest_differs) == ((0, 5), False)
+
     def test_an_empty_rank_has_digest_0(self, index_class: type) -> None:
         index = index_class()
         assert not index.apply(batch(0, digest=0)).digest_differs
@@ -576,6 +590,15 @@ class TestRanks:
         assert [slots[at[rank]] for rank in ranks[1:]] == ranks[1:]
         assert sorted(rank for rank in slots if rank) == sorted([*ranks[1:], (9, 9)])
         assert matches(index, [1])[9, 9] == (1,) * 4
+
+    def test_free_slots_are_taken_again(self, index_class: type) -> None:
+        index = index_class()
+        for worker in range(100):
+            index.apply(batch(0, stored([101], [1]), rank=(worker, 0)))
+            index.remove_rank((worker, 0))
+        index.apply(batch(0, stored([101], [1])))
+        assert len(index.slots()) <= 4
+        assert matches(index, [1]) == {RANK: (1,) * 4}
 
 
 class TestQueries:

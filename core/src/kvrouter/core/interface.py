@@ -91,7 +91,8 @@ class ApplySummary:
     """Whether the batch began a new incarnation of a rank that was known, so that older blocks were dropped."""
     digest_differs: bool = False
     """Whether the batch carries a digest, ends at the rank's cursor, and the digest is not that of the index. Left
-    unchecked (False) for partial ranks, and for batches with events unless the index was made with check_digests."""
+    unchecked (False) after a gap, for partial ranks, and for batches with events unless the index was made with
+    check_digests."""
 
 
 class RankInfo(NamedTuple):
@@ -116,7 +117,7 @@ class IndexStats(NamedTuple):
     blocks: int
     """Entries over all ranks: (rank, engine hash, tier)."""
     distinct_blocks: int
-    """Distinct places."""
+    """Distinct places. Blocks that were loaded without all of their ancestors may be left out."""
     memory_bytes: int
     """Memory in use by the index, from its own accounting."""
 
@@ -158,7 +159,10 @@ class PrefixIndex(Protocol):
         ...
 
     def slots(self) -> list[Rank | None]:
-        """The rank behind each slot; None for a slot that is free. A rank keeps its slot while it is in the index."""
+        """The rank behind each slot; None for a slot that is free, which the next rank takes.
+
+        A rank keeps its slot while it is in the index.
+        """
         ...
 
     def cursor(self, rank: Rank) -> tuple[int, int] | None:
