@@ -72,8 +72,8 @@ constraints: setup ## constraints.txt, rewritten from what is installed
 	@mv constraints.new constraints.txt
 
 clean: ## remove all that the other commands made
-	rm -rf $(VENV) $(STAMPS) demo-results build dist core/rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f core/src/kvrouter/core/_native*.so protos/src/kvrouter/v1/*_pb2*
+	rm -rf $(VENV) $(STAMPS) demo-results build dist core/rust/target core/engine/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f core/src/kvrouter/core/_native*.so core/src/kvrouter/engine/_native*.so protos/src/kvrouter/v1/*_pb2*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} + ; find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -91,7 +91,7 @@ $(STAMPS)/installed: $(STAMPS)/venv constraints.txt pyproject.toml protos/pyproj
 	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e services/publisher_sdk -e '.[stack,dev]'
 	@touch $@ $(STAMPS)/core $(STAMPS)/protos
 
-$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs)
+$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/engine/Cargo.toml core/engine/src/*.rs)
 	@echo "Building the core"
 	@$(PIP) install -c constraints.txt --no-build-isolation --no-deps -e core
 	@touch $@

@@ -14,6 +14,8 @@ SERVICE = ("kvrouter.v1", "kvrouter.core", "kvrouter.runtime")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "v1": (),
     "core": ("kvrouter.v1",),
+    # The engine model in Rust, built beside the core.
+    "engine": (),
     # Released apart, into engines with dependency pins of their own.
     "publisher": ("kvrouter.v1", "kvrouter.core"),
     "runtime": ("kvrouter.v1", "kvrouter.core", "kvrouter.publisher.etcd"),
@@ -22,7 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "scheduler": SERVICE,
     "frontend": SERVICE,
     # An engine as the SDK sees one.
-    "mocker": (*SERVICE, "kvrouter.publisher"),
+    "mocker": (*SERVICE, "kvrouter.publisher", "kvrouter.engine"),
 }
 COMPOSING = frozenset({"cli", "simulator"})
 """Parts whose job it is to put the others together."""

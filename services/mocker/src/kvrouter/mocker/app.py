@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import EngineDriver
-from kvrouter.mocker.engine import Engine
+from kvrouter.mocker.engine_choice import make_engine
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
@@ -91,7 +91,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
 
     def driver_of(dp_rank: int) -> EngineDriver:
         return EngineDriver(
-            Engine(engine_config(settings, worker_id, dp_rank)),
+            make_engine(engine_config(settings, worker_id, dp_rank)),
             clock,
             publish_to(lambda: publishers[dp_rank]),
             stream_interval=settings.stream_interval,

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.mocker.clock import EngineClock
-from kvrouter.mocker.engine import Engine
+from kvrouter.mocker.engine_choice import EngineModel
 from kvrouter.mocker.engine_types import CacheEvent, DuplicateRequest, EngineRequest, FinishReason, Output
 
 
@@ -60,7 +60,7 @@ class EngineDriver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineModel,
         clock: EngineClock,
         publish: Callable[[Iterable[CacheEvent]], None],
         *,

@@ -1,9 +1,16 @@
-from collections.abc import Callable
-from random import Random
-
 from kvrouter.mocker.block_pool import Block, engine_hash, root_hash
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+from xxhash import xxh3_64_intdigest
+
+_MULTIPLIER, _INCREMENT, _MASK = 6364136223846793005, 1442695040888963407, (1 << 64) - 1
+"""Knuth's MMIX generator: a linear congruence mod 2^64, of which the high half counts."""
+
+
+def output_stream(request: EngineRequest) -> int:
+    """Where the generator of a request's output tokens starts, a u64."""
+    source = request.request_id if request.seed is None else str(request.seed)
+    return xxh3_64_intdigest(source.encode())
 
 
 class Sequence:
@@ -15,7 +22,7 @@ class Sequence:
 
     __slots__ = (
         "_root",
-        "_uniform",
+        "_stream",
         "_width",
         "blocks",
         "cached_tokens",
@@ -55,7 +62,7 @@ class Sequence:
         """Output tokens that are drawn but not known yet, next one last."""
         self._width = 4 * config.block_size  # bytes of a block's tokens
         self._root = root_hash(config.hash_seed, request.scope)
-        self._uniform: Callable[[], float] | None = None
+        self._stream: int | None = None
 
     def cut(self) -> None:
         """Cut the prompt into blocks and hash them, if that is not done yet.
@@ -81,14 +88,17 @@ class Sequence:
         The block is hashed with it. It is cached, and found, only once its tokens are known and computed: the bounds
         are `length` and `computed`, and not what `pieces` has.
         """
-        if self._uniform is None:
-            request = self.request
-            self._uniform = Random(request.request_id if request.seed is None else request.seed).random
-            begun = request.prompt[len(self.pieces) * self._width :]
+        state = self._stream
+        if state is None:
+            state = output_stream(self.request)
+            begun = self.request.prompt[len(self.pieces) * self._width :]
         else:
             begun = b""
-        uniform = self._uniform
-        drawn = [int(uniform() * vocabulary_size) for _ in range((self._width - len(begun)) // 4)]
+        drawn = []
+        for _ in range((self._width - len(begun)) // 4):
+            state = (state * _MULTIPLIER + _INCREMENT) & _MASK
+            drawn.append((state >> 32) * vocabulary_size >> 32)
+        self._stream = state
         piece = begun + pack_tokens(drawn)
         self.pieces.append(piece)
         self.chain.append(engine_hash(self.chain[-1], piece))

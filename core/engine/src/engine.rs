@@ -1,0 +1,418 @@
+//! One rank: its scheduler and its KV cache. The rules of a step are written down in `kvrouter.mocker.engine`, which is
+//! the oracle of this file; the order of operations is the same, so that outputs, events and times are equal.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::config::Config;
+use crate::pool::{Pool, Row};
+use crate::sequence::{Request, Sequence};
+
+pub enum Event {
+    Stored {
+        parent: Option<u64>,
+        hashes: Vec<u64>,
+        tokens: Vec<u32>,
+        root: u64,
+    },
+    /// One physical copy of each.
+    Removed(Vec<u64>),
+    Cleared,
+}
+
+pub struct Step {
+    pub seconds: f64,
+    pub prefill_tokens: usize,
+    pub reused_tokens: usize,
+    pub decode_sequences: usize,
+    pub preempted: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    No,
+    Length,
+    Stop,
+}
+
+/// What a step gave one request.
+pub struct Output {
+    pub number: u64,
+    pub token: u32,
+    pub finish: Finish,
+    pub first: bool,
+    /// Seconds since its token before this one; 0 for the first.
+    pub gap: f64,
+    pub prompt_tokens: usize,
+    /// Prompt and output.
+    pub length: usize,
+    pub cached_tokens: usize,
+    pub submitted_at: f64,
+    pub scheduled_at: f64,
+}
+
+pub struct Load {
+    pub running: usize,
+    pub waiting: usize,
+    pub active_blocks: usize,
+    pub cached_blocks: usize,
+    pub prefill_tokens: usize,
+}
+
+type Handle = usize;
+
+pub struct Engine {
+    pub config: Config,
+    pub events: Vec<Event>,
+    record_events: bool,
+    pool: Pool,
+    sequences: Vec<Option<Sequence>>,
+    unused: Vec<Handle>,
+    by_number: HashMap<u64, Handle>,
+    waiting: VecDeque<Handle>,
+    /// In the order of admission.
+    decoding: Vec<Handle>,
+    /// Admitted after all that decode or complete.
+    prefilling: Option<Handle>,
+    /// Their prefill ends with the step under way.
+    completing: Vec<Handle>,
+    in_step: bool,
+    clear: bool,
+    scratch: Vec<u8>,
+}
+
+impl Engine {
+    pub fn new(config: Config, record_events: bool) -> Self {
+        Self {
+            config,
+            events: Vec::new(),
+            record_events,
+            pool: Pool::new(config.num_blocks, config.block_size),
+            sequences: Vec::new(),
+            unused: Vec::new(),
+            by_number: HashMap::new(),
+            waiting: VecDeque::new(),
+            decoding: Vec::new(),
+            prefilling: None,
+            completing: Vec::new(),
+            in_step: false,
+            clear: false,
+            scratch: Vec::new(),
+        }
+    }
+
+    pub fn in_step(&self) -> bool {
+        self.in_step
+    }
+
+    pub fn holds(&self, number: u64) -> bool {
+        self.by_number.contains_key(&number)
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Put a request into the queue. The driver has checked its length, its number and the queue's bound.
+    pub fn submit(&mut self, request: Request, now: f64) {
+        let sequence = Sequence::new(request, &self.config, now);
+        let number = sequence.number;
+        let handle = match self.unused.pop() {
+            Some(handle) => {
+                self.sequences[handle] = Some(sequence);
+                handle
+            }
+            None => {
+                self.sequences.push(Some(sequence));
+                self.sequences.len() - 1
+            }
+        };
+        self.by_number.insert(number, handle);
+        self.waiting.push_back(handle);
+    }
+
+    /// Schedule a step; None if there is nothing to do. None may be under way.
+    pub fn begin_step(&mut self, now: f64) -> Option<Step> {
+        let cleared = self.clear;
+        if cleared {
+            self.forget();
+        }
+        if self.by_number.is_empty() && !cleared {
+            return None;
+        }
+        let queued = self.waiting.len();
+        let decode_sequences = self.schedule_decodes();
+        let mut budget = self.config.max_batched_tokens - decode_sequences;
+        let mut prefill_tokens = self.continue_prefill(budget);
+        let preempted = self.waiting.len() - queued;
+        let mut reused_tokens = 0;
+        if preempted == 0 {
+            budget -= prefill_tokens;
+            let (admitted, reused) = self.admit(budget, now);
+            prefill_tokens += admitted;
+            reused_tokens = reused;
+        }
+        let decode_tokens: usize = self.decoding.iter().map(|handle| self.get(*handle).tokens.len()).sum();
+        let seconds = self.config.time_model.step_seconds(
+            prefill_tokens as u64,
+            decode_tokens as u64,
+            self.config.capacity_tokens(),
+        );
+        self.in_step = true;
+        let seconds = seconds / self.config.speed;
+        Some(Step { seconds, prefill_tokens, reused_tokens, decode_sequences, preempted })
+    }
+
+    /// End the step under way; `outputs` gets what it gave each request, oldest first.
+    pub fn end_step(&mut self, now: f64, mut output: impl FnMut(Output)) {
+        self.in_step = false;
+        let mut ended = Vec::new();
+        self.decoding.append(&mut self.completing);
+        for at in 0..self.decoding.len() {
+            let handle = self.decoding[at];
+            let Some(sequence) = self.sequences[handle].as_mut() else { continue };
+            let token = sequence.generate(&self.config, &mut self.scratch);
+            let length = sequence.tokens.len();
+            let first = length == sequence.prompt_tokens + 1;
+            let gap = if first { 0.0 } else { now - sequence.last_output_at };
+            sequence.last_output_at = now;
+            let finish = if sequence.stop.contains(&token) {
+                Finish::Stop
+            } else if length >= sequence.limit {
+                Finish::Length
+            } else {
+                Finish::No
+            };
+            output(Output {
+                number: sequence.number,
+                token,
+                finish,
+                first,
+                gap,
+                prompt_tokens: sequence.prompt_tokens,
+                length,
+                cached_tokens: sequence.cached_tokens,
+                submitted_at: sequence.submitted_at,
+                scheduled_at: sequence.scheduled_at.unwrap_or(sequence.submitted_at),
+            });
+            if finish != Finish::No {
+                ended.push(handle);
+                self.end(handle);
+            }
+        }
+        if !ended.is_empty() {
+            let sequences = &self.sequences;
+            self.decoding.retain(|handle| sequences[*handle].is_some());
+            // Handles are free only once no list names them.
+            self.unused.append(&mut ended);
+        }
+    }
+
+    /// End a request at once. Returns (cached tokens, submitted, scheduled); None: it is not here.
+    pub fn abort(&mut self, number: u64) -> Option<(usize, f64, f64)> {
+        let handle = *self.by_number.get(&number)?;
+        if self.prefilling == Some(handle) {
+            self.prefilling = None;
+        }
+        self.decoding.retain(|other| *other != handle);
+        self.completing.retain(|other| *other != handle);
+        self.waiting.retain(|other| *other != handle);
+        let sequence = self.end(handle)?;
+        self.unused.push(handle);
+        let scheduled_at = sequence.scheduled_at.unwrap_or(sequence.submitted_at);
+        Some((sequence.cached_tokens, sequence.submitted_at, scheduled_at))
+    }
+
+    /// Empty the cache with the next step.
+    pub fn clear_cache(&mut self) {
+        self.clear = true;
+    }
+
+    pub fn load(&self) -> Load {
+        let mut prefill_tokens: usize = self.waiting.iter().map(|handle| self.get(*handle).tokens.len()).sum();
+        if let Some(handle) = self.prefilling {
+            prefill_tokens += self.get(handle).tokens.len() - self.get(handle).computed;
+        }
+        Load {
+            running: self.by_number.len() - self.waiting.len(),
+            waiting: self.waiting.len(),
+            active_blocks: self.pool.active(),
+            cached_blocks: self.pool.idle(),
+            prefill_tokens,
+        }
+    }
+
+    pub fn table(&self) -> impl Iterator<Item = Row<'_>> {
+        self.pool.table()
+    }
+
+    #[allow(clippy::expect_used)] // a list names a sequence as long as it lives
+    fn get(&self, handle: Handle) -> &Sequence {
+        self.sequences[handle].as_ref().expect("the sequence lives")
+    }
+
+    #[allow(clippy::expect_used)]
+    fn get_mut(&mut self, handle: Handle) -> &mut Sequence {
+        self.sequences[handle].as_mut().expect("the sequence lives")
+    }
+
+    /// Make room for one token of each decoding sequence; returns how many decode.
+    fn schedule_decodes(&mut self) -> usize {
+        let mut at = 0;
+        while at < self.decoding.len() {
+            let handle = self.decoding[at];
+            let sequence = self.get(handle);
+            let (length, room) = (sequence.tokens.len(), sequence.room);
+            if length > room {
+                while self.pool.free() == 0 {
+                    if self.preempt_newest() == Some(handle) {
+                        return self.decoding.len();
+                    }
+                }
+                self.take(handle, 1);
+            }
+            if length >= room && self.config.prefix_caching && length == self.get(handle).room {
+                self.store(handle, length);
+            }
+            self.get_mut(handle).computed = length;
+            at += 1;
+        }
+        self.decoding.len()
+    }
+
+    /// Schedule the next chunk of the prefill under way; returns its tokens.
+    fn continue_prefill(&mut self, budget: usize) -> usize {
+        let Some(handle) = self.prefilling else { return 0 };
+        if budget == 0 {
+            return 0;
+        }
+        let sequence = self.get(handle);
+        let chunk = budget.min(sequence.tokens.len() - sequence.computed);
+        if self.config.blocks_for(sequence.computed + chunk) - sequence.held > self.pool.free() {
+            self.preempt_newest();
+            return 0;
+        }
+        self.prefilling = None;
+        self.compute(handle, chunk);
+        chunk
+    }
+
+    /// Admit waiting requests, schedule their first chunks; returns the tokens of those and the tokens reused.
+    fn admit(&mut self, budget: usize, now: f64) -> (usize, usize) {
+        let (mut scheduled, mut reused) = (0, 0);
+        let mut running = self.by_number.len() - self.waiting.len();
+        while scheduled < budget && running < self.config.max_sequences {
+            let Some(&handle) = self.waiting.front() else { break };
+            let config = self.config;
+            let Some(sequence) = self.sequences[handle].as_mut() else { break };
+            sequence.cut(&config, &mut self.scratch);
+            let length = sequence.tokens.len();
+            let limit = if config.prefix_caching { (length - 1) / config.block_size } else { 0 };
+            let hits = self.pool.find(&sequence.chain, &sequence.tokens, limit);
+            let in_use = hits.iter().filter(|page| self.pool.uses(**page) > 0).count();
+            if config.blocks_for(length) - in_use > self.pool.free() {
+                break;
+            }
+            self.waiting.pop_front();
+            running += 1;
+            self.pool.hold(&hits);
+            sequence.held = hits.len();
+            sequence.computed = hits.len() * config.block_size;
+            sequence.room = sequence.computed;
+            sequence.pages = hits;
+            reused += sequence.computed;
+            if sequence.scheduled_at.is_none() {
+                sequence.scheduled_at = Some(now);
+                sequence.cached_tokens = sequence.computed;
+            }
+            let chunk = (budget - scheduled).min(length - sequence.computed);
+            self.compute(handle, chunk);
+            scheduled += chunk;
+        }
+        (scheduled, reused)
+    }
+
+    /// Schedule `chunk` more tokens of a prefill, for which there are blocks.
+    fn compute(&mut self, handle: Handle, chunk: usize) {
+        let sequence = self.get(handle);
+        let computed = sequence.computed + chunk;
+        let complete = computed == sequence.tokens.len();
+        let more = self.config.blocks_for(computed) - sequence.held;
+        self.take(handle, more);
+        if self.config.prefix_caching {
+            self.store(handle, computed);
+        }
+        self.get_mut(handle).computed = computed;
+        if complete {
+            self.completing.push(handle);
+        } else {
+            self.prefilling = Some(handle);
+        }
+    }
+
+    fn take(&mut self, handle: Handle, count: usize) {
+        let mut evicted = Vec::new();
+        self.pool.take(count, &mut evicted);
+        if self.record_events && !evicted.is_empty() {
+            self.events.push(Event::Removed(evicted));
+        }
+        let block_size = self.config.block_size;
+        let sequence = self.get_mut(handle);
+        sequence.held += count;
+        sequence.room += count * block_size;
+    }
+
+    /// Cache what blocks are full once `computed` tokens are.
+    fn store(&mut self, handle: Handle, computed: usize) {
+        let width = self.config.block_size;
+        let Some(sequence) = self.sequences[handle].as_mut() else { return };
+        let (start, stop) = (sequence.pages.len(), computed / width);
+        if start == stop {
+            return;
+        }
+        for block in start..stop {
+            let content = &sequence.tokens[block * width..(block + 1) * width];
+            let (parent, hash) = (sequence.chain[block], sequence.chain[block + 1]);
+            sequence.pages.push(self.pool.store(parent, hash, content, sequence.root, block == 0));
+        }
+        if self.record_events {
+            self.events.push(Event::Stored {
+                parent: (start > 0).then(|| sequence.chain[start]),
+                hashes: sequence.chain[start + 1..=stop].to_vec(),
+                tokens: sequence.tokens[start * width..stop * width].to_vec(),
+                root: sequence.root,
+            });
+        }
+    }
+
+    /// Send the sequence that was admitted last back to the head of the queue.
+    fn preempt_newest(&mut self) -> Option<Handle> {
+        let handle = self.prefilling.take().or_else(|| self.decoding.pop())?;
+        self.release(handle);
+        self.waiting.push_front(handle);
+        Some(handle)
+    }
+
+    fn release(&mut self, handle: Handle) {
+        let Some(sequence) = self.sequences[handle].as_mut() else { return };
+        self.pool.release(&sequence.pages, sequence.held - sequence.pages.len());
+        sequence.pages.clear();
+        (sequence.held, sequence.room, sequence.computed) = (0, 0, 0);
+    }
+
+    /// Release a sequence and forget it. Its handle is not free before no list names it.
+    fn end(&mut self, handle: Handle) -> Option<Sequence> {
+        self.release(handle);
+        let sequence = self.sequences[handle].take()?;
+        self.by_number.remove(&sequence.number);
+        Some(sequence)
+    }
+
+    fn forget(&mut self) {
+        while self.preempt_newest().is_some() {}
+        self.pool.clear();
+        self.clear = false;
+        if self.record_events {
+            self.events.push(Event::Cleared);
+        }
+    }
+}

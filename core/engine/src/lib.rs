@@ -1,0 +1,18 @@
+//! The simulated engine of kvrouter's mocker and simulator, as the Python module `kvrouter.engine._native`.
+//!
+//! It judges the router, so it shares no code with the router's core: it has block hashes of its own.
+
+mod config;
+mod engine;
+mod fleet;
+mod pool;
+mod python;
+mod sequence;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::python::{Engine, Fleet};
+}

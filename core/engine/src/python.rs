@@ -1,0 +1,283 @@
+//! Conversions at the edge. Requests go by numbers; the Python side checks what callers send before it comes here.
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+
+use crate::config::{Config, TimeModel};
+use crate::engine::{Engine as Model, Event, Finish};
+use crate::fleet::Fleet as Engines;
+use crate::sequence::Request;
+
+type Coefficients = (f64, f64, f64, f64, f64, f64, f64);
+
+/// (num_blocks, block_size, max_batched_tokens, max_sequences, length_limit, prefix_caching, speed, vocabulary_size,
+/// coefficients)
+type Settings = (usize, usize, usize, usize, usize, bool, f64, u64, Coefficients);
+
+fn config(settings: Settings) -> PyResult<Config> {
+    let (
+        num_blocks,
+        block_size,
+        max_batched_tokens,
+        max_sequences,
+        length_limit,
+        prefix_caching,
+        speed,
+        vocabulary_size,
+        time,
+    ) = settings;
+    if block_size == 0 || num_blocks == 0 || num_blocks > u32::MAX as usize || max_batched_tokens < max_sequences {
+        return Err(PyValueError::new_err("no engine can have these settings"));
+    }
+    let (prefill_n2_ms, prefill_n1_ms, prefill_n0_ms, decode_p2_ms, decode_p1_ms, decode_p0_ms, decode_floor_ms) = time;
+    let time_model = TimeModel {
+        prefill_n2_ms,
+        prefill_n1_ms,
+        prefill_n0_ms,
+        decode_p2_ms,
+        decode_p1_ms,
+        decode_p0_ms,
+        decode_floor_ms,
+    };
+    Ok(Config {
+        num_blocks,
+        block_size,
+        max_batched_tokens,
+        max_sequences,
+        length_limit,
+        prefix_caching,
+        speed,
+        vocabulary_size,
+        time_model,
+    })
+}
+
+fn words(packed: &[u8]) -> Vec<u32> {
+    packed.chunks_exact(4).map(|word| word.first_chunk().map_or(0, |word| u32::from_le_bytes(*word))).collect()
+}
+
+fn pack_tokens<'py>(py: Python<'py>, tokens: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, tokens.len() * 4, |to| {
+        for (to, token) in to.chunks_exact_mut(4).zip(tokens) {
+            to.copy_from_slice(&token.to_le_bytes());
+        }
+        Ok(())
+    })
+}
+
+fn pack_hashes<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, hashes.len() * 8, |to| {
+        for (to, hash) in to.chunks_exact_mut(8).zip(hashes) {
+            to.copy_from_slice(&hash.to_le_bytes());
+        }
+        Ok(())
+    })
+}
+
+/// (hashes, parent or None, tokens, root) of a store, (hashes,) of a removal, () when all is cleared.
+fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTuple>> {
+    match event {
+        Event::Stored { parent, hashes, tokens, root } => {
+            (pack_hashes(py, hashes)?, *parent, pack_tokens(py, tokens)?, *root).into_pyobject(py)
+        }
+        Event::Removed(hashes) => (pack_hashes(py, hashes)?,).into_pyobject(py),
+        Event::Cleared => Ok(PyTuple::empty(py)),
+    }
+}
+
+/// One engine; `kvrouter.mocker.native_engine` gives it the interface of `kvrouter.mocker.engine`.
+#[pyclass(module = "kvrouter.engine._native")]
+pub struct Engine {
+    model: Model,
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    fn new(settings: Settings) -> PyResult<Self> {
+        Ok(Self { model: Model::new(config(settings)?, true) })
+    }
+
+    fn waiting(&self) -> usize {
+        self.model.waiting()
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one crossing for each request")]
+    fn submit(
+        &mut self,
+        number: u64,
+        prompt: &[u8],
+        max_tokens: usize,
+        root: u64,
+        stream: u64,
+        stop: Vec<u32>,
+        now: f64,
+    ) -> PyResult<()> {
+        if self.model.holds(number) {
+            return Err(PyValueError::new_err(format!("request {number} is here already")));
+        }
+        self.model.submit(Request { number, prompt: words(prompt), max_tokens, root, stream, stop }, now);
+        Ok(())
+    }
+
+    /// ((seconds, prefill tokens, tokens reused, sequences that decode, preempted), events); None: nothing to do.
+    fn begin_step<'py>(&mut self, py: Python<'py>, now: f64) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        if self.model.in_step() {
+            return Err(PyRuntimeError::new_err("a step is under way"));
+        }
+        let Some(step) = self.model.begin_step(now) else { return Ok(None) };
+        let events: Vec<_> = self.model.events.iter().map(|event| event_tuple(py, event)).collect::<PyResult<_>>()?;
+        self.model.events.clear();
+        let figures = (step.seconds, step.prefill_tokens, step.reused_tokens, step.decode_sequences, step.preempted);
+        Ok(Some((figures, PyList::new(py, events)?).into_pyobject(py)?))
+    }
+
+    /// (number, token, 0 or 1 for length or 2 for stop, first, cached tokens, submitted at, scheduled at) of each.
+    #[expect(clippy::type_complexity, reason = "a row")]
+    fn end_step(&mut self, now: f64) -> PyResult<Vec<(u64, u32, u8, bool, usize, f64, f64)>> {
+        if !self.model.in_step() {
+            return Err(PyRuntimeError::new_err("no step is under way"));
+        }
+        let mut rows = Vec::new();
+        self.model.end_step(now, |output| {
+            let finish = match output.finish {
+                Finish::No => 0,
+                Finish::Length => 1,
+                Finish::Stop => 2,
+            };
+            rows.push((
+                output.number,
+                output.token,
+                finish,
+                output.first,
+                output.cached_tokens,
+                output.submitted_at,
+                output.scheduled_at,
+            ));
+        });
+        Ok(rows)
+    }
+
+    /// (cached tokens, submitted at, scheduled at); None: it is not here.
+    fn abort(&mut self, number: u64) -> Option<(usize, f64, f64)> {
+        self.model.abort(number)
+    }
+
+    fn clear_cache(&mut self) {
+        self.model.clear_cache();
+    }
+
+    /// (running, waiting, active blocks, cached blocks, prefill tokens)
+    fn load(&self) -> (usize, usize, usize, usize, usize) {
+        let load = self.model.load();
+        (load.running, load.waiting, load.active_blocks, load.cached_blocks, load.prefill_tokens)
+    }
+
+    /// (hash, parent or None, tokens, root, copies) of each cached block.
+    #[expect(clippy::type_complexity, reason = "a row")]
+    fn table<'py>(&self, py: Python<'py>) -> PyResult<Vec<(u64, Option<u64>, Bound<'py, PyBytes>, u64, usize)>> {
+        self.model
+            .table()
+            .map(|row| Ok((row.hash, row.parent, pack_tokens(py, row.tokens)?, row.root, row.copies)))
+            .collect()
+    }
+}
+
+/// Engines in virtual time; `kvrouter.simulator.fleet` says what it does, in Python.
+#[pyclass(module = "kvrouter.engine._native")]
+pub struct Fleet {
+    engines: Engines,
+    count: usize,
+}
+
+impl Fleet {
+    fn checked(&self, engine: usize) -> PyResult<usize> {
+        if engine < self.count {
+            Ok(engine)
+        } else {
+            Err(PyValueError::new_err(format!("there is no engine {engine}")))
+        }
+    }
+}
+
+#[pymethods]
+impl Fleet {
+    #[new]
+    fn new(settings: Vec<Settings>, record_events: bool) -> PyResult<Self> {
+        let configs = settings.into_iter().map(config).collect::<PyResult<Vec<_>>>()?;
+        Ok(Self { count: configs.len(), engines: Engines::new(configs, record_events) })
+    }
+
+    #[getter]
+    fn now(&self) -> f64 {
+        self.engines.now
+    }
+
+    fn submit(
+        &mut self,
+        engine: usize,
+        number: u64,
+        prompt: &[u8],
+        max_tokens: usize,
+        root: u64,
+        stream: u64,
+    ) -> PyResult<()> {
+        let engine = self.checked(engine)?;
+        let request = Request { number, prompt: words(prompt), max_tokens, root, stream, stop: Vec::new() };
+        self.engines.submit(engine, request);
+        Ok(())
+    }
+
+    fn restart(&mut self, engine: usize) -> PyResult<()> {
+        let engine = self.checked(engine)?;
+        self.engines.restart(engine);
+        Ok(())
+    }
+
+    /// Returns the notices: (at, engine, number, output tokens so far, cached tokens, finished) of each.
+    fn advance(&mut self, py: Python<'_>, until: f64) -> Vec<(f64, usize, u64, usize, usize, bool)> {
+        let engines = &mut self.engines;
+        py.detach(|| engines.advance(until));
+        let rows = engines.notices.drain(..);
+        rows.map(|n| (n.at, n.engine, n.number, n.generated, n.cached_tokens, n.finished)).collect()
+    }
+
+    /// What was stored and removed since the last call: (at, engine, event) of each.
+    fn take_events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let rows = self
+            .engines
+            .events
+            .iter()
+            .map(|made| Ok((made.at, made.engine, event_tuple(py, &made.event)?)))
+            .collect::<PyResult<Vec<_>>>()?;
+        self.engines.events.clear();
+        PyList::new(py, rows)
+    }
+
+    /// (running, waiting, active blocks, cached blocks, prefill tokens) of an engine.
+    fn load(&self, engine: usize) -> PyResult<(usize, usize, usize, usize, usize)> {
+        let Some(model) = self.engines.engine(engine) else {
+            return Err(PyValueError::new_err(format!("there is no engine {engine}")));
+        };
+        let load = model.load();
+        Ok((load.running, load.waiting, load.active_blocks, load.cached_blocks, load.prefill_tokens))
+    }
+
+    /// Seconds between tokens, sorted, as packed little-endian f32.
+    fn sorted_gaps<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let gaps = &mut self.engines.gaps;
+        gaps.sort_unstable_by(f32::total_cmp);
+        PyBytes::new_with(py, gaps.len() * 4, |to| {
+            for (to, gap) in to.chunks_exact_mut(4).zip(gaps) {
+                to.copy_from_slice(&gap.to_le_bytes());
+            }
+            Ok(())
+        })
+    }
+
+    /// (steps, preemptions, busy seconds by engine)
+    fn totals(&self) -> (u64, u64, Vec<f64>) {
+        (self.engines.steps, self.engines.preemptions, self.engines.busy_seconds.clone())
+    }
+}

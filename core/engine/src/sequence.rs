@@ -1,0 +1,91 @@
+//! A request inside the engine: the tokens known so far, how many of them are computed, the blocks it holds.
+
+use crate::config::Config;
+use crate::pool::engine_hash;
+
+/// What the driver hands in.
+pub struct Request {
+    /// The driver's name for it.
+    pub number: u64,
+    pub prompt: Vec<u32>,
+    pub max_tokens: usize,
+    /// Parent hash of its first block.
+    pub root: u64,
+    /// Start of the stream that its output tokens are drawn from.
+    pub stream: u64,
+    pub stop: Vec<u32>,
+}
+
+pub struct Sequence {
+    pub number: u64,
+    /// The prompt and all output.
+    pub tokens: Vec<u32>,
+    pub prompt_tokens: usize,
+    pub limit: usize,
+    pub root: u64,
+    pub stop: Vec<u32>,
+    pub submitted_at: f64,
+    pub scheduled_at: Option<f64>,
+    pub last_output_at: f64,
+    pub cached_tokens: usize,
+    pub computed: usize,
+    /// Blocks, its own or shared; the first `pages.len()` of them are cached.
+    pub held: usize,
+    /// Tokens that the held blocks have place for.
+    pub room: usize,
+    pub pages: Vec<u32>,
+    /// chain[i] is the parent hash of block i, chain[i + 1] its own, for every full block of `tokens`.
+    pub chain: Vec<u64>,
+    stream: u64,
+}
+
+impl Sequence {
+    pub fn new(request: Request, config: &Config, submitted_at: f64) -> Self {
+        let prompt_tokens = request.prompt.len();
+        Self {
+            number: request.number,
+            tokens: request.prompt,
+            prompt_tokens,
+            limit: config.length_limit.min(prompt_tokens.saturating_add(request.max_tokens)),
+            root: request.root,
+            stop: request.stop,
+            submitted_at,
+            scheduled_at: None,
+            last_output_at: submitted_at,
+            cached_tokens: 0,
+            computed: 0,
+            held: 0,
+            room: 0,
+            pages: Vec::new(),
+            chain: Vec::new(),
+            stream: request.stream,
+        }
+    }
+
+    /// Hash the blocks of the prompt, if that is not done yet: it waits until the sequence heads the queue.
+    pub fn cut(&mut self, config: &Config, scratch: &mut Vec<u8>) {
+        if !self.chain.is_empty() {
+            return;
+        }
+        let mut parent = self.root;
+        self.chain.reserve(self.limit / config.block_size + 1);
+        self.chain.push(parent);
+        for block in self.tokens.chunks_exact(config.block_size) {
+            parent = engine_hash(parent, block, scratch);
+            self.chain.push(parent);
+        }
+    }
+
+    /// Draw the next output token: a linear congruential stream (Knuth's MMIX), of which the high half counts.
+    pub fn generate(&mut self, config: &Config, scratch: &mut Vec<u8>) -> u32 {
+        self.stream = self.stream.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let token = (((self.stream >> 32) * config.vocabulary_size) >> 32) as u32;
+        self.tokens.push(token);
+        if self.tokens.len().is_multiple_of(config.block_size) {
+            let block = &self.tokens[self.tokens.len() - config.block_size..];
+            let parent = self.chain[self.chain.len() - 1];
+            self.chain.push(engine_hash(parent, block, scratch));
+        }
+        token
+    }
+}

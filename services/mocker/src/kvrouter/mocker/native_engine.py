@@ -1,0 +1,162 @@
+"""The engine model in Rust, with the interface of ``kvrouter.mocker.engine``."""
+
+from __future__ import annotations
+
+import struct
+from itertools import count
+
+from kvrouter.engine import _native
+from kvrouter.mocker.block_pool import root_hash
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine_types import (
+    CachedBlock,
+    CacheEvent,
+    Cleared,
+    DuplicateRequest,
+    EngineRequest,
+    FinishReason,
+    Load,
+    Output,
+    PromptTooLong,
+    QueueFull,
+    Removed,
+    Scope,
+    Step,
+    Stored,
+)
+from kvrouter.mocker.sequence import output_stream
+
+_FINISH = (None, FinishReason.LENGTH, FinishReason.STOP)
+
+
+def native_settings(config: EngineConfig) -> _native.Settings:
+    """A configuration as the native module takes it."""
+    model = config.time_model
+    return (
+        config.num_blocks,
+        config.block_size,
+        config.max_batched_tokens,
+        config.max_sequences,
+        config.length_limit,
+        config.prefix_caching,
+        config.speed,
+        config.vocabulary_size,
+        (
+            model.prefill_n2_ms,
+            model.prefill_n1_ms,
+            model.prefill_n0_ms,
+            model.decode_p2_ms,
+            model.decode_p1_ms,
+            model.decode_p0_ms,
+            model.decode_floor_ms,
+        ),
+    )
+
+
+class NativeEngine:
+    """One rank: its scheduler and its KV cache."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._native = _native.Engine(native_settings(config))
+        self._numbers = count()
+        self._number_of: dict[str, int] = {}
+        self._id_of: dict[int, str] = {}
+        self._scopes: dict[int, Scope] = {}  # by root hash
+
+    def check(self, request: EngineRequest, waiting: int = 0) -> None:
+        """Raise what `submit` would."""
+        if request.request_id in self._number_of:
+            raise DuplicateRequest(request.request_id)
+        limit = self.config.length_limit
+        if request.prompt_tokens >= limit:
+            raise PromptTooLong(request.prompt_tokens, limit)
+        waiting += self._native.waiting()
+        if waiting >= self.config.max_waiting:
+            raise QueueFull(waiting)
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        """Put a request into the queue."""
+        self.check(request)
+        root = root_hash(self.config.hash_seed, request.scope)
+        number = next(self._numbers)
+        self._scopes[root] = request.scope
+        self._number_of[request.request_id] = number
+        self._id_of[number] = request.request_id
+        self._native.submit(
+            number,
+            request.prompt,
+            min(request.max_tokens, self.config.length_limit),
+            root,
+            output_stream(request),
+            [token for token in request.stop_token_ids if 0 <= token < 1 << 32],
+            now,
+        )
+
+    def begin_step(self, now: float) -> Step | None:
+        """Schedule a step."""
+        begun = self._native.begin_step(now)
+        if begun is None:
+            return None
+        (seconds, prefill_tokens, reused_tokens, decode_sequences, preempted), events = begun
+        return Step(
+            now,
+            seconds,
+            tuple([self._event(event) for event in events]),
+            prefill_tokens,
+            reused_tokens,
+            decode_sequences,
+            preempted,
+        )
+
+    def end_step(self, now: float) -> list[Output]:
+        """End the step under way."""
+        outputs = []
+        for number, token, finish, first, cached_tokens, submitted_at, scheduled_at in self._native.end_step(now):
+            request_id = self._id_of[number]
+            if finish:
+                self._forget(number)
+            outputs.append(
+                Output(request_id, (token,), _FINISH[finish], first, cached_tokens, submitted_at, scheduled_at)
+            )
+        return outputs
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request at once."""
+        number = self._number_of.get(request_id)
+        ended = None if number is None else self._native.abort(number)
+        if number is None or ended is None:
+            return None
+        self._forget(number)
+        return Output(request_id, (), FinishReason.ABORT, False, *ended)
+
+    def clear_cache(self) -> None:
+        """Empty the cache with the next step."""
+        self._native.clear_cache()
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        running, waiting, active_blocks, cached_blocks, prefill_tokens = self._native.load()
+        return Load(running, waiting, active_blocks, cached_blocks, self.config.num_blocks, prefill_tokens)
+
+    def cached_blocks(self) -> dict[int, CachedBlock]:
+        """Engine hash → block, for all that is cached."""
+        return {
+            engine_hash: CachedBlock(parent, tokens, self._scopes[root], copies)
+            for engine_hash, parent, tokens, root, copies in self._native.table()
+        }
+
+    def _forget(self, number: int) -> None:
+        del self._number_of[self._id_of.pop(number)]
+
+    def _event(self, event: _native.Event) -> CacheEvent:
+        if len(event) == 4:
+            hashes, parent, tokens, root = event
+            width = 4 * self.config.block_size
+            pieces = tuple([tokens[start : start + width] for start in range(0, len(tokens), width)])
+            return Stored(parent, _unpack(hashes), pieces, self._scopes[root])
+        return Removed(_unpack(event[0])) if event else Cleared()
+
+
+def _unpack(hashes: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(hashes) // 8}Q", hashes)
