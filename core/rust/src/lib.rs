@@ -1,10 +1,12 @@
 //! The native core of kvrouter, as the Python module `kvrouter.core._native`.
 
+mod active_blocks;
 pub mod apply;
 mod blocks;
 mod figures;
 mod floating;
 pub mod hash;
+mod holders;
 pub mod index;
 mod memory;
 mod pages;
@@ -13,10 +15,12 @@ mod query;
 pub mod ranks;
 mod remove;
 mod runs;
+mod sequences;
 mod state;
 mod store;
 mod table;
 mod tagmap;
+mod tombstones;
 mod wire;
 
 use pyo3::prelude::*;
@@ -24,5 +28,5 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::python::{ApplySummary, PrefixIndex, local_hashes, sequence_hashes};
+    use crate::python::{ActiveSequences, ApplySummary, PrefixIndex, local_hashes, sequence_hashes};
 }

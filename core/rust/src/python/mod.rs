@@ -1,8 +1,11 @@
 //! The Python module `kvrouter.core._native`: conversions at the edge, and nothing else.
 
 mod buffers;
+mod exclusive;
 mod hashing;
 mod prefix_index;
+mod sequences;
 
 pub use hashing::{local_hashes, sequence_hashes};
 pub use prefix_index::{ApplySummary, PrefixIndex};
+pub use sequences::ActiveSequences;

@@ -1,0 +1,93 @@
+//! Which ranks hold something, by slot, with a word about each. A single holder takes no memory of its own.
+
+/// Slots with a value each, in order of the slots.
+#[derive(Clone, Default)]
+pub enum Holders<T> {
+    #[default]
+    None,
+    One([(u32, T); 1]),
+    Many(Vec<(u32, T)>),
+}
+
+impl<T: Copy> Holders<T> {
+    /// All holders.
+    #[inline]
+    pub fn as_slice(&self) -> &[(u32, T)] {
+        match self {
+            Self::None => &[],
+            Self::One(one) => one,
+            Self::Many(many) => many,
+        }
+    }
+
+    /// The value of a holder.
+    #[inline]
+    pub fn get(&self, slot: u32) -> Option<T> {
+        let held = self.as_slice();
+        let at = held.binary_search_by_key(&slot, |(slot, _)| *slot).ok()?;
+        held.get(at).map(|(_, value)| *value)
+    }
+
+    /// Sets the value of a holder. Returns the value that it had.
+    pub fn set(&mut self, slot: u32, value: T) -> Option<T> {
+        let held = match self {
+            Self::None => {
+                *self = Self::One([(slot, value)]);
+                return None;
+            }
+            Self::One(one) => one.as_mut_slice(),
+            Self::Many(many) => many.as_mut_slice(),
+        };
+        match held.binary_search_by_key(&slot, |(slot, _)| *slot) {
+            Ok(at) => held.get_mut(at).map(|(_, had)| std::mem::replace(had, value)),
+            Err(at) => {
+                if let Self::One(one) = self {
+                    *self = Self::Many(one.to_vec());
+                }
+                if let Self::Many(many) = self {
+                    many.insert(at, (slot, value));
+                }
+                None
+            }
+        }
+    }
+
+    /// Takes a holder out. Returns its value.
+    pub fn remove(&mut self, slot: u32) -> Option<T> {
+        let at = self.as_slice().binary_search_by_key(&slot, |(slot, _)| *slot).ok()?;
+        let Self::Many(many) = self else {
+            let Self::One([(_, value)]) = std::mem::take(self) else { return None };
+            return Some(value);
+        };
+        let (_, value) = many.remove(at);
+        match many.as_slice() {
+            [] => *self = Self::None,
+            [one] => *self = Self::One([*one]),
+            left if left.len() * 4 <= many.capacity() => many.shrink_to(left.len() * 2),
+            _ => {}
+        }
+        Some(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holders_come_and_go_in_order() {
+        let mut holders = Holders::default();
+        for slot in [5, 1, 9, 3, 7] {
+            assert_eq!(holders.set(slot, slot * 10), None);
+        }
+        assert_eq!(holders.as_slice(), &[(1, 10), (3, 30), (5, 50), (7, 70), (9, 90)]);
+        assert_eq!((holders.set(3, 31), holders.get(3), holders.get(4)), (Some(30), Some(31), None));
+        assert_eq!((holders.remove(4), holders.remove(5), holders.remove(5)), (None, Some(50), None));
+        for slot in [1, 3, 7] {
+            assert!(holders.remove(slot).is_some());
+        }
+        assert!(matches!(holders, Holders::One([(9, 90)])));
+        assert_eq!((holders.remove(1), holders.remove(9)), (None, Some(90)));
+        assert!(matches!(holders, Holders::None));
+    }
+}

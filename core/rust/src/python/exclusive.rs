@@ -1,0 +1,26 @@
+//! One caller at a time, without a wait that holds the GIL.
+
+use std::sync::{Mutex, PoisonError, TryLockError};
+
+use pyo3::prelude::*;
+
+/// State that calls change.
+pub struct Exclusive<S>(Mutex<S>);
+
+impl<S: Send> Exclusive<S> {
+    pub fn new(state: S) -> Self {
+        Self(Mutex::new(state))
+    }
+
+    /// Calls `f` with the state: with the GIL held if that is free and the call is not `long`, else without it.
+    pub fn with<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&mut S) -> T + Send) -> T {
+        if !long {
+            match self.0.try_lock() {
+                Ok(mut state) => return f(&mut state),
+                Err(TryLockError::Poisoned(poisoned)) => return f(&mut poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        py.detach(|| f(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+}
