@@ -133,6 +133,14 @@ impl Blocks {
         self.0.page_mut(id).chunks.get_mut(Pages::<BlockPage>::unit(id))
     }
 
+    /// A chunk with its header.
+    #[inline]
+    pub fn both_mut(&mut self, id: u32) -> Option<(&mut Header, &mut Chunk)> {
+        let unit = Pages::<BlockPage>::unit(id);
+        let page = self.0.page_mut(id);
+        page.headers.get_mut(unit).zip(page.chunks.get_mut(unit))
+    }
+
     #[inline]
     pub fn header(&self, at: Slot) -> Header {
         self.0.page(at >> 3).headers.get(Pages::<BlockPage>::unit(at >> 3)).copied().unwrap_or(NO_HEADER)

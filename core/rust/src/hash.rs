@@ -99,9 +99,6 @@ impl Secret {
     #[inline]
     pub fn mix(&self, key: u64) -> u64 {
         let product = u128::from(key ^ self.add).wrapping_mul(u128::from(self.multiply));
-        let folded = (product as u64) ^ ((product >> 64) as u64);
-        // The low bits of a product depend on few bits of its factors: a second round spreads them.
-        let product = u128::from(folded).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
         (product as u64) ^ ((product >> 64) as u64)
     }
 

@@ -491,7 +491,8 @@ impl Index {
         }
     }
 
-    /// Takes the engine hashes from a depth on out of the table.
+    /// Takes the engine hashes from a depth on out of the table. Chunks that lie behind it altogether are left marked as
+    /// listed: they are freed next.
     fn unlist_from(&mut self, id: u32, depth: u32) {
         let mut unlisting = std::mem::take(&mut self.unlisting);
         let first = depth - self.runs.at(id).start;
@@ -506,6 +507,13 @@ impl Index {
                     unlisting.push((hash, slot(chunk, lane)));
                 }
             }
+            if number == first / 8
+                && let Some(header) = self.blocks.header_mut(slot(chunk, 0))
+            {
+                let kept = (1u8 << (first % 8)) - 1;
+                header.listed &= kept;
+                header.doubled &= kept;
+            }
             if unlisting.len() >= 32 {
                 self.unlist_all(&mut unlisting);
             }
@@ -517,14 +525,8 @@ impl Index {
 
     fn unlist_all(&mut self, unlisting: &mut Vec<(u64, Slot)>) {
         let (secret, blocks) = (self.secret, &self.blocks);
-        for (hash, at) in unlisting.iter() {
-            self.shared.remove(*hash, *at, |at| secret.mix(blocks.engine(at)));
-        }
-        for (_, at) in unlisting.drain(..) {
-            if let Some(header) = self.blocks.header_mut(at) {
-                header.listed &= !bit(at);
-                header.doubled &= !bit(at);
-            }
+        for (hash, at) in unlisting.drain(..) {
+            self.shared.remove(hash, at, |at| secret.mix(blocks.engine(at)));
         }
     }
 
@@ -703,7 +705,12 @@ impl Index {
 
     /// Asks for the local hashes of a chunk.
     pub(crate) fn chunk_prefetch(&self, chunk: u32) {
-        prefetch(self.blocks.chunk(chunk));
+        prefetch(&self.blocks.chunk(chunk).locals);
+    }
+
+    /// Asks for the engine hashes of a chunk.
+    pub(crate) fn chunk_prefetch_engines(&self, chunk: u32) {
+        prefetch(&self.blocks.chunk(chunk).engines);
     }
 }
 

@@ -1,8 +1,9 @@
 //! Removing blocks, in any order.
 
+use crate::blocks::LANES;
 use crate::index::Index;
 use crate::ranks::{Counting, Spot};
-use crate::runs::Seat;
+use crate::runs::{SHARED, Seat};
 
 impl Index {
     /// Removes a copy of each block from a seat (as a set: all copies). Returns how many were held.
@@ -50,9 +51,30 @@ impl Index {
 
     /// How many of the engine hashes are those of the blocks before a spot, from the nearest on, down to `lo`.
     fn followed(&self, spot: Spot, lo: u32, engines: &[u64]) -> u32 {
-        let depths = (lo..spot.depth).rev();
-        let same = |(depth, engine): &(u32, &u64)| self.engine_at(Spot { depth: *depth, ..spot }) == Some(**engine);
-        depths.zip(engines).take_while(same).count() as u32
+        let run = self.runs.at(spot.run);
+        if spot.label != SHARED {
+            let same = |depth: u32, engine: &u64| self.engine_at(Spot { depth, ..spot }) == Some(*engine);
+            return (lo..spot.depth).rev().zip(engines).take_while(|(depth, engine)| same(*depth, engine)).count()
+                as u32;
+        }
+        let most = ((spot.depth - lo) as usize).min(engines.len());
+        let mut same = 0;
+        while same < most {
+            let last = spot.depth - run.start - 1 - same as u32;
+            let Some(&chunk) = run.chunks.get((last / LANES) as usize) else { break };
+            if let Some(&ahead) = run.chunks.get(((last / LANES) as usize).wrapping_sub(4)) {
+                self.chunk_prefetch_engines(ahead);
+            }
+            let held = self.blocks.chunk(chunk).engines.iter().take((last % LANES) as usize + 1).rev();
+            let asked = engines.iter().take(most).skip(same);
+            let room = (last % LANES) as usize + 1;
+            let equal = held.zip(asked).take_while(|(held, asked)| held == asked).count();
+            same += equal;
+            if equal < room {
+                break;
+            }
+        }
+        same as u32
     }
 
     /// How many of the engine hashes are those of the blocks after a spot, up to `hi`.

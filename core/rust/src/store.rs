@@ -1,6 +1,6 @@
 //! Storing a chain of blocks.
 
-use crate::blocks::{LANES, Slot, bit};
+use crate::blocks::{LANES, Slot, bit, slot};
 use crate::floating::FloatingBlock;
 use crate::hash::sequence_hash;
 use crate::index::{Index, MAX_RECORDS, branch_hash, private_hash, private_slot_hash, run_hash};
@@ -26,8 +26,8 @@ pub enum Refused {
 #[derive(Default)]
 pub struct Scratch {
     pub hashes: Vec<u64>,
-    pub seen: Vec<u64>,
-    pub epoch: u32,
+    seen: Vec<u32>,
+    epoch: u16,
     pub engines: Vec<u64>,
     pub locals: Vec<u64>,
 }
@@ -37,14 +37,17 @@ const KEPT_WORDS: usize = 1 << 18;
 
 impl Scratch {
     pub fn heap(&self) -> usize {
-        8 * (self.hashes.capacity() + self.seen.capacity() + self.engines.capacity() + self.locals.capacity())
+        8 * (self.hashes.capacity() + self.engines.capacity() + self.locals.capacity()) + 4 * self.seen.capacity()
     }
 
     pub fn trim(&mut self) {
-        for buffer in [&mut self.hashes, &mut self.seen, &mut self.engines, &mut self.locals] {
+        for buffer in [&mut self.hashes, &mut self.engines, &mut self.locals] {
             if buffer.capacity() > KEPT_WORDS {
                 *buffer = Vec::new();
             }
+        }
+        if self.seen.capacity() > KEPT_WORDS {
+            self.seen = Vec::new();
         }
     }
 
@@ -53,26 +56,27 @@ impl Scratch {
         if words.len() < 2 {
             return false;
         }
+        // Marks are words' numbers and, above them, the number of the call; a mark of another call is none.
         let size = (words.len() * 4).next_power_of_two().max(64);
-        if self.seen.len() < size || self.epoch == u32::MAX {
+        if self.seen.len() < size || self.epoch == u16::MAX || words.len() > 1 << 16 {
             self.seen.clear();
             self.seen.resize(size, 0);
             self.epoch = 0;
         }
         self.epoch += 1;
-        let (mask, epoch) = (size - 1, u64::from(self.epoch) << 32);
-        for ((word, hash), at) in words.iter().zip(&self.hashes).zip(0u64..) {
-            let mut place = *hash as usize & mask;
-            // A mark is of this call if its upper half is the epoch; its lower half is the word's number.
-            while let Some(mark) = self.seen.get_mut(place) {
-                if *mark & !u64::from(u32::MAX) != epoch {
+        let epoch = u32::from(self.epoch) << 16;
+        let Some(seen) = self.seen.get_mut(..size) else { return true };
+        for ((word, hash), at) in words.iter().zip(&self.hashes).zip(0u32..) {
+            let mut place = *hash as usize & (size - 1);
+            while let Some(mark) = seen.get_mut(place) {
+                if *mark & 0xFFFF_0000 != epoch {
                     *mark = epoch | at;
                     break;
                 }
-                if words.get(*mark as u32 as usize) == Some(word) {
+                if words.get((*mark & 0xFFFF) as usize) == Some(word) {
                     return true;
                 }
-                place = (place + 1) & mask;
+                place = (place + 1) & (size - 1);
             }
         }
         false
@@ -196,7 +200,7 @@ impl Index {
         let mut same = 0;
         while same < most {
             let Some(&chunk) = run.chunks.get((offset / LANES) as usize) else { return same };
-            if let Some(&ahead) = run.chunks.get((offset / LANES) as usize + 4) {
+            if let Some(&ahead) = run.chunks.get((offset / LANES) as usize + 8) {
                 self.chunk_prefetch(ahead);
             }
             let lane = (offset % LANES) as usize;
@@ -204,7 +208,7 @@ impl Index {
             let asked = locals.get(same..most).unwrap_or_default();
             if lane == 0
                 && let (Some(held), Some(asked)) = (held.first_chunk::<8>(), asked.first_chunk::<8>())
-                && held == asked
+                && held.iter().zip(asked).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
             {
                 same += 8;
                 offset += 8;
@@ -351,31 +355,55 @@ impl Index {
         let run = self.runs.at(run_id);
         let secret = self.secret;
         let mut at = from;
+        let mut offset = depth - run.start;
         while at < to {
-            let slot = run.slot(depth + (at - from) as u32);
-            let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { break };
-            let header = self.blocks.header(slot);
-            if header.listed & bit(slot) != 0 {
-                if self.blocks.engine(slot) != engine || header.doubled & bit(slot) != 0 {
-                    break;
-                }
-            } else {
-                if let Some(ahead) = chain.hashes.get(at + AHEAD) {
-                    self.shared.prefetch(*ahead);
-                }
-                if !self.shared.insert_alone(hash, slot) {
-                    let blocks = &self.blocks;
-                    let other = self.shared.find(hash, |other| blocks.engine(other) == engine);
-                    if other.is_some() || !self.shared.insert(hash, slot, |slot| secret.mix(blocks.engine(slot))) {
+            let Some(&chunk_id) = run.chunks.get((offset / LANES) as usize) else { return at };
+            let lane = offset % LANES;
+            let count = (to - at).min((LANES - lane) as usize);
+            let Some((header, chunk)) = self.blocks.both_mut(chunk_id) else { return at };
+            let lanes = chunk.engines.iter_mut().skip(lane as usize);
+            let asked = chain.engines.iter().zip(chain.hashes).skip(at).take(count);
+            let mut named = 0;
+            for ((to, (engine, hash)), bit) in
+                lanes.zip(asked).zip((0u32..8).map(|shift| 1u8 << shift).skip(lane as usize))
+            {
+                if header.listed & bit != 0 {
+                    if to != engine || header.doubled & bit != 0 {
                         break;
                     }
+                } else {
+                    if let Some(ahead) = chain.hashes.get(at + named + AHEAD) {
+                        self.shared.prefetch(*ahead);
+                    }
+                    if !self.shared.insert_alone(*hash, slot(chunk_id, lane + named as u32)) {
+                        break;
+                    }
+                    *to = *engine;
+                    header.listed |= bit;
+                }
+                named += 1;
+            }
+            at += named;
+            offset += named as u32;
+            if named < count {
+                let slot = slot(chunk_id, offset % LANES);
+                let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return at };
+                if self.blocks.header(slot).listed & bit(slot) != 0 {
+                    return at;
+                }
+                let blocks = &self.blocks;
+                if self.shared.find(hash, |other| blocks.engine(other) == engine).is_some()
+                    || !self.shared.insert(hash, slot, |slot| secret.mix(blocks.engine(slot)))
+                {
+                    return at;
                 }
                 self.blocks.set_engine(slot, engine);
                 if let Some(header) = self.blocks.header_mut(slot) {
                     header.listed |= bit(slot);
                 }
+                at += 1;
+                offset += 1;
             }
-            at += 1;
         }
         at
     }

@@ -4,20 +4,29 @@
 //! keys may be there several times. Twelve references and their tags share a cache line; a line that is full passes
 //! references on to the next one and counts them, so that a lookup knows where to stop and a removal leaves no mark.
 //!
-//! Lines are in segments of 24 KiB, found through a directory by the hash's low bits (extendible hashing): growth splits
-//! one segment at a time and moves at most 3,900 references, however large the table is. Segments that run empty merge.
+//! Lines are in segments of 20 KiB, found through a directory by the hash's low bits (extendible hashing): growth splits
+//! one segment at a time and moves at most 3,828 references, however large the table is. Segments that run empty merge.
+//! How full a segment is shows in how many references lie off their home lines, so that the usual insertion and removal
+//! touch one cache line, and no counter.
+//! The directory holds addresses, so that a lookup takes two dependent loads: the directory's and the line's.
+
+use std::ptr::NonNull;
 
 use crate::memory::{Mapping, prefetch};
 
 const LANES: usize = 12;
-const LINES: usize = 384;
-/// References in a segment before it splits: 85% of the room.
-const FULL: u32 = 3900;
-const MERGE_BELOW: u32 = 500;
-const MERGED_AT_MOST: u32 = 1900;
-/// A directory of 2^22 segments: room for over 8 billion references. Only keys that are equal lead beyond it.
+/// Lines of a segment; with its header, five pages.
+const LINES: usize = 319;
+/// References off their home lines before a segment splits: between these, by its number, so that segments which fill
+/// alike do not all split at once. With lines filled at random, that is when 3,000 to 3,300 of 3,828 lanes are taken.
+const DISPLACED: std::ops::Range<u32> = 50..130;
+const MERGE_BELOW: u32 = 400;
+const MERGED_AT_MOST: u32 = 1600;
+/// One in so many removals that leave a line empty looks whether the segment can merge.
+const MERGE_LOOK: u64 = 32;
+/// A directory of 2^22 segments: room for over 6 billion references. Only keys that are equal lead beyond it.
 const MAX_DEPTH: u32 = 22;
-const SEGMENT_BYTES: usize = LINES * 64;
+const SEGMENT_BYTES: usize = (LINES + 1) * 64;
 
 #[repr(C, align(64))]
 struct Line {
@@ -71,41 +80,37 @@ impl Line {
     }
 }
 
+/// A segment, at the start of its mapping.
+#[repr(C, align(64))]
 struct Segment {
-    memory: Mapping,
-    count: u32,
+    /// References off their home lines.
+    displaced: u32,
     depth: u32,
     /// The low bits of the hashes that belong here.
     bits: u32,
+    /// Its number among the mappings.
+    number: u32,
+    spare: [u64; 6],
+    lines: [Line; LINES],
 }
 
+const _: () = assert!(size_of::<Segment>() == SEGMENT_BYTES);
+
 impl Segment {
-    fn new(depth: u32, bits: u32) -> Option<Self> {
-        Some(Self { memory: Mapping::zeroed(SEGMENT_BYTES)?, count: 0, depth, bits })
+    /// References in the segment.
+    fn count(&self) -> u32 {
+        self.lines.iter().map(|line| LANES as u32 - line.with_tag(0).count_ones()).sum()
     }
 
-    #[inline]
-    fn lines(&self) -> &[Line; LINES] {
-        // SAFETY: the mapping is SEGMENT_BYTES long, page-aligned, and zeroes or lines written through `lines_mut`.
-        unsafe { self.memory.start().cast().as_ref() }
-    }
-
-    #[inline]
-    fn lines_mut(&mut self) -> &mut [Line; LINES] {
-        // SAFETY: as in `lines`, borrowed exclusively.
-        unsafe { self.memory.start().cast().as_mut() }
-    }
-
-    /// Puts a reference into the first line with room from its home on. There must be room.
+    /// Puts a reference into the first line with room from its home on.
     fn put(&mut self, hash: u64, reference: u32) -> bool {
         let mut at = home(hash);
-        let lines = self.lines_mut();
-        for _ in 0..LINES {
-            let Some(line) = lines.get_mut(at) else { return false };
+        for step in 0..LINES {
+            let Some(line) = self.lines.get_mut(at) else { return false };
             let free = line.with_tag(0);
             if free != 0 {
                 line.put(free.trailing_zeros() as usize, tag(hash), reference);
-                self.count += 1;
+                self.displaced += u32::from(step > 0);
                 return true;
             }
             line.pass(1);
@@ -115,7 +120,7 @@ impl Segment {
     }
 
     fn take_all(&mut self, into: &mut Vec<u32>) {
-        for line in self.lines_mut() {
+        for line in &mut self.lines {
             for (tag, reference) in line.tags.iter().zip(line.references) {
                 if *tag != 0 {
                     into.push(reference);
@@ -123,7 +128,7 @@ impl Segment {
             }
             line.tags = [0; 16];
         }
-        self.count = 0;
+        self.displaced = 0;
     }
 }
 
@@ -144,8 +149,9 @@ fn tag(hash: u64) -> u8 {
 
 /// The table. `resolve` arguments give the hash of what a reference refers to.
 pub struct TagMap {
-    directory: Vec<u32>,
-    segments: Vec<Option<Segment>>,
+    /// Where the segment for each value of the hash's low bits is: the start of one of `mappings`.
+    directory: Vec<NonNull<Segment>>,
+    mappings: Vec<Option<Mapping>>,
     free: Vec<u32>,
     depth: u32,
     count: usize,
@@ -153,11 +159,16 @@ pub struct TagMap {
     most_moved: usize,
 }
 
+// SAFETY: the directory's addresses are those of mappings that the table owns.
+unsafe impl Send for TagMap {}
+// SAFETY: shared references only read.
+unsafe impl Sync for TagMap {}
+
 impl TagMap {
     pub fn new() -> Self {
         Self {
             directory: Vec::new(),
-            segments: Vec::new(),
+            mappings: Vec::new(),
             free: Vec::new(),
             depth: 0,
             count: 0,
@@ -174,9 +185,9 @@ impl TagMap {
 
     /// Bytes in memory.
     pub fn bytes(&self) -> usize {
-        (self.segments.len() - self.free.len()) * SEGMENT_BYTES
-            + self.directory.capacity() * 4
-            + self.segments.capacity() * size_of::<Option<Segment>>()
+        (self.mappings.len() - self.free.len()) * SEGMENT_BYTES
+            + self.directory.capacity() * 8
+            + self.mappings.capacity() * size_of::<Option<Mapping>>()
             + self.moving.capacity() * 4
     }
 
@@ -186,21 +197,47 @@ impl TagMap {
     }
 
     #[inline]
-    fn segment_of(&self, hash: u64) -> u32 {
+    fn address(&self, hash: u64) -> Option<NonNull<Segment>> {
         let at = hash & ((1u64 << self.depth) - 1);
-        self.directory.get(at as usize).copied().unwrap_or(u32::MAX)
+        self.directory.get(at as usize).copied()
     }
 
     #[inline]
     fn segment(&self, hash: u64) -> Option<&Segment> {
-        self.segments.get(self.segment_of(hash) as usize)?.as_ref()
+        // SAFETY: the directory holds addresses of live mappings only, each SEGMENT_BYTES of zeroes or of a segment, and the
+        // reference lives no longer than the borrow of the table.
+        self.address(hash).map(|segment| unsafe { segment.as_ref() })
+    }
+
+    #[inline]
+    fn segment_mut(&mut self, hash: u64) -> Option<&mut Segment> {
+        // SAFETY: as in `segment`, with the table borrowed exclusively.
+        self.address(hash).map(|mut segment| unsafe { segment.as_mut() })
+    }
+
+    /// A new, empty segment.
+    fn add_segment(&mut self, depth: u32, bits: u32) -> Option<NonNull<Segment>> {
+        let mapping = Mapping::zeroed(SEGMENT_BYTES)?;
+        let mut address = mapping.start().cast::<Segment>();
+        let number = match self.free.pop() {
+            Some(number) => number,
+            None => {
+                self.mappings.push(None);
+                self.mappings.len() as u32 - 1
+            }
+        };
+        // SAFETY: the mapping is as large as a segment, page-aligned, and nothing else refers to it yet; zeroes are a segment.
+        let segment = unsafe { address.as_mut() };
+        (segment.depth, segment.bits, segment.number) = (depth, bits, number);
+        *self.mappings.get_mut(number as usize)? = Some(mapping);
+        Some(address)
     }
 
     /// Asks for the cache line that a hash leads to.
     #[inline]
     pub fn prefetch(&self, hash: u64) {
-        if let Some(segment) = self.segment(hash) {
-            prefetch(segment.memory.start().as_ptr().wrapping_add(home(hash) * 64));
+        if let Some(segment) = self.address(hash) {
+            prefetch(segment.as_ptr().cast::<Line>().wrapping_add(1 + home(hash)));
         }
     }
 
@@ -210,7 +247,7 @@ impl TagMap {
         let segment = self.segment(hash)?;
         let mut at = home(hash);
         for _ in 0..LINES {
-            let line = segment.lines().get(at)?;
+            let line = segment.lines.get(at)?;
             let mut lanes = line.with_tag(tag(hash));
             while lanes != 0 {
                 let reference = line.reference(lanes.trailing_zeros());
@@ -227,21 +264,33 @@ impl TagMap {
         None
     }
 
-    /// Inserts if nothing under this hash can be there: its line has room, has passed nothing on, and has no such tag.
+    /// Inserts if nothing of this hash can be there, and no line on the way has its tag. Does nothing where the segment
+    /// may have to split.
     #[inline]
     pub fn insert_alone(&mut self, hash: u64, reference: u32) -> bool {
-        let at = self.segment_of(hash);
-        let Some(Some(segment)) = self.segments.get_mut(at as usize) else { return false };
-        if segment.count >= FULL {
-            return false;
-        }
-        let Some(line) = segment.lines_mut().get_mut(home(hash)) else { return false };
+        let Some(segment) = self.segment_mut(hash) else { return false };
+        let Some(line) = segment.lines.get_mut(home(hash)) else { return false };
         let free = line.with_tag(0);
-        if free == 0 || line.passed() != 0 || line.with_tag(tag(hash)) != 0 {
+        if free == 0 || line.with_tag(tag(hash)) != 0 {
             return false;
         }
-        line.put(free.trailing_zeros() as usize, tag(hash), reference);
-        segment.count += 1;
+        if line.passed() != 0 {
+            // What was passed on may be of this hash. It is a line or two away.
+            let mut at = next(home(hash));
+            loop {
+                let Some(line) = segment.lines.get(at) else { return false };
+                if line.with_tag(tag(hash)) != 0 || at == home(hash) {
+                    return false;
+                }
+                if line.passed() == 0 {
+                    break;
+                }
+                at = next(at);
+            }
+        }
+        if let Some(line) = segment.lines.get_mut(home(hash)) {
+            line.put(free.trailing_zeros() as usize, tag(hash), reference);
+        }
         self.count += 1;
         true
     }
@@ -249,81 +298,81 @@ impl TagMap {
     /// Inserts; false if there is no memory.
     pub fn insert(&mut self, hash: u64, reference: u32, resolve: impl Fn(u32) -> u64) -> bool {
         if self.directory.is_empty() {
-            let Some(segment) = Segment::new(0, 0) else { return false };
-            self.segments.push(Some(segment));
-            self.directory.push(0);
+            let Some(segment) = self.add_segment(0, 0) else { return false };
+            self.directory.push(segment);
         }
         loop {
-            let at = self.segment_of(hash);
-            let Some(Some(segment)) = self.segments.get_mut(at as usize) else { return false };
-            if segment.count < FULL || (segment.depth >= MAX_DEPTH && segment.count < (LINES * LANES) as u32) {
-                let put = segment.put(hash, reference);
-                self.count += usize::from(put);
-                return put;
+            let Some(segment) = self.segment_mut(hash) else { return false };
+            let limit = DISPLACED.start + segment.number % 1024 * 37 % (DISPLACED.end - DISPLACED.start);
+            if (segment.displaced < limit || segment.depth >= MAX_DEPTH) && segment.put(hash, reference) {
+                self.count += 1;
+                return true;
             }
-            if !self.split(at, &resolve) {
+            if !self.split(hash, &resolve) {
                 return false;
             }
         }
     }
 
-    fn split(&mut self, at: u32, resolve: &impl Fn(u32) -> u64) -> bool {
-        let Some(Some(segment)) = self.segments.get_mut(at as usize) else { return false };
+    /// Splits the segment that a hash leads to.
+    fn split(&mut self, hash: u64, resolve: &impl Fn(u32) -> u64) -> bool {
+        let Some(segment) = self.segment_mut(hash) else { return false };
         if segment.depth >= MAX_DEPTH {
             return false;
         }
         let (depth, bits) = (segment.depth, segment.bits);
-        let Some(sibling) = Segment::new(depth + 1, bits | 1 << depth) else { return false };
-        let mut moved = 0;
+        let Some(sibling) = self.add_segment(depth + 1, bits | 1 << depth) else { return false };
+        let mut moving = std::mem::take(&mut self.moving);
+        moving.clear();
+        if let Some(segment) = self.segment_mut(hash) {
+            segment.depth += 1;
+            segment.take_all(&mut moving);
+        }
+        let mut moved = moving.len();
         if depth == self.depth {
+            moved = moved.max(self.directory.len());
             self.directory.extend_from_within(..);
             self.depth += 1;
-            moved += self.directory.len() / 2;
         }
-        segment.depth += 1;
-        self.moving.clear();
-        segment.take_all(&mut self.moving);
-        moved = moved.max(self.moving.len());
-        let new = match self.free.pop() {
-            Some(new) => {
-                if let Some(place) = self.segments.get_mut(new as usize) {
-                    *place = Some(sibling);
-                }
-                new
-            }
-            None => {
-                self.segments.push(Some(sibling));
-                self.segments.len() as u32 - 1
-            }
-        };
         for entry in self.directory.iter_mut().skip((bits | 1 << depth) as usize).step_by(2 << depth) {
-            *entry = new;
+            *entry = sibling;
         }
-        let moving = std::mem::take(&mut self.moving);
-        for &reference in &moving {
-            let hash = resolve(reference);
-            let to = self.segment_of(hash);
-            if let Some(Some(segment)) = self.segments.get_mut(to as usize) {
-                segment.put(hash, reference);
-            }
-        }
+        self.put_all(&moving, resolve);
         self.moving = moving;
         self.most_moved = self.most_moved.max(moved);
         true
     }
 
+    /// Puts references where they belong.
+    fn put_all(&mut self, moving: &[u32], resolve: &impl Fn(u32) -> u64) {
+        let mut hashes = [0u64; 32];
+        for some in moving.chunks(hashes.len()) {
+            // A loop of its own, so that the keys' cache misses overlap.
+            for (hash, &reference) in hashes.iter_mut().zip(some) {
+                *hash = resolve(reference);
+            }
+            for (&hash, &reference) in hashes.iter().zip(some) {
+                if let Some(segment) = self.segment_mut(hash) {
+                    segment.put(hash, reference);
+                }
+            }
+        }
+    }
+
     /// Removes a reference; false if it is not there.
     pub fn remove(&mut self, hash: u64, reference: u32, resolve: impl Fn(u32) -> u64) -> bool {
-        let at = self.segment_of(hash);
-        let Some(Some(segment)) = self.segments.get_mut(at as usize) else { return false };
+        let Some(segment) = self.segment_mut(hash) else { return false };
         let start = home(hash);
         let mut line_at = start;
         let mut found = false;
+        let mut empty = false;
         for _ in 0..LINES {
-            let Some(line) = segment.lines_mut().get_mut(line_at) else { return false };
+            let Some(line) = segment.lines.get_mut(line_at) else { return false };
             let mut lanes = line.with_tag(tag(hash));
             while lanes != 0 {
                 if line.reference(lanes.trailing_zeros()) == reference {
+                    // Looked at first: to read a line just after a byte of it was written stalls.
+                    empty = line.with_tag(0) | 1 << lanes.trailing_zeros() == (1 << LANES) - 1;
                     line.put(lanes.trailing_zeros() as usize, 0, 0);
                     found = true;
                     break;
@@ -340,44 +389,50 @@ impl TagMap {
         }
         let mut passed = start;
         while passed != line_at {
-            if let Some(line) = segment.lines_mut().get_mut(passed) {
+            if let Some(line) = segment.lines.get_mut(passed) {
                 line.pass(-1);
             }
             passed = next(passed);
         }
-        segment.count -= 1;
+        segment.displaced -= u32::from(line_at != start);
+        let look = empty && segment.depth > 0;
         self.count -= 1;
-        if segment.count < MERGE_BELOW && segment.depth > 0 {
-            self.merge(at, &resolve);
+        if look && (self.count as u64).is_multiple_of(MERGE_LOOK) {
+            self.merge(hash, &resolve);
         }
         true
     }
 
-    /// Joins a segment with the one it was split from, if both are nearly empty.
-    fn merge(&mut self, at: u32, resolve: &impl Fn(u32) -> u64) {
-        let Some(Some(segment)) = self.segments.get(at as usize) else { return };
-        let (depth, bits, count) = (segment.depth, segment.bits, segment.count);
-        let buddy = self.directory.get((bits ^ 1 << (depth - 1)) as usize).copied().unwrap_or(at);
-        let Some(Some(other)) = self.segments.get(buddy as usize) else { return };
-        if buddy == at || other.depth != depth || other.count + count > MERGED_AT_MOST {
+    /// Joins the segment that a hash leads to with the one it was split from, if both are nearly empty.
+    fn merge(&mut self, hash: u64, resolve: &impl Fn(u32) -> u64) {
+        let Some(segment) = self.segment(hash) else { return };
+        let (depth, bits, count, number) = (segment.depth, segment.bits, segment.count(), segment.number);
+        if count >= MERGE_BELOW {
             return;
         }
-        let Some(mut gone) = self.segments.get_mut(at as usize).and_then(Option::take) else { return };
-        self.free.push(at);
-        self.moving.clear();
-        gone.take_all(&mut self.moving);
-        drop(gone);
+        let buddy_bits = bits ^ 1 << (depth - 1);
+        let Some(buddy) = self.address(u64::from(buddy_bits)) else { return };
+        let Some(other) = self.segment(u64::from(buddy_bits)) else { return };
+        if other.number == number || other.depth != depth || other.count() + count > MERGED_AT_MOST {
+            return;
+        }
+        let mut moving = std::mem::take(&mut self.moving);
+        moving.clear();
+        if let Some(segment) = self.segment_mut(hash) {
+            segment.take_all(&mut moving);
+        }
         for entry in self.directory.iter_mut().skip(bits as usize).step_by(1 << depth) {
             *entry = buddy;
         }
-        let moving = std::mem::take(&mut self.moving);
-        if let Some(Some(other)) = self.segments.get_mut(buddy as usize) {
+        if let Some(gone) = self.mappings.get_mut(number as usize) {
+            *gone = None;
+            self.free.push(number);
+        }
+        if let Some(other) = self.segment_mut(hash) {
             other.depth -= 1;
             other.bits &= (1 << other.depth) - 1;
-            for &reference in &moving {
-                other.put(resolve(reference), reference);
-            }
         }
+        self.put_all(&moving, resolve);
         self.most_moved = self.most_moved.max(moving.len());
         self.moving = moving;
     }
@@ -405,7 +460,7 @@ mod tests {
                 assert!(map.insert(hash(key), key, hash));
             }
         }
-        assert!(map.most_moved() <= 4096);
+        assert!((2500..=4096).contains(&map.most_moved()), "{}", map.most_moved());
         assert!(map.bytes() < 13 * 1_000_000, "{}", map.bytes());
         for key in 0..1_000_000u32 {
             assert_eq!(map.find(hash(key), |found| found == key), Some(key));
