@@ -74,6 +74,13 @@ def batch(
     ).SerializeToString()
 
 
+def event_on_wire(event: KvEvent, more: bytes = b"") -> bytes:
+    """One more event of a batch, as it is on the wire."""
+    encoded = event.SerializeToString() + more
+    assert len(encoded) < 128
+    return b"\x22" + bytes([len(encoded)]) + encoded
+
+
 def digest_of(*entries: tuple[int, int, int, int]) -> int:
     """Digest of (engine hash, sequence hash, tier, copies)."""
     return sum(xxh3_64_intdigest(struct.pack("<4Q", *entry), 1337) for entry in entries) % (1 << 64)
