@@ -248,10 +248,30 @@ impl ActiveBlocks {
 }
 
 /// The hashes that are not also earlier ones, with where they were; None if they all are.
-pub fn without_repeats(hashes: &[u64]) -> Option<(Vec<u64>, Vec<u32>)> {
-    let mut seen = std::collections::HashSet::with_capacity(hashes.len());
-    let kept: Vec<(u64, u32)> = hashes.iter().copied().zip(0..).filter(|(hash, _)| seen.insert(*hash)).collect();
-    (kept.len() < hashes.len()).then(|| kept.into_iter().unzip())
+pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<(Vec<u64>, Vec<u32>)> {
+    // Half empty, and hashes go where nobody can foresee: few steps to each one's place.
+    let mask = (hashes.len() * 2).next_power_of_two() - 1;
+    let mut places = vec![u32::MAX; mask + 1];
+    let mut first = |number: &u32, hash: &u64| {
+        let mut at = secret.mix(*hash) as usize & mask;
+        while let Some(place) = places.get_mut(at) {
+            if *place == u32::MAX {
+                *place = *number;
+                return true;
+            }
+            if hashes.get(*place as usize) == Some(hash) {
+                return false;
+            }
+            at = (at + 1) & mask;
+        }
+        true
+    };
+    let repeat = (0u32..).zip(hashes).find(|(number, hash)| !first(number, hash))?.0;
+    let kept = (0..repeat).zip(hashes.iter().copied());
+    let later =
+        (repeat..).zip(hashes.iter().copied().skip(repeat as usize)).filter(|(number, hash)| first(number, hash));
+    let (origins, distinct) = kept.chain(later).unzip();
+    Some((distinct, origins))
 }
 
 #[cfg(test)]
@@ -303,7 +323,9 @@ mod tests {
 
     #[test]
     fn repeats_are_left_out() {
-        assert!(without_repeats(&[3, 1, 2]).is_none());
-        assert_eq!(without_repeats(&[3, 1, 3, 2, 1]), Some((vec![3, 1, 2], vec![0, 1, 3])));
+        let secret = Secret::random();
+        assert!(without_repeats(&[], &secret).is_none());
+        assert!(without_repeats(&[3, 1, 2], &secret).is_none());
+        assert_eq!(without_repeats(&[3, 1, 3, 2, 1, 2, 4], &secret), Some((vec![3, 1, 2, 4], vec![0, 1, 3, 6])));
     }
 }

@@ -10,6 +10,7 @@ mod holders;
 pub mod index;
 mod memory;
 mod pages;
+mod predicted;
 mod python;
 mod query;
 pub mod ranks;
@@ -28,5 +29,5 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::python::{ActiveSequences, ApplySummary, PrefixIndex, local_hashes, sequence_hashes};
+    use crate::python::{ActiveSequences, ApplySummary, PredictedIndex, PrefixIndex, local_hashes, sequence_hashes};
 }

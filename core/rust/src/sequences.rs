@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use crate::active_blocks::{ActiveBlocks, Piece, without_repeats};
+use crate::hash::Secret;
 use crate::ranks::Name;
 use crate::tombstones::Tombstones;
 
@@ -98,6 +99,7 @@ pub struct Sequences<T> {
     booked: u64,
     freed: Tombstones<Key>,
     active: ActiveBlocks,
+    secret: Secret,
 }
 
 impl<T> Sequences<T> {
@@ -114,6 +116,7 @@ impl<T> Sequences<T> {
             booked: 0,
             freed: Tombstones::new(tombstones),
             active: ActiveBlocks::new(),
+            secret: Secret::random(),
         }
     }
 
@@ -180,7 +183,7 @@ impl<T> Sequences<T> {
             Blocks::Shared(hashes) => hashes,
             Blocks::Untracked | Blocks::Unique => &[],
         };
-        let distinct = without_repeats(shared);
+        let distinct = without_repeats(shared, &self.secret);
         let distinct = distinct.as_ref().map_or(shared, |(hashes, _)| hashes);
         let Some((pieces, gained)) = self.active.add(distinct, slot) else { return Booked::NoMemory };
         let live = Live {
@@ -264,7 +267,7 @@ impl<T> Sequences<T> {
 
     /// Load of every rank, with a prompt added: its blocks, and `tail` private ones.
     pub fn loads(&self, hashes: &[u64], tail: u64) -> Columns {
-        let repeats = without_repeats(hashes);
+        let repeats = without_repeats(hashes, &self.secret);
         let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
         let mut used = vec![(0u32, 0u32); self.loads.len()];
         self.active.visit(distinct, |at, blocks, holders| {

@@ -3,9 +3,11 @@
 mod buffers;
 mod exclusive;
 mod hashing;
+mod predicted;
 mod prefix_index;
 mod sequences;
 
 pub use hashing::{local_hashes, sequence_hashes};
+pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, PrefixIndex};
 pub use sequences::ActiveSequences;

@@ -1,0 +1,376 @@
+//! Blocks that ranks are predicted to hold, least recently used first: the approximate mode.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+use crate::hash::{Secret, sequence_hash};
+use crate::holders::Holders;
+use crate::ranks::Name;
+use crate::table::Table;
+use crate::tagmap::TagMap;
+
+/// Entries are told apart in 32 bits, and there may be twice as many as the bound, and one, before some are dropped.
+const MOST_BLOCKS: usize = (u32::MAX / 2 - 2) as usize;
+/// Blocks ahead whose place in the table is asked for from memory.
+const AHEAD: usize = 8;
+
+/// A place that a rank is predicted to hold; a link in the list from the least to the most recently used.
+#[derive(Default)]
+struct Entry {
+    /// When a request with the block was last recorded, seconds.
+    at: f64,
+    place: u32,
+    slot: u32,
+    depth: u32,
+    older: u32,
+    newer: u32,
+}
+
+#[derive(Default)]
+struct Place {
+    hash: u64,
+    /// Entries by rank.
+    holders: Holders<u32>,
+}
+
+#[derive(Default)]
+struct Rank {
+    name: Name,
+    entries: usize,
+}
+
+/// There is no memory for another entry.
+#[derive(Debug)]
+pub struct NoMemory;
+
+/// See `kvrouter.core.interface.PredictedIndex`.
+pub struct Predicted {
+    ttl_seconds: f64,
+    max_blocks: usize,
+    pruned_blocks: usize,
+    now: f64,
+    entries: Table<Entry>,
+    oldest: u32,
+    newest: u32,
+    places: Table<Place>,
+    by_hash: TagMap,
+    secret: Secret,
+    ranks: Vec<Rank>,
+    slots: HashMap<Name, u32>,
+    free_slots: Vec<u32>,
+}
+
+impl Predicted {
+    /// `ttl_seconds` is above 0, `max_blocks` 1 or more, and `prune_ratio` 0 to 1.
+    pub fn new(ttl_seconds: f64, max_blocks: usize, prune_ratio: f64) -> Self {
+        let max_blocks = max_blocks.min(MOST_BLOCKS);
+        Self {
+            ttl_seconds,
+            max_blocks,
+            pruned_blocks: (prune_ratio * max_blocks as f64) as usize,
+            now: f64::NEG_INFINITY,
+            entries: Table::new(),
+            oldest: 0,
+            newest: 0,
+            places: Table::new(),
+            by_hash: TagMap::new(),
+            secret: Secret::random(),
+            ranks: Vec::new(),
+            slots: HashMap::new(),
+            free_slots: Vec::new(),
+        }
+    }
+
+    /// Entries, expired ones that were not dropped yet included.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// A request with these blocks was sent to the rank.
+    pub fn record(&mut self, rank: Name, locals: &[u64], now: f64) -> Result<(), NoMemory> {
+        self.expire(now);
+        if locals.is_empty() {
+            return Ok(());
+        }
+        // Deeper ones would be the first to be dropped again, as there are more than `max_blocks` before them.
+        let locals = locals.get(..=self.max_blocks).unwrap_or(locals);
+        let hashes = chained(locals);
+        let slot = self.slot(rank);
+        let mut recorded = Ok(());
+        for (depth, hash) in hashes.iter().enumerate().rev() {
+            if let Some(next) = depth.checked_sub(AHEAD).and_then(|next| hashes.get(next)) {
+                self.by_hash.prefetch(self.secret.mix(*next));
+            }
+            recorded = self.touch(slot, *hash, depth as u32);
+            if recorded.is_err() {
+                break;
+            }
+        }
+        if self.ranks.get(slot as usize).is_some_and(|rank| rank.entries == 0) {
+            self.forget_rank(slot);
+        }
+        if self.entries.len() > self.max_blocks {
+            self.prune();
+        }
+        recorded
+    }
+
+    /// Overlap of every rank that has one above 0.
+    pub fn overlaps(&mut self, locals: &[u64], now: f64) -> Vec<(Name, u32)> {
+        self.pass(now);
+        let stale = self.oldest != 0 && self.expired(self.entries.at(self.oldest));
+        let mut overlaps = vec![0u32; self.ranks.len()];
+        let mut found = Vec::new();
+        let mut hash = 0;
+        for (depth, local) in (0u32..).zip(locals) {
+            hash = sequence_hash(depth, hash, *local);
+            let Some(place) = self.find(hash) else { break };
+            let mut any = false;
+            for (slot, entry) in self.places.at(place).holders.as_slice() {
+                let Some(overlap) = overlaps.get_mut(*slot as usize).filter(|overlap| **overlap == depth) else {
+                    continue;
+                };
+                if stale && self.expired(self.entries.at(*entry)) {
+                    continue;
+                }
+                if depth == 0 {
+                    found.push(*slot);
+                }
+                *overlap = depth + 1;
+                any = true;
+            }
+            if !any {
+                break;
+            }
+        }
+        let named = |slot: u32| {
+            let (rank, overlap) = (self.ranks.get(slot as usize)?, overlaps.get(slot as usize)?);
+            Some((rank.name, *overlap))
+        };
+        found.into_iter().filter_map(named).collect()
+    }
+
+    /// Entries of a rank.
+    pub fn entries_of(&self, rank: Name) -> usize {
+        let rank = self.slots.get(&rank).and_then(|slot| self.ranks.get(*slot as usize));
+        rank.map_or(0, |rank| rank.entries)
+    }
+
+    /// Forgets a rank. Returns the entries dropped.
+    pub fn remove_rank(&mut self, rank: Name) -> usize {
+        let Some(&slot) = self.slots.get(&rank) else { return 0 };
+        let mut dropped = 0;
+        let mut id = self.oldest;
+        while id != 0 {
+            let entry = self.entries.at(id);
+            let newer = entry.newer;
+            if entry.slot == slot {
+                self.drop(id);
+                dropped += 1;
+            }
+            id = newer;
+        }
+        dropped
+    }
+
+    /// Drops what is too old. Returns how many entries.
+    pub fn expire(&mut self, now: f64) -> usize {
+        self.pass(now);
+        let mut dropped = 0;
+        while self.oldest != 0 && self.expired(self.entries.at(self.oldest)) {
+            self.drop(self.oldest);
+            dropped += 1;
+        }
+        dropped
+    }
+
+    /// Time passes; it does not run backwards.
+    fn pass(&mut self, now: f64) {
+        if now > self.now {
+            self.now = now;
+        }
+    }
+
+    fn expired(&self, entry: &Entry) -> bool {
+        let age = self.now - entry.at;
+        // Between infinities there is no age; such entries do not live.
+        age.is_nan() || age >= self.ttl_seconds
+    }
+
+    #[inline]
+    fn find(&self, hash: u64) -> Option<u32> {
+        self.by_hash.find(self.secret.mix(hash), |id| self.places.at(id).hash == hash)
+    }
+
+    fn slot(&mut self, name: Name) -> u32 {
+        if let Some(slot) = self.slots.get(&name) {
+            return *slot;
+        }
+        let slot = self.free_slots.pop().unwrap_or(self.ranks.len() as u32);
+        if slot as usize == self.ranks.len() {
+            self.ranks.push(Rank::default());
+        }
+        if let Some(rank) = self.ranks.get_mut(slot as usize) {
+            *rank = Rank { name, entries: 0 };
+        }
+        self.slots.insert(name, slot);
+        slot
+    }
+
+    fn forget_rank(&mut self, slot: u32) {
+        if let Some(rank) = self.ranks.get(slot as usize) {
+            self.slots.remove(&rank.name);
+            self.free_slots.push(slot);
+        }
+    }
+
+    /// Makes the entry of a rank and a place the most recently used.
+    fn touch(&mut self, slot: u32, hash: u64, depth: u32) -> Result<(), NoMemory> {
+        let place = match self.find(hash) {
+            Some(place) => place,
+            None => self.new_place(hash).ok_or(NoMemory)?,
+        };
+        let id = match self.places.at(place).holders.get(slot) {
+            Some(id) => {
+                self.unlink(id);
+                id
+            }
+            None => {
+                let Some(id) = self.entries.add(Entry { place, slot, ..Entry::default() }, u32::MAX) else {
+                    self.forget_unheld(place);
+                    return Err(NoMemory);
+                };
+                self.places.at_mut(place).holders.set(slot, id);
+                if let Some(rank) = self.ranks.get_mut(slot as usize) {
+                    rank.entries += 1;
+                }
+                id
+            }
+        };
+        let (now, older) = (self.now, self.newest);
+        let entry = self.entries.at_mut(id);
+        entry.at = now;
+        entry.depth = depth;
+        entry.older = older;
+        entry.newer = 0;
+        if older == 0 {
+            self.oldest = id;
+        } else {
+            self.entries.at_mut(older).newer = id;
+        }
+        self.newest = id;
+        Ok(())
+    }
+
+    fn unlink(&mut self, id: u32) {
+        let &Entry { older, newer, .. } = self.entries.at(id);
+        if older == 0 {
+            self.oldest = newer;
+        } else {
+            self.entries.at_mut(older).newer = newer;
+        }
+        if newer == 0 {
+            self.newest = older;
+        } else {
+            self.entries.at_mut(newer).older = older;
+        }
+    }
+
+    fn drop(&mut self, id: u32) {
+        self.unlink(id);
+        let Entry { place, slot, .. } = self.entries.take(id);
+        self.places.at_mut(place).holders.remove(slot);
+        self.forget_unheld(place);
+        if let Some(rank) = self.ranks.get_mut(slot as usize) {
+            rank.entries -= 1;
+            if rank.entries == 0 {
+                self.forget_rank(slot);
+            }
+        }
+        if self.entries.len() == 0 {
+            self.entries.shrink();
+            self.places.shrink();
+            self.by_hash.shrink();
+        }
+    }
+
+    fn new_place(&mut self, hash: u64) -> Option<u32> {
+        let id = self.places.add(Place { hash, ..Place::default() }, u32::MAX)?;
+        let (places, secret) = (&self.places, self.secret);
+        if self.by_hash.insert(secret.mix(hash), id, |id| secret.mix(places.at(id).hash)) {
+            return Some(id);
+        }
+        self.places.take(id);
+        None
+    }
+
+    fn forget_unheld(&mut self, id: u32) {
+        let place = self.places.at(id);
+        if place.holders.as_slice().is_empty() {
+            let (places, secret) = (&self.places, self.secret);
+            self.by_hash.remove(secret.mix(place.hash), id, |id| secret.mix(places.at(id).hash));
+            self.places.take(id);
+        }
+    }
+
+    /// Drops the least recently used entries down to the ratio; of those used at the same time, deeper ones first.
+    fn prune(&mut self) {
+        let mut excess = self.entries.len() - self.pruned_blocks;
+        while excess > 0 && self.oldest != 0 {
+            let at = self.entries.at(self.oldest).at;
+            let mut same = Vec::new();
+            let mut id = self.oldest;
+            while id != 0 && self.entries.at(id).at == at {
+                same.push(id);
+                id = self.entries.at(id).newer;
+            }
+            if same.len() > excess {
+                same.sort_by_key(|id| Reverse(self.entries.at(*id).depth)); // stable: older ones first at one depth
+                same.truncate(excess);
+            }
+            excess -= same.len();
+            for id in same {
+                self.drop(id);
+            }
+        }
+    }
+}
+
+/// Sequence hashes of blocks that begin a sequence.
+fn chained(locals: &[u64]) -> Vec<u64> {
+    let mut hash = 0;
+    let chain = (0u32..).zip(locals).map(|(depth, local)| {
+        hash = sequence_hash(depth, hash, *local);
+        hash
+    });
+    chain.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_goes_leaves_nothing() {
+        let mut index = Predicted::new(10.0, 1000, 0.8);
+        for worker in 0..50u64 {
+            let locals: Vec<u64> = (0..worker).collect();
+            index.record((worker, 0), &locals, worker as f64 / 10.0).unwrap();
+        }
+        assert!(index.len() <= 1000);
+        index.remove_rank((49, 0));
+        index.expire(100.0);
+        assert_eq!((index.len(), index.places.len(), index.by_hash.bytes()), (0, 0, 0));
+        assert_eq!((index.slots.len(), index.free_slots.len()), (0, index.ranks.len()));
+        assert_eq!((index.oldest, index.newest), (0, 0));
+    }
+
+    #[test]
+    fn a_prompt_over_the_bound_takes_no_more_room_than_the_bound() {
+        let mut index = Predicted::new(10.0, 100, 1.0);
+        let locals: Vec<u64> = (0..100_000).collect();
+        index.record((1, 0), &locals, 0.0).unwrap();
+        assert_eq!((index.len(), index.overlaps(&locals, 0.0)), (100, vec![((1, 0), 100)]));
+        assert!(index.entries.bytes() < 100_000);
+    }
+}

@@ -1,0 +1,71 @@
+//! The approximate mode's index, as Python calls it.
+
+use pyo3::exceptions::{PyMemoryError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::exclusive::Exclusive;
+use super::sequences::words;
+use crate::predicted::Predicted;
+use crate::ranks::Name;
+
+/// Blocks that take some 20 µs to record, to look up or to drop, from where giving up the GIL pays.
+const LONG: usize = 512;
+
+/// Blocks that ranks are predicted to hold; see `kvrouter.core.interface.PredictedIndex`.
+#[pyclass(frozen, module = "kvrouter.core._native")]
+pub struct PredictedIndex {
+    index: Exclusive<Predicted>,
+}
+
+#[pymethods]
+impl PredictedIndex {
+    #[new]
+    #[pyo3(signature = (ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8))]
+    fn new(ttl_seconds: f64, max_blocks: i128, prune_ratio: f64) -> PyResult<Self> {
+        if ttl_seconds.is_nan() || ttl_seconds <= 0.0 {
+            return Err(PyValueError::new_err(format!("entries live {ttl_seconds} seconds, must be above 0")));
+        }
+        if max_blocks < 1 {
+            return Err(PyValueError::new_err(format!("there is room for {max_blocks} blocks, must be 1 or more")));
+        }
+        if !(0.0..=1.0).contains(&prune_ratio) {
+            return Err(PyValueError::new_err(format!("the prune ratio is {prune_ratio}, must be 0 to 1")));
+        }
+        let max_blocks = usize::try_from(max_blocks).unwrap_or(usize::MAX);
+        Ok(Self { index: Exclusive::new(Predicted::new(ttl_seconds, max_blocks, prune_ratio)) })
+    }
+
+    fn record(&self, py: Python<'_>, rank: Name, local_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
+        let locals = words(local_hashes)?;
+        let recorded = self.index.with(py, locals.len() > LONG, |index| index.record(rank, &locals, now));
+        recorded.map_err(|_| PyMemoryError::new_err("no memory for the request's blocks"))
+    }
+
+    fn overlaps<'py>(
+        &self,
+        py: Python<'py>,
+        local_hashes: &Bound<'py, PyAny>,
+        now: f64,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let locals = words(local_hashes)?;
+        let overlaps = PyDict::new(py);
+        for (rank, overlap) in self.index.with(py, locals.len() > LONG, |index| index.overlaps(&locals, now)) {
+            overlaps.set_item(rank, overlap)?;
+        }
+        Ok(overlaps)
+    }
+
+    fn remove_rank(&self, py: Python<'_>, rank: Name) -> usize {
+        let known = self.index.with(py, false, |index| index.entries_of(rank)) > 0;
+        if known { self.index.with(py, true, |index| index.remove_rank(rank)) } else { 0 }
+    }
+
+    fn expire(&self, py: Python<'_>, now: f64) -> usize {
+        self.index.with(py, true, |index| index.expire(now))
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.index.with(py, false, |index| index.len())
+    }
+}

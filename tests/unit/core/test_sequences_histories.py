@@ -1,0 +1,128 @@
+"""Random histories of bookings: the native active sequences answer every call as the reference does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kvrouter.core import Booking, reference
+
+from .batches import packed
+from .conftest import implementation
+
+RANKS = st.sampled_from([(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)])
+KEYS = st.tuples(st.sampled_from(["", "a", "b", "é" * 40]), st.integers(0, 2), st.integers(0, 1))
+TOKENS = st.one_of(st.integers(0, 100), st.integers(0, 2**64 - 1))
+
+_LONG = list(range(1000, 1040))
+PROMPTS = st.one_of(
+    st.lists(st.integers(1, 6), max_size=5),  # any order, with repeats
+    st.builds(lambda length: _LONG[:length], st.integers(0, 40)),
+    st.builds(lambda length, tail: _LONG[:length] + tail, st.integers(0, 40), st.lists(st.integers(1, 6), max_size=3)),
+    st.builds(lambda start, step: _LONG[start::step], st.integers(0, 39), st.sampled_from([-2, -1, 1, 2, 7])),
+)
+"""Few stems that are left at any depth, so that groups of blocks are cut again and again."""
+
+
+class Histories(RuleBasedStateMachine):
+    """Every call goes to both; answers and errors are equal, and so are the loads after each."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 16, 2**64 - 1]), max_bookings=st.integers(0, 8), tombstones=st.integers(0, 4)
+    )
+    def make(self, block_size: int, max_bookings: int, tombstones: int) -> None:
+        native = implementation("native", "ActiveSequences").ActiveSequences
+        self.both = [one(block_size, max_bookings, tombstones) for one in (native, reference.ActiveSequences)]
+        for rank in ((1, 0), (1, 1)):
+            self.ask("add_rank", rank)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        native, expected = (_answer(getattr(one, name), *arguments) for one in self.both)
+        assert native == expected, (name, arguments)
+        return native
+
+    @rule(
+        key=KEYS, rank=RANKS, prompt=PROMPTS, tokens=TOKENS, prefill=TOKENS, track=st.booleans(), unique=st.booleans()
+    )
+    def book(
+        self,
+        key: tuple[str, int, int],
+        rank: tuple[int, int],
+        prompt: list[int],
+        tokens: int,
+        prefill: int,
+        track: bool,
+        unique: bool,
+    ) -> None:
+        self.ask("book", Booking(key, rank, packed(prompt), tokens, prefill, track, unique))
+
+    @rule(key=KEYS, rank=RANKS, prompt=PROMPTS)
+    def book_as_most_do(self, key: tuple[str, int, int], rank: tuple[int, int], prompt: list[int]) -> None:
+        self.ask("book", Booking(key, rank, packed(prompt), 16 * len(prompt) + 3, 16 * len(prompt)))
+
+    @rule(key=KEYS, tokens=st.one_of(TOKENS, st.integers(-5, 0)))
+    def output_tokens(self, key: tuple[str, int, int], tokens: int) -> None:
+        self.ask("output_tokens", key, tokens)
+
+    @rule(key=KEYS)
+    def prefill_complete(self, key: tuple[str, int, int]) -> None:
+        self.ask("prefill_complete", key)
+
+    @rule(key=KEYS)
+    def free(self, key: tuple[str, int, int]) -> None:
+        self.ask("free", key)
+
+    @rule(key=KEYS)
+    def booking(self, key: tuple[str, int, int]) -> None:
+        self.ask("booking", key)
+
+    @rule(rank=RANKS)
+    def add_rank(self, rank: tuple[int, int]) -> None:
+        self.ask("add_rank", rank)
+
+    @rule(rank=RANKS)
+    def remove_rank(self, rank: tuple[int, int]) -> None:
+        self.ask("remove_rank", rank)
+
+    @rule(prompt=PROMPTS, tokens=TOKENS)
+    def loads(self, prompt: list[int], tokens: int) -> None:
+        self.ask("loads", packed(prompt), tokens)
+
+    @rule(length=st.integers(1, 7))
+    def broken_bytes(self, length: int) -> None:
+        self.ask("loads", b"x" * length)
+        self.ask("book", Booking(("broken", 0, 0), (1, 0), b"x" * length, 0, 0))
+
+    @rule(tokens=st.integers(-(2**70), -1))
+    def negative_tokens(self, tokens: int) -> None:
+        self.ask("book", Booking(("negative", 0, 0), (1, 0), b"", tokens, 0))
+        self.ask("book", Booking(("negative", 0, 0), (1, 0), b"", 0, tokens))
+
+    @invariant()
+    def equal_loads(self) -> None:
+        self.ask("loads")
+        self.ask("__len__")
+
+    def teardown(self) -> None:
+        if not hasattr(self, "both"):
+            return
+        for rank in self.ask("loads").ranks:
+            self.ask("remove_rank", rank)
+        assert self.ask("__len__") == 0
+        self.ask("add_rank", (1, 0))
+        columns = self.ask("loads")
+        assert [column[0] for column in columns[1:]] == [0, 0, 0, 0]
+
+
+def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except (KeyError, OverflowError, ValueError) as error:
+        return type(error)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
