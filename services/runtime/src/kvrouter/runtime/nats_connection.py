@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -86,9 +87,13 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         max_outstanding_pings=_MAX_PINGS_OUTSTANDING,
         pending_size=_MAX_OUTGOING_BYTES,
     )
-    metrics.connected.set(1)
-    log.info("nats connected", url=url)
     try:
+        # The client can swallow a cancellation that comes while it connects; its task would then never end.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        metrics.connected.set(1)
+        log.info("nats connected", url=url)
         yield client
     finally:
         metrics.connected.set(0)
