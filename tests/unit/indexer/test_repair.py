@@ -36,8 +36,14 @@ def test_drift_drops_the_rank() -> None:
     assert repair_after(summary(digest_differs=True), was_partial=False) == Repair("drift", 7, 20, reapply=False)
 
 
-def test_refused_events_and_unknown_removals_leave_the_blocks() -> None:
-    assert repair_after(summary(rejected=("no change",), unknown_removals=2), was_partial=False) is None
+def test_refused_events_drop_the_rank_since_removals_may_be_among_them() -> None:
+    for was_partial in (False, True):
+        repair = repair_after(summary(rejected=("no change",)), was_partial=was_partial)
+        assert repair == Repair("rejected", 7, 20, reapply=False)
+
+
+def test_unknown_removals_leave_the_blocks() -> None:
+    assert repair_after(summary(unknown_removals=2), was_partial=False) is None
 
 
 def test_what_cannot_be_read_touches_no_rank() -> None:

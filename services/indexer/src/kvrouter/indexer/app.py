@@ -20,8 +20,12 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
 
     It answers at once, with NotReady until etcd and NATS are there and a component is restored.
     """
-    limits = Limits(settings.max_index_blocks, settings.max_index_bytes, settings.worker_grace_seconds)
-    replica = Replica(runtime.instance_id, runtime.directory, runtime.nats, runtime.keys, limits)
+    limits = Limits(
+        settings.max_index_blocks, settings.max_index_bytes, settings.worker_grace_seconds, settings.compare_seconds
+    )
+    replica = Replica(
+        runtime.instance_id, runtime.directory, runtime.nats, runtime.keys, limits, fetches=settings.resync_fetches
+    )
     metrics = IndexerMetrics(runtime.registry, replica.components)
     following = runtime.spawn(replica.run(), "indexer")
     try:

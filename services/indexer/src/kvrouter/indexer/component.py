@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from kvrouter.core import PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.ingest import Ingest
+from kvrouter.indexer.light import LightEvents
 from kvrouter.indexer.membership import Departures, new_lives
+from kvrouter.indexer.resync import Resync
 from kvrouter.indexer.state import IndexState
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
@@ -20,6 +22,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
 
 _TICK_SECONDS = 1.0
+_SETTLE_SECONDS = 0.02
+_FETCHES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +36,42 @@ class Limits:
     """Memory, bytes; 0 is no bound."""
     grace_seconds: float = 60.0
     """How long the blocks of a worker without registration are kept."""
+    compare_seconds: float = 10.0
+    """How long readiness waits for workers to be compared with, once the transport is read."""
 
 
 class ComponentIndex:
     """The index of one component. ``run`` keeps it up to date; ``state`` answers."""
 
     def __init__(
-        self, name: ComponentName, descriptor: ComponentDescriptor, consumer: DurableConsumer, limits: Limits
+        self,
+        name: ComponentName,
+        descriptor: ComponentDescriptor,
+        consumer: DurableConsumer,
+        limits: Limits,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
+        """``slots`` bounds the fetches from workers at one time, over all components of the replica."""
         self.name = name
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
         self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
         self.ingest = Ingest(str(name), self.state, consumer)
+        self.light = LightEvents(consumer.connection, name, self.state)
+        self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
         self.ranks: list[RankInfo] = []
         """Ranks of the index, about a second old at most."""
+        self.ready = False
+        """Whether its state is restored, and compared with the workers that answer."""
+        self._compare_seconds = limits.compare_seconds
         self._departures = Departures(limits.grace_seconds)
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._changed = asyncio.Event()
-
-    @property
-    def ready(self) -> bool:
-        """Whether its state is restored."""
-        return self.ingest.progress.caught_up
+        self._transport_read = asyncio.Event()
+        # Where all workers are light, JetStream need not even be there.
+        self._stream_wanted = asyncio.Event()
+        if descriptor.default_transport != Transport.TRANSPORT_LIGHT:
+            self._stream_wanted.set()
 
     @property
     def applied_record(self) -> AppliedRecord | None:
@@ -72,6 +89,9 @@ class ComponentIndex:
         """Tells which workers are registered, and which are registered but differ from the component."""
         self._workers = workers
         self.state.unfit_workers = unfit
+        self.resync.update_workers(workers)
+        if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
+            self._stream_wanted.set()
         self._changed.set()
 
     async def stats(self) -> ComponentStats:
@@ -94,8 +114,26 @@ class ComponentIndex:
     async def run(self) -> None:
         """Keeps the index up to date until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.ingest.run(), name=f"ingest {self.name}")
+            group.create_task(self._read_stream(), name=f"ingest {self.name}")
+            group.create_task(self.light.run(), name=f"live events {self.name}")
+            group.create_task(self.resync.run(self._transport_read), name=f"resync {self.name}")
             group.create_task(self._follow_workers(), name=f"workers of {self.name}")
+            group.create_task(self._become_ready(), name=f"readiness {self.name}")
+
+    async def _read_stream(self) -> None:
+        await self._stream_wanted.wait()
+        await self.ingest.run()
+
+    async def _become_ready(self) -> None:
+        await self.light.subscribed.wait()
+        if self._stream_wanted.is_set():
+            await self.ingest.wait_caught_up()
+        self._transport_read.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._compare_seconds):
+                while self.resync.waits_for_workers:  # noqa: ASYNC110 - many things change it, and none waits for this
+                    await asyncio.sleep(_SETTLE_SECONDS)
+        self.ready = True
 
     async def _follow_workers(self) -> None:
         while True:
@@ -118,19 +156,20 @@ class ComponentIndex:
             blocks=info.blocks,
             memory_bytes=info.memory_bytes,
             partial=info.partial,
+            verified=tally.verified,
             drifts=tally.drifts,
-            resynced_unix_ns=tally.dropped_unix_ns,
-            resync_reason=tally.drop_reason,
+            resynced_unix_ns=tally.resynced_unix_ns,
+            resync_reason=tally.resync_reason,
             registered=worker is not None and any(rank.dp_rank == info.dp_rank for rank in worker.ranks),
             lag_seconds=tally.lag_seconds,
         )
 
     def _registered(self) -> dict[Rank, int]:
-        """Incarnation by rank, of the workers whose events come over the stream."""
+        """Incarnation by rank, of the workers that report their cache."""
         return {
             (worker_id, rank.dp_rank): rank.incarnation
             for worker_id, worker in self._workers.items()
-            if worker.publishes_events and self._is_durable(worker)
+            if worker.publishes_events
             for rank in worker.ranks
         }
 

@@ -50,7 +50,8 @@ class DurableConsumer:
     """Reads the stream of one component for one replica."""
 
     def __init__(self, connection: Client, component: ComponentName, replica_id: str) -> None:
-        self._connection = connection
+        self.connection = connection
+        """The connection to NATS that it uses."""
         self._js = connection.jetstream()
         self._component = component
         self._durable = f"indexer-{replica_id}"
@@ -58,12 +59,12 @@ class DurableConsumer:
         self._order = DeliveryOrder()
         self._pending = 0
         self._lost = True
-        self._reconnects = self._connection.stats["reconnects"]
+        self._reconnects = self.connection.stats["reconnects"]
 
     @property
     def reconnected(self) -> bool:
         """Whether the connection was lost and made again since the consumer was last looked at."""
-        return bool(self._connection.stats["reconnects"] != self._reconnects)
+        return bool(self.connection.stats["reconnects"] != self._reconnects)
 
     async def view_stream(self) -> StreamView:
         """The stream, which is created where it is missing.
@@ -71,7 +72,7 @@ class DurableConsumer:
         Raises:
             AWAY: NATS does not answer.
         """
-        self._reconnects = self._connection.stats["reconnects"]
+        self._reconnects = self.connection.stats["reconnects"]
         info = await ensure_stream(self._js, self._component)
         created = _unix_ns(info.created) if info.created else 0
         return StreamView(StreamIdentity(self._component.stream, created), info.state.last_seq)

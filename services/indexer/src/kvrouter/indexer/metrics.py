@@ -45,7 +45,7 @@ class IndexerMetrics(Collector):
         )
         counters = {
             "batches": "Batches given to the index.",
-            "repairs": "Ranks whose blocks were dropped, because of a gap, an unknown parent or drift.",
+            "repairs": "Ranks whose blocks were dropped, because of a gap, a fault or drift.",
             "stored_blocks": "Blocks stored.",
             "removed_blocks": "Blocks removed.",
             "consumers_made": "Times that the consumer of the stream was made anew, the first included.",

@@ -1,9 +1,10 @@
 """What must happen to a rank after a batch: less, never wrong.
 
 A rank whose history has a hole may claim blocks that its engine has dropped, so its blocks go. What is learnt
-afterwards is true again, only incomplete: the rank is partial until its cache is cleared or starts a new life.
-A store below a parent that went with the others is skipped: on a partial rank that is expected and costs no more
-blocks, or one hole would keep the rank empty for ever.
+afterwards is true again, only incomplete: the rank is partial until its state is fetched from its worker, its cache is
+cleared, or it starts a new life. A store below a parent that went with the others is skipped: on a partial rank that is
+expected and costs no more blocks, or one hole would keep the rank empty for ever. A refused event may have been a
+removal, so it drops a partial rank too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Repair:
     """Drop the rank's blocks and go on from a cursor."""
 
     reason: str
-    """One of ``gap``, ``unknown_parent``, ``drift``."""
+    """One of ``gap``, ``rejected``, ``unknown_parent``, ``drift``."""
     incarnation: int
     next_event_id: int
     """Cursor of the emptied rank."""
@@ -38,6 +39,8 @@ def repair_after(summary: ApplySummary, *, was_partial: bool) -> Repair | None:
     if summary.gap is not None:
         _, found = summary.gap
         return Repair("gap", summary.incarnation, found, reapply=True)
+    if summary.rejected:
+        return Repair("rejected", summary.incarnation, summary.next_event_id, reapply=False)
     if summary.unknown_parents and not was_partial:
         return Repair("unknown_parent", summary.incarnation, summary.next_event_id, reapply=False)
     if summary.digest_differs:

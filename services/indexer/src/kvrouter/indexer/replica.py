@@ -29,8 +29,10 @@ class Replica:
         connect: Callable[[], Awaitable[Client]],
         keys: LeasedKeys,
         limits: Limits,
+        *,
+        fetches: int = 8,
     ) -> None:
-        """``connect`` gives the connection to NATS, once NATS is there."""
+        """``connect`` gives the connection to NATS, once NATS is there; ``fetches`` from workers run at one time."""
         self.id = replica_id
         self.components: dict[ComponentName, ComponentIndex] = {}
         self.known = False
@@ -39,6 +41,7 @@ class Replica:
         self._connect = connect
         self._keys = keys
         self._limits = limits
+        self._slots = asyncio.Semaphore(fetches)
         self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
 
     @property
@@ -63,7 +66,7 @@ class Replica:
             if name not in self.components and view.descriptor.block_size:
                 log.info("component found", of=str(name), block_size=view.descriptor.block_size)
                 consumer = DurableConsumer(connection, name, self.id)
-                self.components[name] = ComponentIndex(name, view.descriptor, consumer, self._limits)
+                self.components[name] = ComponentIndex(name, view.descriptor, consumer, self._limits, self._slots)
                 self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
             if name in self.components:
                 self.components[name].update_workers(view.workers, self._unfit(name))

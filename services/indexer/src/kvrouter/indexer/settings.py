@@ -23,3 +23,11 @@ class IndexerSettings(ServiceSettings):
     max_index_bytes: int = Field(
         default=0, ge=0, description="Most memory for the index of one component, bytes; 0 is no bound."
     )
+    compare_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        description="How long readiness waits for workers to be compared with, once the transport is read, seconds.",
+    )
+    resync_fetches: int = Field(
+        default=8, ge=1, le=256, description="Fetches of state from workers at one time, over all components."
+    )

@@ -20,6 +20,7 @@ from kvrouter.indexer.membership import NewLife
 from kvrouter.indexer.repair import Repair, repair_after
 from kvrouter.indexer.screening import Refusal, screen
 from kvrouter.indexer.tally import RankTally, Tally
+from kvrouter.indexer.waiting import Waiting
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
@@ -98,6 +99,11 @@ class IndexState:
         self._waiting = 0
         self._partial: set[Rank] = set()
         self._rank_tallies: dict[Rank, RankTally] = {}
+        self._waiting_batches: dict[Rank, Waiting[StreamMessage]] = {}
+        self.on_suspect: Callable[[Rank, str], None] = _nobody
+        """Called from any thread when a rank needs its worker's state, with the reason."""
+        self.may_hold: Callable[[Rank], bool] = _never
+        """Whether events after a gap may wait for those that are missing; asked from any thread."""
         self._log = log.bind(of=component)
 
     def apply(self, messages: Sequence[StreamMessage]) -> None:
@@ -166,11 +172,90 @@ class IndexState:
             held = index.cursor(dump.rank)
             if held is not None and held > dump.cursor:
                 raise StaleDump(dump.rank, dump.cursor, held)
-            blocks = index.load_rank(dump.chunks)
-            (self._partial.add if dump.partial else self._partial.discard)(dump.rank)
-            return blocks
+            return self._load(dump)
 
         return await self.work(load)
+
+    async def begin_repair(self, rank: Rank) -> RankInfo | None:
+        """Keeps the rank's events from here on, until the repair ends. Returns where the rank stands, if known."""
+
+        def begin(index: PrefixIndex) -> RankInfo | None:
+            self._waiting_batches.setdefault(rank, Waiting(held_back=False))
+            return next((info for info in index.ranks() if info[:2] == rank), None)
+
+        return await self.work(begin)
+
+    async def apply_fetched(self, rank: Rank, batches: Sequence[bytes]) -> bool:
+        """Applies events that the worker sent again. Returns whether they fitted, without a gap or a fault."""
+
+        def apply(index: PrefixIndex) -> bool:
+            for batch in batches:
+                summary = index.apply(batch)
+                self.tally.add(summary, again=True)
+                repair = repair_after(summary, was_partial=rank in self._partial)
+                if repair is not None and repair.reason != "gap":
+                    self._repair(rank, repair)
+                if summary.unparsable or repair is not None:
+                    return False
+            return True
+
+        return await self.work(apply)
+
+    async def replace_rank(self, dump: RankDump, reason: str) -> int:
+        """Replaces a rank under repair by its worker's state, then applies what was kept. Returns its entries.
+
+        Raises:
+            StaleDump: the dump is of an earlier life.
+            InvalidDump: it cannot be loaded. In both cases the index is unchanged.
+        """
+
+        def replace(index: PrefixIndex) -> int:
+            held = index.cursor(dump.rank)
+            if held is not None and held[0] > dump.cursor[0]:
+                raise StaleDump(dump.rank, dump.cursor, held)
+            blocks = self._load(dump)
+            self._finish(dump.rank, reason)
+            reached = index.cursor(dump.rank)
+            if held is not None and reached is not None and held > reached:
+                # The bound left a hole between the state and what had been applied beside it.
+                self.on_suspect(dump.rank, "gap")
+            return blocks
+
+        return await self.work(replace)
+
+    async def end_repair(self, rank: Rank, reason: str, *, repaired: bool) -> None:
+        """Ends a repair without replacing the rank: applies the events that wait.
+
+        Where the rank is not ``repaired``, a gap among them drops it.
+        """
+        await self.work(lambda _: self._finish(rank, reason) if repaired else self._give_up(rank))
+
+    def _load(self, dump: RankDump) -> int:
+        blocks = self._index.load_rank(dump.chunks)
+        (self._partial.add if dump.partial else self._partial.discard)(dump.rank)
+        return blocks
+
+    def _finish(self, rank: Rank, reason: str) -> None:
+        tally = self._rank_tallies.setdefault(rank, RankTally())
+        tally.verified = rank not in self._partial
+        tally.resynced_unix_ns, tally.resync_reason = time.time_ns(), reason
+        for message in self._take_waiting(rank):
+            batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
+            if not isinstance(batch, Refusal):
+                self._apply_batch(message, batch, again=True)
+
+    def _give_up(self, rank: Rank) -> None:
+        self._rank_tallies.setdefault(rank, RankTally()).verified = False
+        waiting = self._waiting_batches.get(rank)
+        held_back = waiting is not None and waiting.held_back
+        for message in self._take_waiting(rank):
+            batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
+            if held_back and not isinstance(batch, Refusal):
+                self._apply_batch(message, batch, again=True, hold=False)
+
+    def _take_waiting(self, rank: Rank) -> list[StreamMessage]:
+        waiting = self._waiting_batches.pop(rank, None)
+        return waiting.messages() if waiting else []
 
     def rank_tally(self, rank: Rank) -> RankTally:
         """What was counted of a rank."""
@@ -185,6 +270,7 @@ class IndexState:
                 if held is None or held[0] < life.incarnation:
                     dropped = index.reset_rank(rank, life.incarnation, 0, partial=False)
                     self._partial.discard(rank)
+                    self._rank_tallies.setdefault(rank, RankTally()).verified = False
                     self._log.info("rank begins a life", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
         if lives:
@@ -198,6 +284,7 @@ class IndexState:
                 dropped = index.remove_rank(rank)
                 self._partial.discard(rank)
                 self._rank_tallies.pop(rank, None)
+                self._waiting_batches.pop(rank, None)
                 self._log.info("rank is gone", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
         if ranks:
@@ -216,9 +303,15 @@ class IndexState:
             detail=refusal.detail,
         )
 
-    def _apply_batch(self, message: StreamMessage, batch: KvEventBatch) -> None:
+    def _apply_batch(
+        self, message: StreamMessage, batch: KvEventBatch, *, again: bool = False, hold: bool = True
+    ) -> None:
         rank = (batch.worker_id, batch.dp_rank)
-        again = False
+        waiting = self._waiting_batches.get(rank)
+        if waiting is not None:
+            waiting.add(message)
+            if waiting.held_back:
+                return
         # Each round moves the cursor past one gap, and a batch has no more gaps than events, plus one at its end.
         for _ in range(len(batch.events) + 2):
             summary = self._index.apply(message.data)
@@ -233,21 +326,34 @@ class IndexState:
             repair = repair_after(summary, was_partial=rank in self._partial)
             if summary.unknown_parents or summary.rejected:
                 self._partial.add(rank)
-            if repair is not None:
-                self._repair(rank, repair)
-            if repair is None or not repair.reapply:
+            if repair is None:
+                break
+            if hold and repair.reason == "gap" and rank not in self._partial and self._hold_back(rank, message):
+                break
+            self._repair(rank, repair)
+            if not repair.reapply:
                 break
             again = True
         self._note_lag(rank, batch)
+
+    def _hold_back(self, rank: Rank, message: StreamMessage) -> bool:
+        """Lets events wait for those that are missing before them, if somebody is there to fetch these."""
+        if rank in self._waiting_batches or not self.may_hold(rank):
+            return False
+        waiting = self._waiting_batches[rank] = Waiting(held_back=True)
+        waiting.add(message)
+        self._rank_tallies.setdefault(rank, RankTally()).verified = False
+        self.on_suspect(rank, "gap")
+        return True
 
     def _repair(self, rank: Rank, repair: Repair) -> None:
         dropped = self._index.reset_rank(rank, repair.incarnation, repair.next_event_id, partial=True)
         self._partial.add(rank)
         self.tally.repairs += 1
         tally = self._rank_tallies.setdefault(rank, RankTally())
-        tally.drifts += repair.reason == "drift"
-        tally.dropped_unix_ns = time.time_ns()
-        tally.drop_reason = repair.reason
+        tally.verified = False
+        tally.resynced_unix_ns = time.time_ns()
+        tally.resync_reason = repair.reason
         self._log.warning(
             "rank dropped",
             worker_id=rank[0],
@@ -256,6 +362,15 @@ class IndexState:
             next_event_id=repair.next_event_id,
             dropped_blocks=dropped,
         )
+        if repair.reason == "drift":
+            tally.drifts += 1
+            place = (repair.incarnation, repair.next_event_id)
+            if tally.drift_at == place:
+                # The worker's own state was loaded and its digest differs still: fetching it again cannot help.
+                self._log.error("drift persists", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
+                return
+            tally.drift_at = place
+        self.on_suspect(rank, repair.reason)
 
     def _note_lag(self, rank: Rank, batch: KvEventBatch) -> None:
         if batch.published_unix_ns:
@@ -268,3 +383,11 @@ def _empties(batch: KvEventBatch) -> bool:
     return any(
         event.WhichOneof("change") == "cleared" and event.tier == Tier.TIER_UNSPECIFIED for event in batch.events
     )
+
+
+def _nobody(_rank: Rank, _reason: str) -> None:
+    return None
+
+
+def _never(_rank: Rank) -> bool:
+    return False

@@ -15,9 +15,14 @@ class RankTally:
 
     drifts: int = 0
     """Times that its digest differed from the worker's."""
-    dropped_unix_ns: int = 0
-    """When its blocks were last dropped, nanoseconds since 1970; 0 for never."""
-    drop_reason: str = ""
+    resynced_unix_ns: int = 0
+    """When its blocks were last dropped or replaced, nanoseconds since 1970; 0 for never."""
+    resync_reason: str = ""
+    """Why."""
+    verified: bool = False
+    """Whether its state was compared with its worker's, and nothing was lost since."""
+    drift_at: tuple[int, int] | None = None
+    """(incarnation, next event id) at which drift was last seen."""
     lag_seconds: float = 0.0
     """From publishing to applying, of its newest batch."""
 

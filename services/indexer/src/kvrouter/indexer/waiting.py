@@ -1,0 +1,42 @@
+"""The batches of one rank that wait, or are kept, while its state is fetched from its worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+MAX_BYTES = 8 << 20
+"""Encoded batches that are kept of one rank: some 16 of the largest."""
+
+
+class _Sized(Protocol):
+    @property
+    def data(self) -> bytes: ...
+
+
+_M = TypeVar("_M", bound=_Sized)
+
+
+class Waiting(Generic[_M]):
+    """Messages in order. Beyond the bound the oldest go: the state that is fetched contains them most likely."""
+
+    def __init__(self, *, held_back: bool, max_bytes: int = MAX_BYTES) -> None:
+        """``held_back`` says that the messages are not applied yet, because events before them are missing."""
+        self.held_back = held_back
+        self.dropped = 0
+        """Messages that went for the bound."""
+        self._messages: deque[_M] = deque()
+        self._bytes = 0
+        self._max_bytes = max_bytes
+
+    def add(self, message: _M) -> None:
+        """Keeps a message; the newest one always stays."""
+        self._messages.append(message)
+        self._bytes += len(message.data)
+        while self._bytes > self._max_bytes and len(self._messages) > 1:
+            self._bytes -= len(self._messages.popleft().data)
+            self.dropped += 1
+
+    def messages(self) -> list[_M]:
+        """What is kept, oldest first."""
+        return list(self._messages)

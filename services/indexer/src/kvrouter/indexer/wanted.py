@@ -1,0 +1,97 @@
+"""Which ranks want their worker's state, and when each may be fetched: decided without I/O.
+
+A rank that could not be repaired is tried again after a pause that doubles, with jitter, so that ranks whose worker
+came back do not ask in one moment. Whole states of one rank are fetched two seconds apart at least: a worker that
+publishes nonsense all the time costs its own rank, not the Indexer.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvrouter.core import Rank
+
+_FIRST_PAUSE_SECONDS = 0.25
+_LONGEST_PAUSE_SECONDS = 30.0
+_STATE_SPACING_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _Want:
+    reason: str
+    due: float
+    failures: int = 0
+
+
+class Wanted:
+    """Ranks that wait for repair. Times are seconds of one monotonic clock."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+        self._wants: dict[Rank, _Want] = {}
+        self._active: dict[Rank, _Want] = {}
+        self._state_fetched: dict[Rank, float] = {}
+
+    def __len__(self) -> int:
+        """Ranks that wait or are being repaired."""
+        return len(self._wants.keys() | self._active.keys())
+
+    def add(self, rank: Rank, reason: str, now: float) -> None:
+        """A rank wants repair, at once unless it failed before; one that waits keeps its first reason."""
+        want = self._wants.get(rank)
+        if want is None:
+            self._wants[rank] = _Want(reason, now)
+        elif reason == "registered":
+            # The worker is back: what failed before says nothing.
+            want.due, want.failures = now, 0
+
+    def drop(self, rank: Rank) -> None:
+        """A rank is gone."""
+        self._wants.pop(rank, None)
+        self._state_fetched.pop(rank, None)
+
+    def take(self, now: float) -> tuple[Rank, str] | None:
+        """The next rank to repair, and why; ``done`` or ``failed`` must follow. None if none is due."""
+        due = [(want.due, rank) for rank, want in self._wants.items() if want.due <= now and rank not in self._active]
+        if not due:
+            return None
+        _, rank = min(due)
+        self._active[rank] = self._wants.pop(rank)
+        return rank, self._active[rank].reason
+
+    def pause(self, now: float) -> float | None:
+        """Seconds until the next rank is due; None if none waits."""
+        waits = [want.due for rank, want in self._wants.items() if rank not in self._active]
+        return max(0.0, min(waits) - now) if waits else None
+
+    def failing(self, rank: Rank) -> bool:
+        """Whether the last try at a rank failed."""
+        want = self._wants.get(rank) or self._active.get(rank)
+        return want is not None and want.failures > 0
+
+    def failures(self, rank: Rank) -> int:
+        """Tries at a rank that failed in a row."""
+        want = self._wants.get(rank) or self._active.get(rank)
+        return want.failures if want is not None else 0
+
+    def may_fetch_state(self, rank: Rank, now: float) -> bool:
+        """Whether the whole state of a rank may be fetched again so soon; if so, it counts as fetched."""
+        if now - self._state_fetched.get(rank, -_STATE_SPACING_SECONDS) < _STATE_SPACING_SECONDS:
+            return False
+        self._state_fetched[rank] = now
+        return True
+
+    def done(self, rank: Rank) -> None:
+        """A rank was repaired. What was asked for meanwhile stays."""
+        self._active.pop(rank, None)
+
+    def failed(self, rank: Rank, now: float) -> None:
+        """A rank was not repaired; it waits for the next try."""
+        want = self._active.pop(rank, None)
+        if want is None:
+            return
+        want.failures += 1
+        pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(want.failures - 1, 10))
+        want.due = now + pause * self._rng.uniform(0.5, 1.5)
+        self._wants[rank] = want
