@@ -1,0 +1,121 @@
+"""A scheduler's decision: the load of every rank, with a request's blocks added, beside the reference.
+
+    python bench/core/sequences.py [--ranks 1000] [--requests 20000] [--blocks 250] [--no-reference]
+
+Requests share their first blocks with others as conversations do: a system prompt for all, a stem for some. Worst cases
+follow: one prompt in use on every rank, and one that requests leave at every depth, so that no two of its blocks have
+the same holders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvrouter.core import Booking, _native, reference
+
+BLOCK_SIZE = 16
+
+
+class Case(NamedTuple):
+    name: str
+    prompts: list[bytes]
+    """Of the requests in flight."""
+    asked: list[bytes]
+    """Of the requests to decide about."""
+
+
+def hashes(count: int, rng: random.Random) -> bytes:
+    return rng.randbytes(8 * count)
+
+
+def conversations(requests: int, blocks: int, rng: random.Random) -> Case:
+    system = hashes(blocks // 5, rng)
+    stems = [system + hashes(blocks // 5, rng) for _ in range(max(1, requests // 50))]
+    rest = blocks - 2 * (blocks // 5)
+    prompts = [rng.choice(stems) + hashes(rest, rng) for _ in range(requests)]
+    return Case("conversations", prompts, [prompt[: -8 * 20] + hashes(20, rng) for prompt in rng.sample(prompts, 200)])
+
+
+def one_prompt(requests: int, blocks: int, rng: random.Random) -> Case:
+    prompt = hashes(blocks, rng)
+    return Case("one prompt everywhere", [prompt] * requests, [prompt] * 200)
+
+
+def left_everywhere(requests: int, blocks: int, rng: random.Random) -> Case:
+    prompt = hashes(blocks, rng)
+    prompts = []
+    for _ in range(requests):
+        depth = rng.randrange(blocks)
+        prompts.append(prompt[: 8 * depth] + hashes(blocks - depth, rng))
+    return Case("left at every depth", prompts, [prompt] * 200)
+
+
+def each_ns(call: Callable[[Any], Any], arguments: list[Any]) -> list[int]:
+    spent = []
+    for argument in arguments:
+        start = time.perf_counter_ns()
+        call(argument)
+        spent.append(time.perf_counter_ns() - start)
+    return sorted(spent)
+
+
+def measure(sequences: Any, case: Case, ranks: int, blocks: int, decisions: int) -> list[float]:
+    """Microseconds: a decision's 10th, 50th and 99th percentile; the median booking, and the median free."""
+    tokens = blocks * BLOCK_SIZE + 1
+    for worker in range(ranks):
+        sequences.add_rank((worker, 0))
+    bookings = [
+        Booking((str(number), 0, 1), (number % ranks, 0), prompt, tokens, number * 7 % tokens)
+        for number, prompt in enumerate(case.prompts)
+    ]
+    gc.collect()
+    gc.disable()
+    booked = each_ns(sequences.book, bookings)
+    decided = each_ns(lambda prompt: sequences.loads(prompt, tokens), case.asked[:decisions])
+    freed = each_ns(sequences.free, [booking.key for booking in bookings])
+    gc.enable()
+    assert len(sequences) == 0
+    at = [decided[len(decided) * percent // 100] for percent in (10, 50, 99)]
+    return [ns / 1e3 for ns in (*at, booked[len(booked) // 2], freed[len(freed) // 2])]
+
+
+def answers_agree(case: Case, ranks: int, blocks: int) -> bool:
+    both = (_native.ActiveSequences(BLOCK_SIZE), reference.ActiveSequences(BLOCK_SIZE))
+    for sequences in both:
+        for worker in range(ranks):
+            sequences.add_rank((worker, 0))
+        for number, prompt in enumerate(case.prompts):
+            sequences.book(Booking((str(number), 0, 1), (number % ranks, 0), prompt, blocks * BLOCK_SIZE, number))
+    native, expected = (sequences.loads(case.asked[0], blocks * BLOCK_SIZE) for sequences in both)
+    return native == expected
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--blocks", type=int, default=250)
+    parser.add_argument("--no-reference", action="store_true", help="the native core alone")
+    options = parser.parse_args()
+    ranks, requests, blocks = options.ranks, options.requests, options.blocks
+    print(f"{ranks} ranks, {requests} requests in flight, {blocks} blocks each; microseconds")
+    print(f"{'':36}{'decision p10':>14}{'p50':>10}{'p99':>10}{'book':>10}{'free':>10}")
+    for make in (conversations, one_prompt, left_everywhere):
+        case = make(requests, blocks, random.Random(1))
+        rows = [("native", _native.ActiveSequences(BLOCK_SIZE), len(case.asked))]
+        if not options.no_reference:
+            rows.append(("reference", reference.ActiveSequences(BLOCK_SIZE), 5))
+            small = Case(case.name, case.prompts[:2000], case.asked)
+            assert answers_agree(small, min(ranks, 100), blocks), "the native core disagrees with the reference"
+        for name, sequences, decisions in rows:
+            p10, p50, p99, book, free = measure(sequences, case, ranks, blocks, decisions)
+            print(f"{case.name + ', ' + name:36}{p10:14.1f}{p50:10.1f}{p99:10.1f}{book:10.1f}{free:10.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
