@@ -145,6 +145,12 @@ impl Index {
                     Ok(()) if !muted => self.store(seat, counting, *parent, &engine_hashes, &local_hashes),
                     checked => checked,
                 };
+                if matches!(stored, Err(Refused::UnknownParent)) {
+                    // Where they were they are no longer, and where they are nobody knows.
+                    for tier in 0..4 {
+                        self.remove(Seat::new(slot, tier), Counting::Set, &engine_hashes);
+                    }
+                }
                 self.scratch.engines = engine_hashes;
                 self.scratch.locals = local_hashes;
                 match stored {

@@ -77,6 +77,8 @@ class OracleRank:
         if event.stored.HasField("parent_engine_hash"):
             parents = {copy.place for copy in self.copies if copy.engine_hash == event.stored.parent_engine_hash}
             if not parents:
+                # They moved to where nobody knows.
+                self.copies = [copy for copy in self.copies if copy.engine_hash not in event.stored.engine_hashes]
                 self.partial = True
                 return
             (place,) = parents

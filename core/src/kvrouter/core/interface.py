@@ -76,7 +76,8 @@ class ApplySummary:
     cursor stays before them. Where only next_event_id shows that ids are missing, it is the id found, and all events of
     the batch are applied."""
     unknown_parents: int = 0
-    """Stores whose parent is not held: skipped, the cursor moves on, the rank is partial from then on."""
+    """Stores whose parent is not held: skipped, the cursor moves on, the rank is partial from then on. Blocks that they
+    name are released where they were held: they are somewhere else, and it is not known where."""
     unknown_removals: int = 0
     """Removed blocks that were not held."""
     rejected: tuple[str, ...] = ()

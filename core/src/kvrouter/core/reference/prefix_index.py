@@ -267,6 +267,7 @@ class PrefixIndex:
             if parent is None:
                 counts.unknown_parents += 1
                 state.missing = True
+                state.blocks.release(stored.engine_hashes)
                 return
             if parent.depth + len(stored.engine_hashes) > MAX_DEPTH:
                 self._reject(state, event, "its chain is deeper than 2^32 blocks", counts)

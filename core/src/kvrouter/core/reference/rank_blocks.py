@@ -77,6 +77,12 @@ class RankBlocks:
         self.put(engine_hash, _with_copies(block, tier, block.copies[tier - 1] - 1 if counted else 0))
         return True
 
+    def release(self, engine_hashes: Iterable[int]) -> None:
+        """All copies of these blocks are gone, in every tier."""
+        for engine_hash in engine_hashes:
+            for tier in TIERS:
+                self.remove(engine_hash, tier, counted=False)
+
     def clear(self, tier: Tier) -> None:
         """All copies in the tier are removed, or in every tier for TIER_UNSPECIFIED."""
         for engine_hash, block in self.items():
