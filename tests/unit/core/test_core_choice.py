@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -56,3 +57,27 @@ def test_anything_else_is_refused() -> None:
     shown = start("fast")
     assert shown.returncode != 0
     assert "KVROUTER_CORE is 'fast': use native, reference or auto" in shown.stderr
+
+
+@pytest.mark.skipif(shutil.which("cargo") is None, reason="no Rust toolchain: the core cannot be built")
+def test_where_rust_is_the_native_core_is_loaded() -> None:
+    assert start(None).stdout == "native native\n"
+
+
+WITHOUT_NATIVE = """
+import sys
+sys.modules["kvrouter.core._native"] = None
+from kvrouter.runtime.lifecycle import run
+from kvrouter.runtime.settings import ServiceSettings
+async def main(stopping): print("serving")
+run(main, ServiceSettings(), "indexer")
+"""
+
+
+def test_a_service_refuses_the_reference_unless_told() -> None:
+    refused = start(None, WITHOUT_NATIVE)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "KVROUTER_CORE=reference" in refused.stderr
+    told = start("reference", WITHOUT_NATIVE)
+    assert (told.returncode, told.stdout) == (0, "serving\n")

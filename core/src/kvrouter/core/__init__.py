@@ -1,7 +1,8 @@
 """Hashing, prefix index and active sequences: what is done per block.
 
 ``KVROUTER_CORE`` chooses the implementation: ``native`` (Rust; importing fails unless all of it is built),
-``reference`` (plain Python), or ``auto``, the default: name by name, the Rust one where it is built.
+``reference`` (plain Python), or ``auto``, the default: name by name, the Rust one where it is built. Services start on
+the reference only where it is asked for by name.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def _choose(wanted: str) -> dict[str, tuple[str, Any]]:
     return chosen
 
 
-_chosen = _choose(os.environ.get("KVROUTER_CORE") or "auto")
+WANTED = os.environ.get("KVROUTER_CORE") or "auto"
+"""What was asked for: "native", "reference" or "auto"."""
+
+_chosen = _choose(WANTED)
 
 IMPLEMENTATIONS = MappingProxyType({name: implementation for name, (implementation, _) in _chosen.items()})
 """Name → "native" or "reference"."""
@@ -77,6 +81,7 @@ else:
 __all__ = [
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
+    "WANTED",
     "ActiveSequences",
     "ApplySummary",
     "Booking",

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import structlog
 import uvloop
+from kvrouter import core
 from kvrouter.publisher.etcd import InvalidEndpoint, TakenOver
 from kvrouter.runtime import logs
 from kvrouter.runtime.listening import BindFailed
@@ -24,16 +25,29 @@ _EXPLAINED = (BindFailed, InvalidEndpoint, TakenOver)
 def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSettings, component: str) -> NoReturn:
     """Runs a service and exits: status 0 after SIGTERM or SIGINT, 1 after a failure, which is logged.
 
+    Where the core would be the plain Python one, and nobody asked for that, it exits with status 2 at once.
+
     Args:
         main: The service. It gets an event that is set when it is to stop: it then drains and returns. A second signal
             cancels it.
         settings: Level and form of logs.
         component: Name of the service in its logs.
     """
+    _refuse_reference(component)
     logs.configure(settings.log_level, settings.log_format, component)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_until_stopped(main))
     sys.exit(status)
+
+
+def _refuse_reference(component: str) -> None:
+    if core.IMPLEMENTATION == "native" or core.WANTED == "reference":
+        return
+    sys.stderr.write(
+        f"kvrouter-{component}: the Rust core is not built; install kvrouter-core where a Rust toolchain is, or set "
+        "KVROUTER_CORE=reference to run on the slow Python one\n"
+    )
+    sys.exit(2)
 
 
 async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
