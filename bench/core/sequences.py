@@ -107,7 +107,7 @@ def main() -> None:
     print(f"{'':36}{'decision p10':>14}{'p50':>10}{'p99':>10}{'book':>10}{'free':>10}")
     for make in (conversations, one_prompt, left_everywhere):
         case = make(requests, blocks, random.Random(1))
-        rows = [("native", _native.ActiveSequences(BLOCK_SIZE), len(case.asked))]
+        rows: list[tuple[str, Any, int]] = [("native", _native.ActiveSequences(BLOCK_SIZE), len(case.asked))]
         if not options.no_reference:
             rows.append(("reference", reference.ActiveSequences(BLOCK_SIZE), 5))
             small = Case(case.name, case.prompts[:2000], case.asked)

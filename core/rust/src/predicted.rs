@@ -173,6 +173,20 @@ impl Predicted {
         dropped
     }
 
+    /// About how many entries a record of so many blocks has to do with, or an expiry (no blocks); at most `most`.
+    pub fn work(&self, blocks: usize, now: f64, most: usize) -> usize {
+        if blocks > 0 && self.entries.len().saturating_add(blocks) > self.max_blocks {
+            return most;
+        }
+        let mut work = blocks;
+        let mut id = self.oldest;
+        while id != 0 && work < most && self.too_old(self.entries.at(id), now) {
+            id = self.entries.at(id).newer;
+            work += 1;
+        }
+        work.min(most)
+    }
+
     /// Drops what is too old. Returns how many entries.
     pub fn expire(&mut self, now: f64) -> usize {
         self.pass(now);
@@ -192,7 +206,11 @@ impl Predicted {
     }
 
     fn expired(&self, entry: &Entry) -> bool {
-        let age = self.now - entry.at;
+        self.too_old(entry, self.now)
+    }
+
+    fn too_old(&self, entry: &Entry, now: f64) -> bool {
+        let age = now - entry.at;
         // Between infinities there is no age; such entries do not live.
         age.is_nan() || age >= self.ttl_seconds
     }
@@ -358,6 +376,8 @@ mod tests {
             index.record((worker, 0), &locals, worker as f64 / 10.0).unwrap();
         }
         assert!(index.len() <= 1000);
+        assert_eq!((index.work(0, 5.0, 10), index.work(3, 5.0, 10), index.work(3, 100.0, 10)), (0, 3, 10));
+        assert_eq!((index.work(999, 5.0, 2000), index.work(0, 100.0, 2000)), (2000, index.len()));
         index.remove_rank((49, 0));
         index.expire(100.0);
         assert_eq!((index.len(), index.places.len(), index.by_hash.bytes()), (0, 0, 0));

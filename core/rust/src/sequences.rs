@@ -75,13 +75,21 @@ struct Load {
     shared_blocks: u64,
     private_blocks: u128,
     prefill_tokens: u128,
+    /// Whether prefill tokens or requests may have changed since they were last read.
+    changed: bool,
     /// Keys in the order in which they were booked.
     live: BTreeMap<u64, Arc<Key>>,
 }
 
 /// Load of all ranks, in order of (worker_id, dp_rank).
-#[derive(Default)]
 pub struct Columns {
+    /// Number of this reading, from 1.
+    pub reading: u64,
+    pub ranks: Arc<[Name]>,
+    /// Whether other ranks are there than at the reading before.
+    pub ranks_changed: bool,
+    /// Where prefill tokens and requests may differ from those of the reading before, if the ranks do not.
+    pub changed: Vec<usize>,
     pub active_blocks: Vec<u128>,
     pub prefill_tokens: Vec<u128>,
     pub requests: Vec<usize>,
@@ -95,6 +103,9 @@ pub struct Sequences<T> {
     loads: Vec<Load>,
     slots: BTreeMap<Name, u32>,
     free_slots: Vec<u32>,
+    /// The ranks in order; None where they have changed since they were last read.
+    names: Option<Arc<[Name]>>,
+    readings: u64,
     bookings: HashMap<Arc<Key>, Live<T>>,
     booked: u64,
     freed: Tombstones<Key>,
@@ -112,6 +123,8 @@ impl<T> Sequences<T> {
             loads: Vec::new(),
             slots: BTreeMap::new(),
             free_slots: Vec::new(),
+            names: None,
+            readings: 0,
             bookings: HashMap::new(),
             booked: 0,
             freed: Tombstones::new(tombstones),
@@ -135,27 +148,23 @@ impl<T> Sequences<T> {
         self.block_size
     }
 
-    /// All ranks, in order of (worker_id, dp_rank).
-    pub fn ranks(&self) -> impl Iterator<Item = Name> {
-        self.slots.keys().copied()
-    }
-
-    /// Makes a rank known. Returns whether it was not.
-    pub fn add_rank(&mut self, rank: Name) -> bool {
+    /// Makes a rank known.
+    pub fn add_rank(&mut self, rank: Name) {
         if self.slots.contains_key(&rank) {
-            return false;
+            return;
         }
         let slot = self.free_slots.pop().unwrap_or_else(|| {
             self.loads.push(Load::default());
             self.loads.len() as u32 - 1
         });
         self.slots.insert(rank, slot);
-        true
+        self.names = None;
     }
 
-    /// Forgets a rank. Returns its bookings, in the order in which they were booked; None if it is unknown.
-    pub fn remove_rank(&mut self, rank: Name) -> Option<Vec<(Arc<Key>, T)>> {
-        let slot = self.slots.remove(&rank)?;
+    /// Forgets a rank. Returns its bookings, in the order in which they were booked.
+    pub fn remove_rank(&mut self, rank: Name) -> Vec<(Arc<Key>, T)> {
+        let Some(slot) = self.slots.remove(&rank) else { return Vec::new() };
+        self.names = None;
         let keys: Vec<Arc<Key>> =
             self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
         let gone =
@@ -164,7 +173,7 @@ impl<T> Sequences<T> {
             *load = Load::default();
         }
         self.free_slots.push(slot);
-        Some(gone)
+        gone
     }
 
     /// Books.
@@ -202,6 +211,7 @@ impl<T> Sequences<T> {
         load.shared_blocks += gained;
         load.private_blocks += live.private_blocks(self.block_size);
         load.prefill_tokens += u128::from(live.prefill_tokens);
+        load.changed = true;
         let key = Arc::new(request.key);
         load.live.insert(live.order, Arc::clone(&key));
         self.bookings.insert(key, live);
@@ -231,6 +241,7 @@ impl<T> Sequences<T> {
             && let Some(load) = self.loads.get_mut(live.slot as usize)
         {
             load.prefill_tokens -= u128::from(live.prefill_tokens);
+            load.changed = true;
         }
         true
     }
@@ -261,12 +272,13 @@ impl<T> Sequences<T> {
                 load.prefill_tokens -= u128::from(live.prefill_tokens);
             }
             load.live.remove(&live.order);
+            load.changed = true;
         }
         Some(live.payload)
     }
 
     /// Load of every rank, with a prompt added: its blocks, and `tail` private ones.
-    pub fn loads(&self, hashes: &[u64], tail: u64) -> Columns {
+    pub fn loads(&mut self, hashes: &[u64], tail: u64) -> Columns {
         let repeats = without_repeats(hashes, &self.secret);
         let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
         let mut used = vec![(0u32, 0u32); self.loads.len()];
@@ -286,27 +298,38 @@ impl<T> Sequences<T> {
             }
         }
         let added = distinct.len() as u128 + u128::from(tail);
-        let mut columns = Columns::default();
-        columns.reserve(self.slots.len());
-        for &slot in self.slots.values() {
-            let slot = slot as usize;
-            let (Some(load), Some((present, leading))) = (self.loads.get(slot), used.get(slot)) else { continue };
+        self.readings += 1;
+        let ranks_changed = self.names.is_none();
+        let names = self.names.get_or_insert_with(|| self.slots.keys().copied().collect());
+        let mut columns = Columns::new(self.readings, Arc::clone(names), ranks_changed);
+        for (position, slot) in self.slots.values().map(|slot| *slot as usize).enumerate() {
+            let (Some(load), Some((present, leading))) = (self.loads.get_mut(slot), used.get(slot)) else { continue };
             let blocks = u128::from(load.shared_blocks) + load.private_blocks + added - u128::from(*present);
             columns.active_blocks.push(blocks);
             columns.prefill_tokens.push(load.prefill_tokens);
             columns.requests.push(load.live.len());
             columns.leading_active_blocks.push(*leading);
+            if std::mem::take(&mut load.changed) {
+                columns.changed.push(position);
+            }
         }
         columns
     }
 }
 
 impl Columns {
-    fn reserve(&mut self, ranks: usize) {
-        self.active_blocks.reserve(ranks);
-        self.prefill_tokens.reserve(ranks);
-        self.requests.reserve(ranks);
-        self.leading_active_blocks.reserve(ranks);
+    fn new(reading: u64, ranks: Arc<[Name]>, ranks_changed: bool) -> Self {
+        let count = ranks.len();
+        Self {
+            reading,
+            ranks,
+            ranks_changed,
+            changed: Vec::new(),
+            active_blocks: Vec::with_capacity(count),
+            prefill_tokens: Vec::with_capacity(count),
+            requests: Vec::with_capacity(count),
+            leading_active_blocks: Vec::with_capacity(count),
+        }
     }
 }
 
@@ -345,11 +368,36 @@ mod tests {
         let mut sequences = Sequences::new(16, 10, 10);
         sequences.add_rank((1, 0));
         sequences.book(request("a", (1, 0), 48, Blocks::Shared(&[1, 2, 3])), ());
-        assert_eq!(sequences.remove_rank((1, 0)).map(|gone| gone.len()), Some(1));
-        assert!(sequences.remove_rank((1, 0)).is_none());
-        assert!(sequences.add_rank((2, 0)));
+        assert_eq!(sequences.remove_rank((1, 0)).len(), 1);
+        assert!(sequences.remove_rank((1, 0)).is_empty());
+        sequences.add_rank((2, 0));
         let columns = sequences.loads(&[1, 2], 0);
         assert_eq!((columns.active_blocks, columns.leading_active_blocks), (vec![2], vec![0]));
         assert_eq!((sequences.loads.len(), sequences.active.len()), (1, 0));
+    }
+
+    #[test]
+    fn a_reading_says_what_changed() {
+        let mut sequences = Sequences::new(16, 10, 10);
+        for worker in [3, 1, 2] {
+            sequences.add_rank((worker, 0));
+        }
+        let mut read = || {
+            let columns = sequences.loads(&[], 0);
+            (columns.reading, columns.ranks_changed, columns.changed)
+        };
+        assert_eq!((read(), read()), ((1, true, vec![]), (2, false, vec![])));
+        sequences.book(request("a", (2, 0), 16, Blocks::Untracked), ());
+        let columns = sequences.loads(&[], 0);
+        assert_eq!((&*columns.ranks, columns.changed), ([(1, 0), (2, 0), (3, 0)].as_slice(), vec![1]));
+        assert!(sequences.loads(&[], 0).changed.is_empty());
+        sequences.prefill_complete(&key("a"));
+        assert_eq!(sequences.loads(&[], 0).changed, [1]);
+        sequences.prefill_complete(&key("a"));
+        assert!(sequences.loads(&[], 0).changed.is_empty());
+        sequences.free(Arc::new(key("a")));
+        assert_eq!(sequences.loads(&[], 0).changed, [1]);
+        sequences.remove_rank((1, 0));
+        assert!(sequences.loads(&[], 0).ranks_changed);
     }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hypothesis import settings
@@ -126,3 +127,31 @@ def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_threads_read_what_is_booked() -> None:
+    """Long prompts are looked up without the GIL, so that readings overtake each other; none mixes up two."""
+    sequences = implementation("native", "ActiveSequences").ActiveSequences(16)
+    for worker in range(20):
+        sequences.add_rank((worker, 0))
+    prompt = packed(range(1, 5001))
+
+    def use(worker: int) -> None:
+        for number in range(60):
+            key = (f"{worker} {number}", 0, 1)
+            assert sequences.book(Booking(key, (worker, 0), prompt, 80_000, number))
+            columns = sequences.loads(prompt, 80_000)
+            at = columns.ranks.index((worker, 0))
+            assert [column[at] for column in columns[1:]] == [5000, number, 1, 5000]
+            if number % 10 == 0:
+                sequences.remove_rank((worker, 0))
+                sequences.add_rank((worker, 0))
+            else:
+                assert sequences.free(key)
+            columns = sequences.loads()
+            at = columns.ranks.index((worker, 0))
+            assert [column[at] for column in columns[1:]] == [0, 0, 0, 0]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(use, range(4)))
+    assert len(sequences) == 0

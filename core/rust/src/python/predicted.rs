@@ -38,7 +38,8 @@ impl PredictedIndex {
 
     fn record(&self, py: Python<'_>, rank: Name, local_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
         let locals = words(local_hashes)?;
-        let recorded = self.index.with(py, locals.len() > LONG, |index| index.record(rank, &locals, now));
+        let long = self.index.with(py, false, |index| index.work(locals.len(), now, LONG)) >= LONG;
+        let recorded = self.index.with(py, long, |index| index.record(rank, &locals, now));
         recorded.map_err(|_| PyMemoryError::new_err("no memory for the request's blocks"))
     }
 
@@ -62,7 +63,8 @@ impl PredictedIndex {
     }
 
     fn expire(&self, py: Python<'_>, now: f64) -> usize {
-        self.index.with(py, true, |index| index.expire(now))
+        let long = self.index.with(py, false, |index| index.work(0, now, LONG)) >= LONG;
+        self.index.with(py, long, |index| index.expire(now))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -1,6 +1,6 @@
 //! Active sequences, as Python calls them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOverflowError, PyValueError};
 use pyo3::prelude::*;
@@ -10,7 +10,7 @@ use pyo3::types::{PyList, PyType};
 use super::buffers;
 use super::exclusive::Exclusive;
 use crate::ranks::Name;
-use crate::sequences::{Blocks, Booked, Key, Request, Sequences};
+use crate::sequences::{Blocks, Booked, Columns, Key, Request, Sequences};
 
 /// Blocks that take some 20 µs to book, to free or to look up, from where giving up the GIL pays.
 const LONG: usize = 512;
@@ -18,25 +18,58 @@ const LONG: usize = 512;
 /// An object that can be handed on without the GIL.
 type Shared<T> = Arc<Py<T>>;
 
-struct State {
-    sequences: Sequences<Shared<PyAny>>,
-    /// The ranks as `loads` gives them, until one comes or goes.
-    ranks: Option<Shared<PyList>>,
-    /// How often that happened.
-    changes: u64,
-}
-
-impl State {
-    fn ranks_changed(&mut self) -> Option<Shared<PyList>> {
-        self.changes += 1;
-        self.ranks.take()
-    }
-}
-
 /// Load that requests in flight put on ranks; see `kvrouter.core.interface.ActiveSequences`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ActiveSequences {
-    state: Exclusive<State>,
+    sequences: Exclusive<Sequences<Shared<PyAny>>>,
+    lists: Mutex<Option<Lists>>,
+}
+
+/// What most ranks give again at the next reading, as Python has it: copying a list is many times as fast as making it.
+struct Lists {
+    reading: u64,
+    ranks: Py<PyList>,
+    prefill_tokens: Py<PyList>,
+    requests: Py<PyList>,
+    zeroes: Py<PyList>,
+}
+
+impl Lists {
+    fn new(py: Python<'_>, columns: &Columns) -> PyResult<Self> {
+        Ok(Self {
+            reading: columns.reading,
+            ranks: PyList::new(py, columns.ranks.iter())?.unbind(),
+            prefill_tokens: sums(py, &columns.prefill_tokens)?.unbind(),
+            requests: PyList::new(py, &columns.requests)?.unbind(),
+            zeroes: PyList::new(py, columns.ranks.iter().map(|_| 0u32))?.unbind(),
+        })
+    }
+
+    /// Goes on from the reading before.
+    fn update(&mut self, py: Python<'_>, columns: &Columns) -> PyResult<()> {
+        let (prefill_tokens, requests) = (self.prefill_tokens.bind(py), self.requests.bind(py));
+        for &at in &columns.changed {
+            let sum = columns.prefill_tokens.get(at).copied().unwrap_or_default();
+            match u64::try_from(sum) {
+                Ok(narrow) => prefill_tokens.set_item(at, narrow)?,
+                Err(_) => prefill_tokens.set_item(at, sum)?,
+            }
+            requests.set_item(at, columns.requests.get(at).copied().unwrap_or_default())?;
+        }
+        self.reading = columns.reading;
+        Ok(())
+    }
+
+    fn to_load_columns<'py>(&self, py: Python<'py>, columns: &Columns) -> PyResult<Bound<'py, PyAny>> {
+        let copy = |list: &Py<PyList>| list.bind(py).get_slice(0, columns.ranks.len());
+        let leading = copy(&self.zeroes);
+        for (at, blocks) in columns.leading_active_blocks.iter().enumerate().filter(|(_, blocks)| **blocks > 0) {
+            leading.set_item(at, blocks)?;
+        }
+        let active = sums(py, &columns.active_blocks)?;
+        let class = load_columns(py)?;
+        class.call1((copy(&self.ranks), active, copy(&self.prefill_tokens), copy(&self.requests), leading))
+    }
 }
 
 /// Packed hashes as words.
@@ -78,16 +111,24 @@ fn sums<'py>(py: Python<'py>, column: &[u128]) -> PyResult<Bound<'py, PyList>> {
 }
 
 impl ActiveSequences {
-    /// The list of ranks, kept for the next call unless they have changed meanwhile.
-    fn made_ranks(&self, py: Python<'_>, changes: u64, names: Vec<Name>) -> PyResult<Shared<PyList>> {
-        let made = Arc::new(PyList::new(py, names)?.unbind());
-        let kept = Arc::clone(&made);
-        self.state.with(py, false, |state| {
-            if state.changes == changes {
-                state.ranks = Some(kept);
+    fn columns<'py>(&self, py: Python<'py>, columns: &Columns) -> PyResult<Bound<'py, PyAny>> {
+        // Making objects may run other code, which may come here again: it makes lists of its own.
+        let Ok(mut kept) = self.lists.try_lock() else {
+            return Lists::new(py, columns)?.to_load_columns(py, columns);
+        };
+        let current = match kept.take() {
+            Some(mut lists) if lists.reading + 1 == columns.reading && !columns.ranks_changed => {
+                lists.update(py, columns)?;
+                lists
             }
-        });
-        Ok(made)
+            // Another thread's later reading went on from here: that is kept.
+            Some(later) if later.reading > columns.reading => {
+                *kept = Some(later);
+                return Lists::new(py, columns)?.to_load_columns(py, columns);
+            }
+            _ => Lists::new(py, columns)?,
+        };
+        kept.insert(current).to_load_columns(py, columns)
     }
 }
 
@@ -100,21 +141,16 @@ impl ActiveSequences {
             return Err(PyValueError::new_err(format!("the block size is {block_size}, must be 1 to 2^64 - 1")));
         };
         let sequences = Sequences::new(size, bound(max_bookings)?, bound(tombstones)?);
-        Ok(Self { state: Exclusive::new(State { sequences, ranks: None, changes: 0 }) })
+        Ok(Self { sequences: Exclusive::new(sequences), lists: Mutex::new(None) })
     }
 
     fn add_rank(&self, py: Python<'_>, rank: Name) {
-        let stale = self.state.with(py, false, |state| state.sequences.add_rank(rank).then(|| state.ranks_changed()));
-        drop(stale); // here, where the GIL is held
+        self.sequences.with(py, false, |sequences| sequences.add_rank(rank));
     }
 
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> Vec<Key> {
-        let long = self.state.with(py, false, |state| state.sequences.blocks_of_rank(rank)) > LONG;
-        let gone = self.state.with(py, long, |state| {
-            let gone = state.sequences.remove_rank(rank)?;
-            Some((gone, state.ranks_changed()))
-        });
-        let Some((gone, _stale)) = gone else { return Vec::new() };
+        let long = self.sequences.with(py, false, |sequences| sequences.blocks_of_rank(rank)) > LONG;
+        let gone = self.sequences.with(py, long, |sequences| sequences.remove_rank(rank));
         gone.into_iter().map(|(key, _)| Arc::unwrap_or_clone(key)).collect()
     }
 
@@ -139,12 +175,12 @@ impl ActiveSequences {
         let request = Request { key, rank: rank.extract().ok(), prompt_tokens, prefill_tokens, blocks };
         let payload = Arc::new(booking.clone().unbind());
         let given = Arc::clone(&payload); // so that the last reference goes where the GIL is held
-        match self.state.with(py, hashes.len() > LONG, |state| state.sequences.book(request, given)) {
+        match self.sequences.with(py, hashes.len() > LONG, |sequences| sequences.book(request, given)) {
             Booked::Yes => Ok(true),
             Booked::Known => Ok(false),
             Booked::UnknownRank => Err(PyKeyError::new_err(rank.unbind())),
             Booked::Full => {
-                let most = self.state.with(py, false, |state| state.sequences.max_bookings());
+                let most = self.sequences.with(py, false, |sequences| sequences.max_bookings());
                 Err(PyOverflowError::new_err(format!("there are {most} bookings already")))
             }
             Booked::NoMemory => Err(PyMemoryError::new_err("no memory for the booking's blocks")),
@@ -152,23 +188,23 @@ impl ActiveSequences {
     }
 
     fn booking(&self, py: Python<'_>, key: Key) -> Option<Py<PyAny>> {
-        let booking = self.state.with(py, false, |state| state.sequences.payload(&key).cloned());
+        let booking = self.sequences.with(py, false, |sequences| sequences.payload(&key).cloned());
         booking.map(|booking| booking.clone_ref(py))
     }
 
     fn prefill_complete(&self, py: Python<'_>, key: Key) -> bool {
-        self.state.with(py, false, |state| state.sequences.prefill_complete(&key))
+        self.sequences.with(py, false, |sequences| sequences.prefill_complete(&key))
     }
 
     #[pyo3(signature = (key, tokens))]
     fn output_tokens(&self, py: Python<'_>, key: Key, tokens: &Bound<'_, PyAny>) -> PyResult<bool> {
         let tokens = self::tokens(tokens)?.unwrap_or(0);
-        Ok(self.state.with(py, false, |state| state.sequences.output_tokens(&key, tokens)))
+        Ok(self.sequences.with(py, false, |sequences| sequences.output_tokens(&key, tokens)))
     }
 
     fn free(&self, py: Python<'_>, key: Key) -> bool {
-        let long = self.state.with(py, false, |state| state.sequences.blocks_of(&key)) > LONG;
-        self.state.with(py, long, |state| state.sequences.free(Arc::new(key))).is_some()
+        let long = self.sequences.with(py, false, |sequences| sequences.blocks_of(&key)) > LONG;
+        self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key))).is_some()
     }
 
     #[pyo3(signature = (sequence_hashes=None, prompt_tokens=None))]
@@ -183,28 +219,14 @@ impl ActiveSequences {
         let Some(prompt_tokens) = prompt_tokens else {
             return Err(PyValueError::new_err("numbers of tokens are 0 or more"));
         };
-        let (columns, ranks) = self.state.with(py, hashes.len() > LONG, |state| {
-            let sequences = &state.sequences;
+        let columns = self.sequences.with(py, hashes.len() > LONG, |sequences| {
             let tail = u64::from(!prompt_tokens.is_multiple_of(sequences.block_size()));
-            let names = || (state.changes, sequences.ranks().collect());
-            (sequences.loads(&hashes, tail), state.ranks.clone().ok_or_else(names))
+            sequences.loads(&hashes, tail)
         });
-        let ranks = match ranks {
-            Ok(ranks) => ranks,
-            Err((changes, names)) => self.made_ranks(py, changes, names)?,
-        };
-        let ranks = ranks.bind(py);
-        let ranks = ranks.get_slice(0, ranks.len());
-        load_columns(py)?.call1((
-            ranks,
-            sums(py, &columns.active_blocks)?,
-            sums(py, &columns.prefill_tokens)?,
-            PyList::new(py, &columns.requests)?,
-            PyList::new(py, &columns.leading_active_blocks)?,
-        ))
+        self.columns(py, &columns)
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {
-        self.state.with(py, false, |state| state.sequences.len())
+        self.sequences.with(py, false, |sequences| sequences.len())
     }
 }
