@@ -10,6 +10,7 @@ import nats
 from kvrouter.core import Rank, local_hashes
 from kvrouter.indexer.component import ComponentIndex, Limits
 from kvrouter.indexer.consumer import DurableConsumer
+from kvrouter.indexer.snapshots import SnapshotHome
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
@@ -43,13 +44,16 @@ async def connected(url: str) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def indexing(
-    connection: Client, component: ComponentName, replica_id: str = "replica", limits: Limits | None = None
+    connection: Client,
+    component: ComponentName,
+    replica_id: str = "replica",
+    limits: Limits | None = None,
+    home: SnapshotHome | None = None,
 ) -> AsyncIterator[ComponentIndex]:
     """A component's index that follows the stream while the context lasts."""
     descriptor = ComponentDescriptor(block_size=BLOCK_SIZE)
-    index = ComponentIndex(
-        component, descriptor, DurableConsumer(connection, component, replica_id), limits or Limits()
-    )
+    consumer = DurableConsumer(connection, component, replica_id)
+    index = ComponentIndex(component, descriptor, consumer, limits or Limits(), home=home)
     running = asyncio.create_task(index.run())
     try:
         yield index

@@ -33,7 +33,6 @@ from kvrouter.runtime.errors import (
     NotFound,
     NotReady,
     PromptTooLong,
-    Unimplemented,
 )
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
@@ -46,7 +45,6 @@ from kvrouter.v1.indexer_pb2 import (
     GetStatsRequest,
     LoadRequest,
     LocalHashes,
-    ResyncRequest,
     TokenIds,
 )
 from kvrouter.v1.names import ComponentName
@@ -256,12 +254,6 @@ async def test_bad_requests_get_typed_errors_and_leave_the_service_well(stack: S
     with pytest.raises(DeadlineExceeded):
         await stack.indexer.find_matches(bad[0][0], deadline=Deadline.after(0))
     assert (await stack.find(PROMPT)).prompt_blocks == 6
-
-
-async def test_what_is_not_built_says_so(etcd_endpoint: str, nats_url: str, component: ComponentName) -> None:
-    async with serving(settings_for(etcd_endpoint, nats_url, component), "stub") as (indexer, _, _):
-        with pytest.raises(Unimplemented):
-            await indexer.resync(ResyncRequest(), deadline=soon())
 
 
 async def test_a_dump_loads_into_another_component(stack: Stack) -> None:

@@ -11,6 +11,7 @@ from kvrouter.indexer.metrics import IndexerMetrics
 from kvrouter.indexer.replica import Replica
 from kvrouter.indexer.service import IndexerService
 from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.indexer.snapshots import SnapshotHome, SnapshotOptions
 from kvrouter.runtime.context import Runtime
 
 
@@ -23,8 +24,18 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
     limits = Limits(
         settings.max_index_blocks, settings.max_index_bytes, settings.worker_grace_seconds, settings.compare_seconds
     )
+    options = SnapshotOptions(
+        settings.snapshot_threshold, settings.snapshot_check_seconds, settings.snapshot_lock_seconds
+    )
+    home = SnapshotHome(runtime.etcd_endpoints, runtime.instance_id, options)
     replica = Replica(
-        runtime.instance_id, runtime.directory, runtime.nats, runtime.keys, limits, fetches=settings.resync_fetches
+        runtime.instance_id,
+        runtime.directory,
+        runtime.nats,
+        runtime.keys,
+        limits,
+        fetches=settings.resync_fetches,
+        home=home,
     )
     metrics = IndexerMetrics(runtime.registry, replica.components)
     following = runtime.spawn(replica.run(), "indexer")

@@ -9,21 +9,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvrouter.core import PrefixIndex, Rank, RankInfo
-from kvrouter.indexer.consumer import DurableConsumer
+from kvrouter.indexer.comparison import compare, unanswered
+from kvrouter.indexer.consumer import DurableConsumer, heed_cancellation
 from kvrouter.indexer.ingest import Ingest
 from kvrouter.indexer.light import LightEvents
 from kvrouter.indexer.membership import Departures, new_lives
+from kvrouter.indexer.replay import Position
 from kvrouter.indexer.resync import Resync
+from kvrouter.indexer.snapshots import SnapshotHome, Snapshots
 from kvrouter.indexer.state import IndexState
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
-from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats
+from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
+from kvrouter.v1.snapshot_pb2 import SnapshotRef
 
 _TICK_SECONDS = 1.0
 _SETTLE_SECONDS = 0.02
 _FETCHES = 8
+_VERIFY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,12 @@ class ComponentIndex:
         consumer: DurableConsumer,
         limits: Limits,
         slots: asyncio.Semaphore | None = None,
+        home: SnapshotHome | None = None,
     ) -> None:
-        """``slots`` bounds the fetches from workers at one time, over all components of the replica."""
+        """``slots`` bounds the fetches from workers at one time, over all components of the replica.
+
+        Without a ``home`` there are no snapshots.
+        """
         self.name = name
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
@@ -59,6 +68,7 @@ class ComponentIndex:
         self.ingest = Ingest(str(name), self.state, consumer)
         self.light = LightEvents(consumer.connection, name, self.state)
         self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
+        self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
         self.ranks: list[RankInfo] = []
         """Ranks of the index, about a second old at most."""
         self.ready = False
@@ -85,6 +95,39 @@ class ComponentIndex:
             stream_sequence=position.applied,
         )
 
+    def position(self) -> Position | None:
+        """How far the stream is applied."""
+        return self.ingest.progress.position
+
+    async def verify(self, rank: Rank) -> VerifyResponse:
+        """Compares a rank with its worker's own state.
+
+        The worker's is read first and events are awaited until the index is where it was, so that what was on the way
+        does not count as a difference; the cursors tell where it was.
+        """
+        worker = await self.resync.worker_dump(rank)
+        if worker is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_VERIFY_SECONDS):
+                    while (await self.state.cursor(rank) or worker.cursor) < worker.cursor:  # noqa: ASYNC110 - polled
+                        await asyncio.sleep(_SETTLE_SECONDS)
+        index = await self.state.whole_rank(rank)
+        return await asyncio.to_thread(compare, index, worker) if worker else unanswered(rank, index)
+
+    async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
+        """Drops stream and snapshots, then the index, which refills from the workers. Returns (messages, snapshots).
+
+        Raises:
+            OthersLive: other replicas are live.
+            LockLost: a snapshot is being taken.
+            One of ``kvrouter.indexer.snapshots.AWAY``: etcd or NATS is away.
+        """
+        dropped = await self.snapshots.reset(even_if_others_live=even_if_others_live) if self.snapshots else (0, 0)
+        await self.state.forget([(info.worker_id, info.dp_rank) for info in await self.state.ranks()])
+        for rank in self.resync.ranks():
+            self.resync.want(rank, "reset")
+        return dropped
+
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
         """Tells which workers are registered, and which are registered but differ from the component."""
         self._workers = workers
@@ -98,6 +141,7 @@ class ComponentIndex:
         """Figures of the component, as of this moment."""
         figures = await self.state.figures()
         progress = self.ingest.progress
+        snapshot = self.snapshots.current if self.snapshots else SnapshotRef()
         return ComponentStats(
             component=Component(namespace=self.name.namespace, name=self.name.name),
             ready=self.ready,
@@ -107,6 +151,8 @@ class ComponentIndex:
             applied_stream_sequence=progress.applied,
             last_stream_sequence=progress.last_sequence,
             lag_seconds=self.state.lag_seconds,
+            snapshot_sequence=snapshot.stream_sequence,
+            snapshot_age_seconds=max(0.0, time.time() - snapshot.taken_unix_ns / 1e9) if snapshot.object_name else 0.0,
             events=self.state.tally.event_counts(),
             ranks=[self._rank_stats(info) for info in figures.ranks],
         )
@@ -118,11 +164,21 @@ class ComponentIndex:
             group.create_task(self.light.run(), name=f"live events {self.name}")
             group.create_task(self.resync.run(self._transport_read), name=f"resync {self.name}")
             group.create_task(self._follow_workers(), name=f"workers of {self.name}")
+            group.create_task(self._take_snapshots(), name=f"snapshots of {self.name}")
             group.create_task(self._become_ready(), name=f"readiness {self.name}")
 
     async def _read_stream(self) -> None:
         await self._stream_wanted.wait()
+        position = await self.snapshots.restore() if self.snapshots else None
+        heed_cancellation()
+        if position is not None:
+            self.ingest.start_from(position)
         await self.ingest.run()
+
+    async def _take_snapshots(self) -> None:
+        if self.snapshots is not None:
+            await self._transport_read.wait()
+            await self.snapshots.keep_taking(self.position)
 
     async def _become_ready(self) -> None:
         await self.light.subscribed.wait()

@@ -14,7 +14,7 @@ from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, StreamInfo
 from nats.js.errors import NotFoundError
 
 AWAY = (nats.errors.Error, TimeoutError, OSError)
@@ -74,8 +74,7 @@ class DurableConsumer:
         """
         self._reconnects = self.connection.stats["reconnects"]
         info = await ensure_stream(self._js, self._component)
-        created = _unix_ns(info.created) if info.created else 0
-        return StreamView(StreamIdentity(self._component.stream, created), info.state.last_seq)
+        return StreamView(StreamIdentity(self._component.stream, created_unix_ns(info)), info.state.last_seq)
 
     async def view(self) -> ConsumerView | None:
         """The consumer, or None if there is none.
@@ -189,6 +188,22 @@ class DurableConsumer:
                 await subscription.unsubscribe()
 
 
+def created_unix_ns(info: StreamInfo) -> int:
+    """Creation time of a stream, nanoseconds since 1970, whole microseconds."""
+    return _unix_ns(info.created) if info.created else 0
+
+
 def _unix_ns(time: datetime) -> int:
     # In whole numbers: a float of seconds since 1970 is exact to some 0.2 µs only, and identities are compared.
     return (time - _EPOCH) // timedelta(microseconds=1) * 1000
+
+
+def heed_cancellation() -> None:
+    """Ends the task if it was cancelled and nobody noticed.
+
+    The NATS client waits with ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that comes in the
+    same turn of the loop as the answer.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import structlog
-from kvrouter.indexer.consumer import AWAY, Delivery, DeliveryLost, DurableConsumer
+from kvrouter.indexer.consumer import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
 from kvrouter.indexer.replay import CatchUp, Position, Recreate, plan
 from kvrouter.indexer.state import IndexState, StreamMessage
 
@@ -51,6 +51,10 @@ class Ingest:
         self.recreations = 0
         """Times that the consumer was made anew."""
 
+    def start_from(self, position: Position) -> None:
+        """Goes on from where a snapshot leaves off; called before ``run``."""
+        self.progress = Progress(position)
+
     async def run(self) -> None:
         """Reads until cancelled."""
         # A thread of its own: applying must neither hold up the loop nor wait behind queries.
@@ -65,7 +69,7 @@ class Ingest:
     async def _keep_reading(self, thread: ThreadPoolExecutor) -> None:
         away = False
         while True:
-            _heed_cancellation()
+            heed_cancellation()
             try:
                 await self._settle()
                 if away:
@@ -112,7 +116,7 @@ class Ingest:
         heard = loop.time()
         while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
             delivery = await self._consumer.fetch(_WAIT_SECONDS)
-            _heed_cancellation()
+            heed_cancellation()
             if delivery is None:
                 continue
             await self._apply(thread, delivery)
@@ -135,14 +139,3 @@ class Ingest:
         self.progress = Progress(position, last_sequence, caught_up)
         if caught_up:
             self._caught_up.set()
-
-
-def _heed_cancellation() -> None:
-    """Ends the task if it was cancelled and nobody noticed.
-
-    The NATS client waits with ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that comes in the
-    same turn of the loop as the answer.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

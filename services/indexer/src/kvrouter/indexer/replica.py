@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 from kvrouter.indexer.component import ComponentIndex, Limits
 from kvrouter.indexer.consumer import DurableConsumer
+from kvrouter.indexer.snapshots import SnapshotHome
 from kvrouter.runtime.discovery import ComponentView, Directory
 from kvrouter.runtime.etcd import LeasedKeys
 from kvrouter.v1.names import ComponentName, worker_id_of_key
@@ -31,8 +32,12 @@ class Replica:
         limits: Limits,
         *,
         fetches: int = 8,
+        home: SnapshotHome | None = None,
     ) -> None:
-        """``connect`` gives the connection to NATS, once NATS is there; ``fetches`` from workers run at one time."""
+        """``connect`` gives the connection to NATS, once NATS is there; ``fetches`` from workers run at one time.
+
+        Without a ``home`` there are no snapshots.
+        """
         self.id = replica_id
         self.components: dict[ComponentName, ComponentIndex] = {}
         self.known = False
@@ -41,6 +46,7 @@ class Replica:
         self._connect = connect
         self._keys = keys
         self._limits = limits
+        self._home = home
         self._slots = asyncio.Semaphore(fetches)
         self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
 
@@ -66,7 +72,9 @@ class Replica:
             if name not in self.components and view.descriptor.block_size:
                 log.info("component found", of=str(name), block_size=view.descriptor.block_size)
                 consumer = DurableConsumer(connection, name, self.id)
-                self.components[name] = ComponentIndex(name, view.descriptor, consumer, self._limits, self._slots)
+                self.components[name] = ComponentIndex(
+                    name, view.descriptor, consumer, self._limits, self._slots, self._home
+                )
                 self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
             if name in self.components:
                 self.components[name].update_workers(view.workers, self._unfit(name))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import structlog
 from kvrouter.core import InvalidDump, Rank
-from kvrouter.indexer.state import IndexState, StaleDump
+from kvrouter.indexer.state import IndexState, RankDump, StaleDump
 from kvrouter.indexer.wanted import Wanted
 from kvrouter.indexer.worker_state import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.runtime.deadline import Deadline
@@ -60,13 +60,13 @@ class Resync:
         """Whether a registered rank is neither compared with its worker nor known to be out of reach."""
         return any(
             not self._state.rank_tally(rank).verified and self._wanted.failures(rank) < _UNANSWERED
-            for rank in self._ranks()
+            for rank in self.ranks()
         )
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration]) -> None:
         """Tells which workers are registered; those that are new, or registered anew, are compared."""
         before, self._workers = self._workers, workers
-        for rank in self._ranks():
+        for rank in self.ranks():
             if before.get(rank[0]) is None or _life(before[rank[0]]) != _life(workers[rank[0]]):
                 self.want(rank, "registered")
 
@@ -79,6 +79,18 @@ class Resync:
         """Replaces a rank by its worker's state at once, for an operator. Returns whether the worker answered."""
         async with self._slots:
             return await self._repair(rank, reason, forced=True)
+
+    async def worker_dump(self, rank: Rank) -> RankDump | None:
+        """The worker's own state of a rank, to compare with; None where the worker does not answer."""
+        worker = self._workers.get(rank[0])
+        if worker is None or not worker.endpoint:
+            return None
+        try:
+            async with self._slots, worker_at(worker.endpoint) as stub:
+                return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
+        except (KvRouterError, StateTooLarge) as error:
+            self._log.warning("worker does not answer", worker_id=rank[0], dp_rank=rank[1], error=str(error))
+            return None
 
     async def run(self, ready: asyncio.Event) -> None:
         """Repairs until cancelled, from when ``ready`` is set: what the transport has kept comes first."""
@@ -103,7 +115,7 @@ class Resync:
             repaired = await self._repair(rank, reason)
         finally:
             self._slots.release()
-            if repaired or rank not in set(self._ranks()):
+            if repaired or rank not in set(self.ranks()):
                 self._wanted.done(rank)
             else:
                 self._wanted.failed(rank, time.monotonic())
@@ -159,7 +171,7 @@ class Resync:
         worker = self._workers.get(rank[0])
         return self._open and worker is not None and bool(worker.endpoint) and not self._wanted.failing(rank)
 
-    def _ranks(self) -> list[Rank]:
+    def ranks(self) -> list[Rank]:
         """Registered ranks that report their cache and can be asked."""
         return [
             (worker_id, rank.dp_rank)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 from kvrouter.core import InvalidDump, Rank, local_hashes
 from kvrouter.indexer.component import ComponentIndex
 from kvrouter.indexer.metrics import IndexerMetrics
 from kvrouter.indexer.replica import Replica
 from kvrouter.indexer.requests import check_prompt, component_name, packed, scope_of
+from kvrouter.indexer.snapshot_format import InvalidSnapshot
+from kvrouter.indexer.snapshot_lock import LockLost
+from kvrouter.indexer.snapshots import AWAY, NothingApplied, OthersLive
 from kvrouter.indexer.state import RankDump, StaleDump
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, NotReady, UnknownComponent
+from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, NotReady, UnknownComponent
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import (
     DumpRequest,
     DumpResponse,
@@ -25,6 +29,14 @@ from kvrouter.v1.indexer_pb2 import (
     LoadRequest,
     LoadResponse,
     RankState,
+    ResetStatesRequest,
+    ResetStatesResponse,
+    ResyncRequest,
+    ResyncResponse,
+    TakeSnapshotRequest,
+    TakeSnapshotResponse,
+    VerifyRequest,
+    VerifyResponse,
 )
 
 _LONG_PROMPT_TOKENS = 16_384  # hashing more than these is handed to a thread
@@ -72,7 +84,7 @@ class IndexerService:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
         """
         component = self._component(request.component)
-        ranks = [(rank.worker_id, rank.dp_rank) for rank in request.ranks]
+        ranks = _chosen(request.ranks)
         if not ranks:
             ranks = [(info.worker_id, info.dp_rank) for info in await component.state.ranks()]
         for rank in ranks:
@@ -124,6 +136,86 @@ class IndexerService:
             raise BadRequest("the last rank is not whole", field="state.last", advice="Send all parts of each rank.")
         return response
 
+    async def resync(self, request: ResyncRequest, *, deadline: Deadline) -> ResyncResponse:
+        """Replaces the state of ranks with what their workers hold.
+
+        Raises:
+            UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
+        """
+        component = self._component(request.component)
+        response = ResyncResponse()
+        for rank in _chosen(request.ranks) or component.resync.ranks():
+            if deadline.expired:
+                raise DeadlineExceeded
+            if await component.resync.repair_now(rank, "asked"):
+                response.ranks += 1
+            else:
+                response.unreachable += 1
+        return response
+
+    async def verify(self, request: VerifyRequest, *, deadline: Deadline) -> AsyncGenerator[VerifyResponse, None]:
+        """Compares the index with the workers' own state, rank by rank.
+
+        Raises:
+            UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
+        """
+        component = self._component(request.component)
+        ranks = _chosen(request.ranks)
+        if not ranks:
+            known = {(info.worker_id, info.dp_rank) for info in await component.state.ranks()}
+            ranks = sorted(known | set(component.resync.ranks()))
+        for rank in ranks:
+            if deadline.expired:
+                raise DeadlineExceeded
+            yield await component.verify(rank)
+
+    async def take_snapshot(self, request: TakeSnapshotRequest, *, deadline: Deadline) -> TakeSnapshotResponse:
+        """Takes a snapshot at once.
+
+        Raises:
+            UnknownComponent, BadRequest, DeadlineExceeded.
+            NotReady: the index is not restored, or another replica takes one.
+            DependencyAway: etcd or NATS is away.
+        """
+        component = self._ready(request.component)
+        if component.snapshots is None:
+            raise NotReady("this replica takes no snapshots")
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                ref, blocks = await component.snapshots.take(component.position)
+        except (LockLost, NothingApplied) as error:
+            raise NotReady(str(error)) from None
+        except (InvalidSnapshot, *AWAY) as error:
+            if deadline.expired:
+                raise DeadlineExceeded from None
+            raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
+        return TakeSnapshotResponse(stream_sequence=ref.stream_sequence, object_name=ref.object_name, blocks=blocks)
+
+    async def reset_states(self, request: ResetStatesRequest, *, deadline: Deadline) -> ResetStatesResponse:
+        """Drops what the transport holds for a component, and refills the index from live workers.
+
+        Raises:
+            UnknownComponent, DeadlineExceeded.
+            BadRequest: another replica is live, and the request does not say that this is meant.
+            NotReady: a snapshot is being taken.
+            DependencyAway: etcd or NATS is away.
+        """
+        component = self._component(request.component)
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                messages, snapshots = await component.reset(even_if_others_live=request.even_if_others_live)
+        except OthersLive as error:
+            raise BadRequest(
+                str(error), field="even_if_others_live", advice="Stop the others first, or set even_if_others_live."
+            ) from None
+        except LockLost as error:
+            raise NotReady(str(error)) from None
+        except AWAY as error:
+            if deadline.expired:
+                raise DeadlineExceeded from None
+            raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
+        return ResetStatesResponse(messages=messages, snapshots=snapshots)
+
     def _component(self, component: Component) -> ComponentIndex:
         name = component_name(component)
         found = self._replica.components.get(name)
@@ -148,6 +240,10 @@ class IndexerService:
         if len(ids) > _LONG_PROMPT_TOKENS:
             return await asyncio.to_thread(local_hashes, ids, block_size, scope, multimodal)
         return local_hashes(ids, block_size, scope, multimodal)
+
+
+def _chosen(ranks: Iterable[RankMessage]) -> list[Rank]:
+    return [(rank.worker_id, rank.dp_rank) for rank in ranks]
 
 
 async def _load_rank(component: ComponentIndex, last: RankState, chunks: list[bytes]) -> int:

@@ -31,3 +31,12 @@ class IndexerSettings(ServiceSettings):
     resync_fetches: int = Field(
         default=8, ge=1, le=256, description="Fetches of state from workers at one time, over all components."
     )
+    snapshot_threshold: int = Field(
+        default=1_000_000, ge=1, description="Messages after the newest snapshot that make another one due."
+    )
+    snapshot_check_seconds: float = Field(
+        default=5.0, gt=0, description="Time between looks at whether a snapshot is due, seconds."
+    )
+    snapshot_lock_seconds: int = Field(
+        default=10, ge=2, description="Life of the lock of a replica that died while it took a snapshot, seconds."
+    )

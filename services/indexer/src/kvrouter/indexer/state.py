@@ -160,6 +160,19 @@ class IndexState:
         while (chunk := await self.work(lambda _: next(chunks, None))) is not None:
             yield chunk
 
+    async def cursor(self, rank: Rank) -> tuple[int, int] | None:
+        """(incarnation, next event id) of a rank; None if it is unknown."""
+        return await self.ask(lambda index: index.cursor(rank))
+
+    async def whole_rank(self, rank: Rank) -> RankDump | None:
+        """A rank's state as of this moment; None if it is unknown."""
+
+        def read(index: PrefixIndex) -> RankDump | None:
+            cursor = index.cursor(rank)
+            return RankDump(rank, cursor, rank in self._partial, list(index.dump_rank(rank))) if cursor else None
+
+        return await self.work(read)
+
     async def load_rank(self, dump: RankDump) -> int:
         """Replaces a rank by a dump, unless the index is further ahead. Returns its entries.
 

@@ -1,0 +1,139 @@
+"""The part of snapshots that is in etcd: who takes one, where the newest are, and how far replicas have read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from kvrouter.runtime.etcd import AWAY, connect
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import AppliedRecord
+from kvrouter.v1.snapshot_pb2 import SnapshotLock, SnapshotPointer
+
+
+class LockLost(Exception):
+    """Another replica holds the lock, or this one's lease ran out: it must not touch the pointer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The pointer as it was read."""
+
+    value: SnapshotPointer
+    revision: int
+    """Of its key; 0 where there is none."""
+
+
+async def read_pointer(client: Any, component: ComponentName) -> Pointer:
+    """The pointer; one that cannot be read counts as empty, at its revision.
+
+    Raises:
+        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+    """
+    found = await client.get(component.snapshot_key.encode())
+    if found is None:
+        return Pointer(SnapshotPointer(), 0)
+    try:
+        return Pointer(SnapshotPointer.FromString(found.value), found.mod_revision)
+    except DecodeError:
+        return Pointer(SnapshotPointer(), found.mod_revision)
+
+
+async def live_replicas(client: Any, component: ComponentName) -> dict[str, AppliedRecord]:
+    """How far each live replica has applied the stream, by its id."""
+    prefix = component.applied_key("x")[:-1]
+    records = {}
+    for pair in await client.get_prefix(prefix.encode()):
+        try:
+            record = AppliedRecord.FromString(pair.value)
+        except DecodeError:
+            record = AppliedRecord()
+        records[pair.key.decode()[len(prefix) :]] = record
+    return records
+
+
+class HeldLock:
+    """The lock while it is held. Writes are fenced: a holder that was paused past its lease writes nothing."""
+
+    def __init__(self, client: Any, component: ComponentName, revision: int) -> None:
+        self.client = client
+        self._component = component
+        self._key = component.snapshot_lock_key.encode()
+        self._revision = revision
+
+    async def check(self) -> None:
+        """Returns if the lock is still this holder's.
+
+        Raises:
+            LockLost: it is not.
+        """
+        found = await self.client.get(self._key)
+        if found is None or found.create_revision != self._revision:
+            raise LockLost("the snapshot lock is another's")
+
+    async def move(self, before: Pointer, after: SnapshotPointer | None) -> None:
+        """Replaces the pointer, or deletes it for None.
+
+        Raises:
+            LockLost: the lock is not held any more, or the pointer is not what was read.
+        """
+        transactions = self.client.transactions
+        name = self._component.snapshot_key.encode()
+        change = transactions.delete(name) if after is None else transactions.put(name, after.SerializeToString())
+        written, _responses = await self.client.transaction(
+            compare=[
+                transactions.create(self._key) == self._revision,
+                transactions.mod(name) == before.revision,
+            ],
+            success=[change],
+            failure=[],
+        )
+        if not written:
+            raise LockLost("the snapshot lock or the pointer is another's")
+
+
+@asynccontextmanager
+async def holding(
+    endpoints: str, component: ComponentName, replica_id: str, ttl_seconds: int
+) -> AsyncIterator[HeldLock]:
+    """The component's snapshot lock, under a lease that is renewed while the context lasts.
+
+    Raises:
+        LockLost: another replica has it.
+        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+    """
+    key = component.snapshot_lock_key.encode()
+    async with connect(endpoints) as client:
+        lease = await client.lease(ttl_seconds)
+        value = SnapshotLock(replica_id=replica_id).SerializeToString()
+        try:
+            taken, _responses = await client.transaction(
+                compare=[client.transactions.create(key) == 0],
+                success=[client.transactions.put(key, value, lease.id)],
+                failure=[],
+            )
+            found = await client.get(key) if taken else None
+            if found is None:
+                raise LockLost("another replica takes a snapshot")
+            renewing = asyncio.ensure_future(_renew(client, lease.id, ttl_seconds))
+            try:
+                yield HeldLock(client, component, found.create_revision)
+            finally:
+                renewing.cancel()
+                await asyncio.wait({renewing})
+        finally:
+            with contextlib.suppress(*AWAY):
+                await client.revoke_lease(lease.id)
+
+
+async def _renew(client: Any, lease_id: int, ttl_seconds: int) -> None:
+    while True:
+        await asyncio.sleep(ttl_seconds / 3)
+        # A lease that is lost shows where it matters: in the fenced transaction.
+        with contextlib.suppress(*AWAY):
+            await client.refresh_lease(lease_id)

@@ -1,0 +1,303 @@
+"""Takes a component's snapshots, and restores from them.
+
+1. content: the state of every rank with its cursor, the stream's identity, and the sequence S that is applied. Ranks
+   are read one after the other, so that queries go on; they may be ahead of S, since events that come twice do no harm;
+2. taken when ``snapshot_rules.is_due``;
+3. by one replica at a time; the pointer moves in a transaction that is fenced by the lock;
+4. the object is read back before the pointer moves; then other objects go; then the stream is purged, one snapshot
+   behind;
+5. restored is the newest snapshot that can be read, else the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import structlog
+from kvrouter.core import InvalidDump
+from kvrouter.indexer.consumer import AWAY as NATS_AWAY
+from kvrouter.indexer.consumer import created_unix_ns, heed_cancellation
+from kvrouter.indexer.failpoints import reach
+from kvrouter.indexer.replay import Position, StreamIdentity
+from kvrouter.indexer.snapshot_format import InvalidSnapshot, Snapshot, decode, encode
+from kvrouter.indexer.snapshot_lock import HeldLock, LockLost, holding, live_replicas, read_pointer
+from kvrouter.indexer.snapshot_rules import is_due, purge_up_to
+from kvrouter.indexer.snapshot_store import SnapshotStore
+from kvrouter.indexer.state import IndexState, StaleDump
+from kvrouter.runtime.etcd import AWAY as ETCD_AWAY
+from kvrouter.runtime.etcd import connect
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor
+from kvrouter.v1.snapshot_pb2 import SnapshotHeader, SnapshotPointer, SnapshotRef
+from kvrouter.v1.snapshot_pb2 import StreamIdentity as StreamMessage
+from nats.aio.client import Client
+from nats.js.errors import NotFoundError
+
+log = structlog.get_logger(component="indexer")
+
+AWAY = (*NATS_AWAY, *ETCD_AWAY)
+_CHUNK_BLOCKS = 4096
+_RETRY_SECONDS = 0.3
+PositionSource: TypeAlias = Callable[[], Position | None]
+"""How far the stream is applied, at the moment of the call."""
+
+
+class NothingApplied(Exception):
+    """There is no position in a stream yet that a snapshot could cover."""
+
+
+class OthersLive(Exception):
+    """Other replicas are live, and would keep or write what is being dropped."""
+
+    def __init__(self, replicas: list[str]) -> None:
+        super().__init__(f"other replicas are live: {', '.join(replicas)}")
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOptions:
+    """When snapshots are taken."""
+
+    threshold: int = 1_000_000
+    """Messages after the newest snapshot that make one due."""
+    check_seconds: float = 5.0
+    """Time between looks at whether one is due."""
+    lock_seconds: int = 10
+    """Life of the lock of a replica that died while it took one, whole seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHome:
+    """Where snapshots are told of, by whom, and when."""
+
+    etcd: str
+    """Endpoints, host:port separated by commas."""
+    replica_id: str
+    options: SnapshotOptions = SnapshotOptions()
+
+
+class Snapshots:
+    """Snapshots of one component, for one replica."""
+
+    def __init__(
+        self,
+        connection: Client,
+        home: SnapshotHome,
+        name: ComponentName,
+        descriptor: ComponentDescriptor,
+        state: IndexState,
+    ) -> None:
+        self._js = connection.jetstream()
+        self._store = SnapshotStore(self._js, name)
+        self._etcd = home.etcd
+        self._name = name
+        self._state = state
+        self._replica_id = home.replica_id
+        self._options = home.options
+        self._header = SnapshotHeader(
+            component=Component(namespace=name.namespace, name=name.name),
+            block_size=descriptor.block_size,
+            hash_scheme=descriptor.hash_scheme,
+            replica_id=home.replica_id,
+        )
+        self._log = log.bind(of=str(name))
+        self.current = SnapshotRef()
+        """The newest snapshot, as last heard of; empty for none."""
+        self.unusable = 0
+        """Snapshots that could not be read, since start."""
+        self.taken = 0
+
+    async def restore(self) -> Position | None:
+        """Loads the newest snapshot that can be used; returns the position it covers, None if there is none.
+
+        Waits for as long as etcd or NATS is away.
+        """
+        while True:
+            heed_cancellation()
+            try:
+                async with connect(self._etcd) as client:
+                    pointer = (await read_pointer(client, self._name)).value
+                return await self._restore(pointer)
+            except AWAY as error:
+                self._log.warning("snapshots out of reach", error=repr(error))
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _restore(self, pointer: SnapshotPointer) -> Position | None:
+        for ref in (pointer.current, pointer.previous):
+            if not ref.object_name:
+                continue
+            began = time.monotonic()
+            try:
+                snapshot = await self._read(ref.object_name)
+            except InvalidSnapshot as error:
+                self.unusable += 1
+                self._log.error("snapshot unusable", name=ref.object_name, reason=str(error))
+                continue
+            blocks = await self._load(snapshot)
+            header = snapshot.header
+            self.current = ref
+            self._log.info(
+                "restored",
+                name=ref.object_name,
+                stream_sequence=header.stream_sequence,
+                ranks=header.ranks,
+                blocks=blocks,
+                seconds=round(time.monotonic() - began, 3),
+            )
+            identity = StreamIdentity(header.stream.name, header.stream.created_unix_ns)
+            return Position(identity, header.stream_sequence, 0)
+        return None
+
+    async def _read(self, name: str) -> Snapshot:
+        data = await self._store.get(name)
+        return await asyncio.to_thread(decode, data, self._header)
+
+    async def _load(self, snapshot: Snapshot) -> int:
+        blocks = 0
+        for dump in snapshot.ranks:
+            try:
+                blocks += await self._state.load_rank(dump)
+            except StaleDump:
+                continue  # A later life, or later events, are known already.
+            except InvalidDump as error:
+                self._log.error("rank not restored", worker_id=dump.rank[0], dp_rank=dump.rank[1], reason=str(error))
+        return blocks
+
+    async def keep_taking(self, position: PositionSource) -> None:
+        """Takes snapshots as they fall due, until cancelled."""
+        while True:
+            await asyncio.sleep(self._options.check_seconds)
+            heed_cancellation()
+            try:
+                if await self._due():
+                    await self.take(position, only_if_due=True)
+            except (LockLost, NothingApplied) as error:
+                self._log.info("no snapshot taken", reason=str(error))
+            except (InvalidSnapshot, *AWAY) as error:
+                self._log.warning("no snapshot taken", reason=repr(error))
+
+    async def take(self, position: PositionSource, *, only_if_due: bool = False) -> tuple[SnapshotRef, int]:
+        """Takes a snapshot. Returns it, and the blocks that it contains.
+
+        Raises:
+            LockLost: another replica takes one, or this one was paused for too long.
+            NothingApplied: no stream was seen yet.
+            InvalidSnapshot: what was written cannot be read back.
+            One of AWAY: etcd or NATS is away.
+        """
+        async with holding(self._etcd, self._name, self._replica_id, self._options.lock_seconds) as lock:
+            before = await read_pointer(lock.client, self._name)
+            if only_if_due and not await self._due():
+                raise LockLost("another replica took one")
+            at = position()
+            if at is None:
+                raise NothingApplied("no stream was seen yet")
+            ref, blocks = await self._write(at)
+            reach("snapshot.uploaded")
+            pointer = SnapshotPointer(current=ref, previous=before.value.current)
+            await lock.move(before, pointer)
+            self.current = ref
+            self.taken += 1
+            self._log.info("snapshot taken", name=ref.object_name, stream_sequence=ref.stream_sequence, blocks=blocks)
+            reach("snapshot.pointed")
+            await self._clean(lock, pointer)
+            return ref, blocks
+
+    async def _write(self, at: Position) -> tuple[SnapshotRef, int]:
+        taken = time.time_ns()
+        header = SnapshotHeader()
+        header.CopyFrom(self._header)
+        header.stream.CopyFrom(_stream(at.identity))
+        header.stream_sequence = at.applied
+        header.taken_unix_ns = taken
+        ranks = [[chunk async for chunk in chunks] async for chunks in self._rank_chunks()]
+        reach("snapshot.read")
+        data = await asyncio.to_thread(encode, header, ranks)
+        name = f"{taken:020d}-{self._replica_id}"
+        await self._store.put(name, data)
+        reach("snapshot.put")
+        blocks = (await self._read(name)).header.blocks
+        ref = SnapshotRef(
+            object_name=name,
+            stream_sequence=at.applied,
+            stream=header.stream,
+            taken_unix_ns=taken,
+            bytes=len(data),
+        )
+        return ref, blocks
+
+    async def _rank_chunks(self) -> AsyncIterator[AsyncIterator[bytes]]:
+        for info in await self._state.ranks():
+            yield self._state.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS)
+
+    async def _clean(self, lock: HeldLock, pointer: SnapshotPointer) -> None:
+        """Deletes objects that nothing points to, then purges the stream, one snapshot behind.
+
+        A holder that is paused here does no harm later: objects of later snapshots have later names and are left alone,
+        and what the previous snapshot covers is covered by every later one.
+        """
+        await lock.check()
+        wanted = {pointer.current.object_name, pointer.previous.object_name}
+        for name in await self._store.names():
+            if name not in wanted and name < pointer.current.object_name:
+                await self._store.delete(name)
+        reach("snapshot.cleaned")
+        applied = await live_replicas(lock.client, self._name)
+        limit = purge_up_to(pointer.previous, pointer.current.stream, applied.values())
+        await lock.check()
+        if limit:
+            await self._js.purge_stream(self._name.stream, seq=limit + 1)
+        reach("snapshot.purged")
+
+    async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
+        """Drops the stream's messages and all snapshots. Returns how many of each.
+
+        Raises:
+            OthersLive: other replicas are live.
+            LockLost: a snapshot is being taken.
+            One of AWAY: etcd or NATS is away.
+        """
+        async with holding(self._etcd, self._name, self._replica_id, self._options.lock_seconds) as lock:
+            others = sorted((await live_replicas(lock.client, self._name)).keys() - {self._replica_id})
+            if others and not even_if_others_live:
+                raise OthersLive(others)
+            await lock.move(await read_pointer(lock.client, self._name), None)
+            names = await self._store.names()
+            for name in names:
+                await self._store.delete(name)
+            self.current = SnapshotRef()
+            messages = 0
+            try:
+                messages = (await self._js.stream_info(self._name.stream)).state.messages
+                await self._js.purge_stream(self._name.stream)
+            except NotFoundError:
+                pass  # Nothing was ever published.
+            return messages, len(names)
+
+    async def _due(self) -> bool:
+        try:
+            info = await self._js.stream_info(self._name.stream)
+        except NotFoundError:
+            return False
+        async with connect(self._etcd) as client:
+            self.current = (await read_pointer(client, self._name)).value.current
+        created = info.created.timestamp() if info.created else 0.0
+        same = self.current.stream.created_unix_ns == created_unix_ns(info)
+        covered = self.current.stream_sequence if same else 0
+        # What comes after a snapshot is no older than the snapshot: sooner is safe.
+        since = self.current.taken_unix_ns / 1e9 if same else created
+        return is_due(
+            last=info.state.last_seq,
+            covered=covered,
+            threshold=self._options.threshold,
+            oldest_age_seconds=time.time() - since,
+            retention_seconds=float(info.config.max_age or 0),
+        )
+
+
+def _stream(identity: StreamIdentity) -> StreamMessage:
+    return StreamMessage(name=identity.name, created_unix_ns=identity.created_unix_ns)

@@ -1,0 +1,30 @@
+from kvrouter.indexer.snapshot_rules import is_due, purge_up_to
+from kvrouter.v1.registry_pb2 import AppliedRecord
+from kvrouter.v1.snapshot_pb2 import SnapshotRef, StreamIdentity
+
+STREAM = StreamIdentity(name="s", created_unix_ns=9)
+
+
+def due(last: int, covered: int, age: float) -> bool:
+    return is_due(last=last, covered=covered, threshold=100, oldest_age_seconds=age, retention_seconds=60)
+
+
+def test_a_snapshot_is_due_by_messages_or_by_age_but_never_without_messages() -> None:
+    assert not due(last=150, covered=50, age=29)
+    assert due(last=151, covered=50, age=0)
+    assert due(last=51, covered=50, age=30)
+    assert not due(last=50, covered=50, age=1000)
+    assert not is_due(last=9, covered=0, threshold=100, oldest_age_seconds=1e9, retention_seconds=0)
+
+
+def applied(sequence: int, created: int = 9) -> AppliedRecord:
+    return AppliedRecord(stream="s", stream_created_unix_ns=created, stream_sequence=sequence)
+
+
+def test_only_what_nobody_needs_is_purged() -> None:
+    previous = SnapshotRef(object_name="p", stream=STREAM, stream_sequence=40)
+    assert purge_up_to(previous, STREAM, [applied(70), applied(90)]) == 40
+    assert purge_up_to(previous, STREAM, [applied(70), applied(30)]) == 30
+    assert purge_up_to(previous, STREAM, [applied(70), applied(90, created=8)]) == 0
+    assert purge_up_to(SnapshotRef(), STREAM, [applied(70)]) == 0
+    assert purge_up_to(previous, StreamIdentity(name="s", created_unix_ns=10), []) == 0
