@@ -11,6 +11,7 @@ import typer
 from kvrouter.cli.against import ReplayCommand, replay_running
 from kvrouter.cli.demo import DemoOptions, demo
 from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.pacing import Pace
 from kvrouter.cli.processes import ProcessDied
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(index_app, name="index")
 
 Load = Annotated[float, typer.Option(help="Load factor: requests arrive this many times as fast as in the trace.")]
 Requests = Annotated[

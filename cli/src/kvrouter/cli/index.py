@@ -1,0 +1,260 @@
+"""``kvrouter index …``: what an operator asks of an Indexer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, TypeVar, cast
+
+import typer
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.common_pb2 import Component, Rank, Transport
+from kvrouter.v1.indexer_pb2 import (
+    ComponentStats,
+    DumpRequest,
+    GetStatsRequest,
+    LoadRequest,
+    RankState,
+    ResetStatesRequest,
+    ResyncRequest,
+    TakeSnapshotRequest,
+    VerifyRequest,
+    VerifyResponse,
+)
+from kvrouter.v1.names import ComponentName, InvalidName
+from rich.console import Console
+from rich.table import Table
+
+T = TypeVar("T")
+
+index_app = typer.Typer(help="Ask an Indexer what it knows, and correct it.", no_args_is_help=True)
+
+Address = Annotated[str, typer.Option("--indexer", help="gRPC address of the Indexer, host:port.")]
+Named = Annotated[str, typer.Argument(help="namespace/component; may be left out where there is only one.")]
+Seconds = Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, seconds.")]
+Workers = Annotated[list[str] | None, typer.Option("--rank", help="worker_id or worker_id:dp_rank; all if not given.")]
+
+_DEFAULT_SECONDS = 120.0
+
+
+@index_app.command("status")
+def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> None:
+    """Show each component (transport, lag, snapshot) and each rank (cursor, blocks, drifts, verified, last resync)."""
+
+    async def show(service: Indexer, deadline: Deadline) -> None:
+        request = GetStatsRequest(component=_component(component)) if component else GetStatsRequest()
+        answer = await service.get_stats(request, deadline=deadline)
+        console = Console()
+        console.print(f"replica {answer.replica_id}")
+        for stats in answer.components:
+            _show_component(console, stats)
+
+    _ask(indexer, seconds, show)
+
+
+@index_app.command("dump")
+def dump(
+    indexer: Address,
+    component: Named = "",
+    output: Annotated[Path | None, typer.Option(help="File to write; standard output if not given.")] = None,
+    rank: Workers = None,
+    seconds: Seconds = _DEFAULT_SECONDS,
+) -> None:
+    """Write the index as JSON lines, a part of a rank in each, that ``load`` takes."""
+
+    async def write(service: Indexer, deadline: Deadline) -> None:
+        named = await _named(service, component, deadline)
+        request = DumpRequest(component=named, ranks=_ranks(rank))
+        with output.open("w") if output is not None else sys.stdout as file:
+            async with aclosing(service.dump(request, deadline=deadline)) as parts:
+                async for part in parts:
+                    file.write(MessageToJson(part.state, indent=None) + "\n")
+
+    _ask(indexer, seconds, write)
+
+
+@index_app.command("load")
+def load(
+    indexer: Address,
+    dumped: Annotated[Path, typer.Argument(help="File that ``dump`` wrote.")],
+    component: Named = "",
+    seconds: Seconds = _DEFAULT_SECONDS,
+) -> None:
+    """Load a dump; each rank replaces the one of the index, unless that is further ahead."""
+
+    async def send(service: Indexer, deadline: Deadline) -> None:
+        named = await _named(service, component, deadline)
+
+        async def parts() -> AsyncIterator[LoadRequest]:
+            with dumped.open() as lines:
+                for number, line in enumerate(lines, start=1):
+                    try:
+                        state = Parse(line, RankState())
+                    except ParseError as error:
+                        raise CommandFailed(f"{dumped}, line {number}: {error}") from None
+                    yield LoadRequest(component=named, state=state)
+
+        answer = await service.load(parts(), deadline=deadline)
+        Console().print(f"{answer.ranks} ranks, {answer.blocks} blocks loaded")
+
+    _ask(indexer, seconds, send)
+
+
+@index_app.command("verify")
+def verify(indexer: Address, component: Named = "", rank: Workers = None, seconds: Seconds = _DEFAULT_SECONDS) -> None:
+    """Compare the index with the workers' own state. Exit status 1 if a rank differs."""
+
+    async def compare(service: Indexer, deadline: Deadline) -> bool:
+        named = await _named(service, component, deadline)
+        table = Table("rank", "result", "in both", "missing", "surplus", "index at", "worker at", "examples")
+        same = True
+        request = VerifyRequest(component=named, ranks=_ranks(rank))
+        async with aclosing(service.verify(request, deadline=deadline)) as answers:
+            async for answer in answers:
+                verdict, good = _verdict(answer)
+                same = same and good
+                table.add_row(
+                    f"{answer.rank.worker_id}:{answer.rank.dp_rank}",
+                    verdict,
+                    *(str(n) for n in (answer.common_blocks, answer.missing_blocks, answer.surplus_blocks)),
+                    str(answer.index_cursor.next_event_id),
+                    str(answer.worker_cursor.next_event_id),
+                    " ".join(f"{block:016x}" for block in answer.examples[:4]),
+                )
+        Console().print(table)
+        return same
+
+    if not _ask(indexer, seconds, compare):
+        raise typer.Exit(1)
+
+
+@index_app.command("resync")
+def resync(indexer: Address, component: Named = "", rank: Workers = None, seconds: Seconds = _DEFAULT_SECONDS) -> None:
+    """Replace ranks by what their workers hold. Exit status 1 if a worker did not answer."""
+
+    async def replace(service: Indexer, deadline: Deadline) -> bool:
+        named = await _named(service, component, deadline)
+        answer = await service.resync(ResyncRequest(component=named, ranks=_ranks(rank)), deadline=deadline)
+        Console().print(f"{answer.ranks} ranks replaced, {answer.unreachable} out of reach")
+        return not answer.unreachable
+
+    if not _ask(indexer, seconds, replace):
+        raise typer.Exit(1)
+
+
+@index_app.command("snapshot")
+def snapshot(indexer: Address, component: Named = "", seconds: Seconds = _DEFAULT_SECONDS) -> None:
+    """Take a snapshot at once."""
+
+    async def take(service: Indexer, deadline: Deadline) -> None:
+        named = await _named(service, component, deadline)
+        answer = await service.take_snapshot(TakeSnapshotRequest(component=named), deadline=deadline)
+        Console().print(f"{answer.object_name}: {answer.blocks} blocks, up to message {answer.stream_sequence}")
+
+    _ask(indexer, seconds, take)
+
+
+@index_app.command("reset")
+def reset(
+    indexer: Address,
+    component: Named = "",
+    even_if_others_live: Annotated[bool, typer.Option(help="Go on although another replica is live.")] = False,
+    seconds: Seconds = _DEFAULT_SECONDS,
+) -> None:
+    """Drop the stream's messages and all snapshots, and refill the index from the live workers."""
+
+    async def drop(service: Indexer, deadline: Deadline) -> None:
+        named = await _named(service, component, deadline)
+        request = ResetStatesRequest(component=named, even_if_others_live=even_if_others_live)
+        answer = await service.reset_states(request, deadline=deadline)
+        Console().print(f"{answer.messages} messages and {answer.snapshots} snapshots dropped")
+
+    _ask(indexer, seconds, drop)
+
+
+def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], Awaitable[T]]) -> T:
+    async def ask() -> T:
+        async with open_channel(address) as channel:
+            service = cast(Indexer, remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
+            return await question(service, Deadline.after(seconds))
+
+    try:
+        return run_interruptibly(ask())
+    except KvRouterError as error:
+        advice = f" {error.info.advice}" if error.info.advice else ""
+        raise CommandFailed(f"{error}{advice}") from None
+
+
+def _component(text: str) -> Component:
+    try:
+        name = ComponentName.parse(text)
+    except InvalidName as error:
+        raise WrongUsage(str(error)) from None
+    return Component(namespace=name.namespace, name=name.name)
+
+
+async def _named(service: Indexer, text: str, deadline: Deadline) -> Component:
+    """The component that is meant: the named one, or the only one."""
+    if text:
+        return _component(text)
+    known = [stats.component for stats in (await service.get_stats(GetStatsRequest(), deadline=deadline)).components]
+    if len(known) != 1:
+        names = ", ".join(f"{each.namespace}/{each.name}" for each in known) or "none"
+        raise WrongUsage(f"name a component; there are: {names}")
+    return known[0]
+
+
+def _ranks(texts: list[str] | None) -> list[Rank]:
+    ranks = []
+    for text in texts or []:
+        worker, _, dp_rank = text.partition(":")
+        try:
+            ranks.append(Rank(worker_id=int(worker), dp_rank=int(dp_rank or 0)))
+        except ValueError:
+            raise WrongUsage(f"{text!r} is not a rank: write worker_id or worker_id:dp_rank") from None
+    return ranks
+
+
+def _verdict(answer: VerifyResponse) -> tuple[str, bool]:
+    if not answer.compared:
+        return "no answer", False
+    if answer.missing_blocks or answer.surplus_blocks:
+        return "differs", False
+    return "same", True
+
+
+def _show_component(console: Console, stats: ComponentStats) -> None:
+    name = f"{stats.component.namespace}/{stats.component.name}"
+    lag = stats.last_stream_sequence - min(stats.applied_stream_sequence, stats.last_stream_sequence)
+    taken = (
+        f"up to message {stats.snapshot_sequence}, {stats.snapshot_age_seconds:.0f} s old"
+        if stats.snapshot_age_seconds
+        else "none"
+    )
+    transport = Transport.Name(stats.transport).removeprefix("TRANSPORT_").lower()
+    console.print(f"\n{name}: {'ready' if stats.ready else 'restoring'}, transport {transport}")
+    console.print(f"  {stats.blocks} blocks, {stats.memory_bytes / 1e6:.1f} MB; snapshot {taken}")
+    console.print(f"  lag {lag} messages, {stats.lag_seconds:.3f} s; {stats.events.repairs} ranks dropped so far")
+    table = Table("rank", "incarnation", "next event", "blocks", "MB", "drifts", "state", "last resync")
+    for rank in stats.ranks:
+        state = "partial" if rank.partial else "verified" if rank.verified else "unverified"
+        table.add_row(
+            f"{rank.rank.worker_id}:{rank.rank.dp_rank}",
+            str(rank.cursor.incarnation),
+            str(rank.cursor.next_event_id),
+            str(rank.blocks),
+            f"{rank.memory_bytes / 1e6:.2f}",
+            str(rank.drifts),
+            state if rank.registered else f"{state}, gone",
+            rank.resync_reason or "never",
+        )
+    console.print(table)
