@@ -50,9 +50,9 @@ unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
 	$(BIN)/pytest -n auto tests/unit
 
-integration: setup ## tests over real NATS and etcd
+integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
-	$(BIN)/pytest -n auto tests/integration
+	$(BIN)/pytest -n auto tests/integration tests/faults
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)

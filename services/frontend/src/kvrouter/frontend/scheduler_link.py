@@ -2,17 +2,20 @@
 
 A link keeps one session open: selections and what becomes of bookings travel on it. When the Scheduler goes away, or
 another one becomes the component's, the link opens a session there and tells it of the bookings that are live, so that
-no load is lost and none is counted twice. Selections wait for that up to their deadline.
+no load is lost and none is counted twice. Selections wait for that up to their deadline. What the new Scheduler cannot
+take yet, because it has not discovered the workers, it is told again until it does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Protocol
 
+import grpc
 import structlog
 from kvrouter.frontend.bookings import Key, LiveBooking, key_of
 from kvrouter.runtime.contracts import Scheduler
@@ -21,6 +24,7 @@ from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterEr
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
+    CallFailed,
     CancelCall,
     FreeRequest,
     MarkPrefillCompleteRequest,
@@ -37,13 +41,26 @@ log = structlog.get_logger(component="frontend")
 
 _QUEUE_LIMIT = 65_536
 """Messages that wait for the session's stream; a Scheduler that leaves so many unread counts as gone."""
+_OPENING_SECONDS = 5.0
+"""Time that a Scheduler has to open a session before another is tried: far above a round trip, far below a lease."""
+_AVOIDED_SECONDS = 15.0
+"""Time for which a Scheduler that opened no session is left alone: a dead one's lease has ended by then."""
+_REASSERT_SECONDS = 0.1
+"""Pause before a booking that was refused is asserted again: about what a Scheduler takes to discover a component."""
 
 
 class SchedulerSource(Protocol):
     """Where the Scheduler of a component is to be had."""
 
-    def pick(self, component: ComponentName) -> tuple[str, Scheduler] | None:
-        """The id of the component's Scheduler, and the object or stub; None where none is live."""
+    def pick(self, component: ComponentName, avoid: Collection[str] = ()) -> tuple[str, Scheduler] | None:
+        """The id of the component's Scheduler, and the object or stub; None where none is live.
+
+        Those to ``avoid`` are picked only where there is no other.
+        """
+        ...
+
+    def is_live(self, scheduler_id: str) -> bool:
+        """Whether a Scheduler of that id may be picked."""
         ...
 
     async def changed(self) -> None:
@@ -73,6 +90,9 @@ class SchedulerLink:
         self._waiting: dict[int, asyncio.Future[SessionResponse]] = {}
         self._frees: dict[int, FreeRequest] = {}
         self._open = asyncio.Event()
+        self._asserting: dict[int, Key] = {}
+        self._refused: set[Key] = set()
+        self._unreachable: dict[str, float] = {}
 
     @property
     def ready(self) -> bool:
@@ -96,19 +116,23 @@ class SchedulerLink:
             DependencyAway: no Scheduler was to be had before the deadline.
         """
         request = SelectWorkerRequest(request=request.request, booking=request.booking, session_id=self._session_id)
+        sent = False
         try:
             async with asyncio.timeout(deadline.remaining()):
                 while True:
                     await self._open.wait()
+                    sent = True
                     try:
                         return (await self._call(SessionRequest(select=request))).select
                     except _SessionEnded:
                         continue
         except asyncio.CancelledError:
-            self._release(request.booking)
+            if sent:
+                self._release(request.booking)
             raise
         except TimeoutError:
-            self._release(request.booking)
+            if sent:
+                self._release(request.booking)
             if self.ready:
                 raise DeadlineExceeded("the Scheduler did not answer before the deadline") from None
             raise DependencyAway(f"no Scheduler of {self._component} is live") from None
@@ -152,10 +176,25 @@ class SchedulerLink:
                     await self._next_session()
 
     async def _next_session(self) -> None:
-        while (picked := self._source.pick(self._component)) is None:
-            await self._source.changed()
+        while (picked := self._pick()) is None:
+            await self._other_pick()
         if not await self._hold_session(*picked):
+            # A registration outlives its Scheduler by a lease; requests should not wait for that where another is live.
+            self._unreachable[picked[0]] = time.monotonic() + _AVOIDED_SECONDS
             raise _NotOpened
+
+    def _pick(self) -> tuple[str, Scheduler] | None:
+        now, live = time.monotonic(), self._source.is_live
+        self._unreachable = {each: until for each, until in self._unreachable.items() if now < until and live(each)}
+        return self._source.pick(self._component, self._unreachable)
+
+    async def _other_pick(self) -> None:
+        """Returns when ``_pick`` may give another answer."""
+        try:
+            async with asyncio.timeout(_AVOIDED_SECONDS if self._unreachable else None):
+                await self._source.changed()
+        except TimeoutError:
+            return
 
     async def _hold_session(self, scheduler_id: str, scheduler: Scheduler) -> bool:
         """Opens a session and stays in it until it ends, or another Scheduler is the component's.
@@ -170,17 +209,16 @@ class SchedulerLink:
                 open=OpenSession(session_id=self._session_id, client_name=self._client_name),
             )
         )
-        for booking in self._live.values():
-            self._outgoing.put_nowait(SessionRequest(call_id=next(self._call_ids), reassert=booking.to_reassert()))
-        for call_id, free in self._frees.items():
-            self._outgoing.put_nowait(SessionRequest(call_id=call_id, free=free))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_when_moved(scheduler_id))
+                group.create_task(self._end_unless_opened())
+                group.create_task(self._assert_refused())
                 async with aclosing(scheduler.session(self._requests(), deadline=Deadline.never())) as responses:
                     async for response in responses:
                         if response.HasField("opened"):
                             opened = True
+                            self._assert_all()
                             self._open.set()
                             log.info("session opened", scheduler=scheduler_id, routed=str(self._component))
                         self._resolve(response)
@@ -194,12 +232,43 @@ class SchedulerLink:
                 if not future.done():
                     future.set_exception(_SessionEnded())
             self._waiting.clear()
+            self._asserting.clear()
+            self._refused.clear()
         return opened
+
+    def _assert_all(self) -> None:
+        """Tells of every booking, and of every free that no Scheduler has confirmed.
+
+        In the step that opens the session: what changes before is told here, what changes later by a call of its own.
+        """
+        for key in self._live:
+            self._assert(key)
+        for call_id, free in self._frees.items():
+            self._put(SessionRequest(call_id=call_id, free=free))
+
+    def _assert(self, key: Key) -> None:
+        call_id = next(self._call_ids)
+        self._asserting[call_id] = key
+        self._put(SessionRequest(call_id=call_id, reassert=self._live[key].to_reassert()))
+
+    async def _assert_refused(self) -> None:
+        while True:
+            await asyncio.sleep(_REASSERT_SECONDS)
+            refused, self._refused = self._refused, set()
+            for key in refused & self._live.keys():
+                self._assert(key)
+
+    async def _end_unless_opened(self) -> None:
+        try:
+            async with asyncio.timeout(_OPENING_SECONDS):
+                await self._open.wait()
+        except TimeoutError:
+            raise _SessionEnded("no session was opened in time") from None
 
     async def _end_when_moved(self, scheduler_id: str) -> None:
         while True:
-            await self._source.changed()
-            picked = self._source.pick(self._component)
+            await self._other_pick()
+            picked = self._pick()
             if picked is not None and picked[0] != scheduler_id:
                 raise _SessionEnded(f"{picked[0]} is the component's Scheduler")
 
@@ -237,6 +306,16 @@ class SchedulerLink:
 
     def _resolve(self, response: SessionResponse) -> None:
         self._frees.pop(response.call_id, None)
+        asserted = self._asserting.pop(response.call_id, None)
+        if asserted is not None and response.HasField("failed"):
+            self._note_refusal(asserted, response.failed)
         future = self._waiting.get(response.call_id)
         if future is not None and not future.done():
             future.set_result(response)
+
+    def _note_refusal(self, key: Key, failed: CallFailed) -> None:
+        if failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+            # It would be refused for ever. Its load is unseen until it ends.
+            log.error("booking refused", request_id=key[0], routed=str(self._component), cause=failed.message)
+            return
+        self._refused.add(key)

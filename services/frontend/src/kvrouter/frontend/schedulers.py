@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import cast
 
 import grpc.aio
@@ -37,9 +37,17 @@ class LocalScheduler:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def pick(self, component: ComponentName) -> tuple[str, Scheduler] | None:  # noqa: ARG002 - it serves them all
+    def pick(
+        self,
+        component: ComponentName,  # noqa: ARG002 - it serves them all
+        avoid: Collection[str] = (),  # noqa: ARG002 - there is no other
+    ) -> tuple[str, Scheduler] | None:
         """The one that there is."""
         return "local", self._scheduler
+
+    def is_live(self, scheduler_id: str) -> bool:
+        """It lives as long as this process."""
+        return scheduler_id == "local"
 
     async def changed(self) -> None:
         """Never returns: the choice does not change."""
@@ -53,10 +61,11 @@ class RemoteSchedulers:
         self._directory = directory
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def pick(self, component: ComponentName) -> tuple[str, Scheduler] | None:
-        """The component's Scheduler by rendezvous, and a stub of it."""
+    def pick(self, component: ComponentName, avoid: Collection[str] = ()) -> tuple[str, Scheduler] | None:
+        """The component's Scheduler by rendezvous, and a stub of it; one to avoid only where there is no other."""
         live = self._directory.services("scheduler")
-        scheduler_id = rendezvous(component, (key for key, registration in live.items() if registration.ready))
+        ready = {key for key, registration in live.items() if registration.ready}
+        scheduler_id = rendezvous(component, ready - set(avoid) or ready)
         if scheduler_id is None:
             return None
         endpoint = live[scheduler_id].endpoint
@@ -64,6 +73,11 @@ class RemoteSchedulers:
         if channel is None:
             channel = self._channels[endpoint] = open_channel(endpoint)
         return scheduler_id, cast(Scheduler, remote(_DESCRIPTOR, channel))
+
+    def is_live(self, scheduler_id: str) -> bool:
+        """Whether it is registered and ready."""
+        registration = self._directory.services("scheduler").get(scheduler_id)
+        return registration is not None and registration.ready
 
     async def changed(self) -> None:
         """Returns at the next change of what is registered."""
