@@ -1,4 +1,4 @@
-"""The gateway over HTTP: completions for token ids, models, health and metrics."""
+"""The gateway over HTTP: completions for token ids, models, busy thresholds, health and metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import structlog
 from aiohttp import web
+from kvrouter.frontend.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.completions import Completion, CompletionRequest
 from kvrouter.frontend.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
@@ -21,6 +22,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 log = structlog.get_logger(component="frontend")
 
 _MAX_BODY_BYTES = 64 << 20
+_ADMIN_SECONDS = 10.0
+"""Time that a call of an operator may take: a few round trips to etcd."""
 
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -87,6 +90,8 @@ class HttpApi:
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.post("/v1/completions", self.completions),
+                web.get("/busy_threshold", self.list_busy_thresholds),
+                web.post("/busy_threshold", self.set_busy_threshold),
             ]
         )
         return app
@@ -121,6 +126,17 @@ class HttpApi:
             for name, model in names.items()
         ]
         return web.json_response({"object": "list", "data": data})
+
+    async def set_busy_threshold(self, request: web.Request) -> web.Response:
+        """Sets the thresholds of a model that are given, and answers with those in force."""
+        wanted = BusyThresholdBody.parse(await request.read()).to_request()
+        in_force = await self._frontend.set_busy_threshold(wanted, deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(shown(wanted.model, in_force))
+
+    async def list_busy_thresholds(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The thresholds of every model that has one."""
+        thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(listed(thresholds))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion, as one answer or as server-sent events."""

@@ -34,11 +34,14 @@ from kvrouter.v1.frontend_pb2 import (
 )
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
+    BusyThresholds,
     FreeRequest,
     GetPotentialLoadsRequest,
+    ListBusyThresholdsRequest,
     MarkPrefillCompleteRequest,
     RoutingRequest,
     SelectWorkerRequest,
+    SetBusyThresholdRequest,
 )
 
 
@@ -167,6 +170,27 @@ class FrontendService:
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
         """The models that are served."""
         return ListModelsResponse(models=describe_models(dict(self._directory.components)))
+
+    async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
+        """Sets the busy thresholds of a model that are given. Returns those in force.
+
+        Raises:
+            KvRouterError: there is no such model, or they cannot be set.
+        """
+        scheduler = self._links.scheduler(self._view(request.model).name)
+        return (await scheduler.set_busy_threshold(request, deadline=deadline)).thresholds
+
+    async def busy_thresholds(self, *, deadline: Deadline) -> dict[str, BusyThresholds]:
+        """The busy thresholds in force, of every model that has one.
+
+        Raises:
+            KvRouterError: a Scheduler does not answer.
+        """
+        thresholds: dict[str, BusyThresholds] = {}
+        for scheduler in self._links.schedulers():
+            answer = await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
+            thresholds.update(answer.thresholds)
+        return thresholds
 
     async def _mark_prefill_complete(self, booking: BookingKey, deadline: Deadline) -> bool:
         request = MarkPrefillCompleteRequest(booking=booking)
