@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types unit integration e2e protos protos-check protos-release constraints clean
+.PHONY: help setup demo up test lint types unit integration test-faults e2e protos protos-check protos-release constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ unit: setup ## tests without servers, import rules among them
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	$(BIN)/pytest -n auto tests/integration tests/faults
+
+test-faults: setup ## every fault scenario in its long form (tests/faults; `make integration` has the short ones)
+	$(SAY_CORE)
+	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 tests/faults
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)

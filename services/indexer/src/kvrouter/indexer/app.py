@@ -25,7 +25,11 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         settings.max_index_blocks, settings.max_index_bytes, settings.worker_grace_seconds, settings.compare_seconds
     )
     options = SnapshotOptions(
-        settings.snapshot_threshold, settings.snapshot_check_seconds, settings.snapshot_lock_seconds
+        settings.snapshot_threshold,
+        settings.snapshot_check_seconds,
+        settings.snapshot_lock_seconds,
+        settings.reset_states,
+        settings.reset_states_even_if_others_live,
     )
     home = SnapshotHome(runtime.etcd_endpoints, runtime.instance_id, options)
     replica = Replica(

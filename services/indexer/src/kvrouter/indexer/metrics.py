@@ -48,6 +48,10 @@ class IndexerMetrics(Collector):
             "repairs": "Ranks whose blocks were dropped, because of a gap, a fault or drift.",
             "stored_blocks": "Blocks stored.",
             "removed_blocks": "Blocks removed.",
+            "resyncs": "Ranks replaced by their worker's whole state.",
+            "live_events_dropped": "Live messages dropped because they came faster than they could be applied.",
+            "snapshots_taken": "Snapshots taken by this replica.",
+            "snapshots_unusable": "Snapshots that could not be read at a restore.",
             "consumers_made": "Times that the consumer of the stream was made anew, the first included.",
         }
         gauges = {
@@ -58,6 +62,10 @@ class IndexerMetrics(Collector):
             "memory_bytes": "Memory of the index, by the estimates of its ranks.",
             "lag_seconds": "Time from publishing to applying, of the newest batch.",
             "pending_messages": "Messages of the stream that are not applied.",
+            "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since.",
+            "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
+            "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
+            "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
             "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
         }
         labels = ["namespace", "component"]
@@ -73,6 +81,16 @@ class IndexerMetrics(Collector):
             counts["stored_blocks"].add_metric(of, tally.stored_blocks)
             counts["removed_blocks"].add_metric(of, tally.removed_blocks)
             counts["consumers_made"].add_metric(of, component.ingest.recreations)
+            counts["resyncs"].add_metric(of, component.resync.resyncs)
+            counts["live_events_dropped"].add_metric(of, component.light.dropped)
+            snapshots = component.snapshots
+            counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)
+            counts["snapshots_unusable"].add_metric(of, snapshots.unusable if snapshots else 0)
+            levels["snapshot_sequence"].add_metric(of, snapshots.current.stream_sequence if snapshots else 0)
+            unverified = sum(not component.state.rank_tally((i.worker_id, i.dp_rank)).verified for i in ranks)
+            levels["unverified_ranks"].add_metric(of, unverified)
+            levels["resyncs_pending"].add_metric(of, component.resync.pending)
+            levels["live_queue_messages"].add_metric(of, component.light.queued)
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
             levels["ranks"].add_metric(of, len(ranks))

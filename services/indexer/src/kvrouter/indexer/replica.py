@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 import structlog
 from kvrouter.indexer.component import ComponentIndex, Limits
@@ -79,6 +80,9 @@ class Replica:
             if name in self.components:
                 self.components[name].update_workers(view.workers, self._unfit(name))
         self.known = True
+        if self._home is not None and self._home.options.reset:
+            # A component that comes later, or comes back, is none that was to be reset.
+            self._home = replace(self._home, options=replace(self._home.options, reset=False))
 
     def _is_same(self, name: ComponentName, view: ComponentView | None) -> bool:
         return view is not None and view.descriptor == self.components[name].descriptor

@@ -40,3 +40,10 @@ class IndexerSettings(ServiceSettings):
     snapshot_lock_seconds: int = Field(
         default=10, ge=2, description="Life of the lock of a replica that died while it took a snapshot, seconds."
     )
+    reset_states: bool = Field(
+        default=False,
+        description="Drop the streams' messages and all snapshots at the start; the index refills from live workers.",
+    )
+    reset_states_even_if_others_live: bool = Field(
+        default=False, description="With --reset-states: go on although another replica is live, which it refuses."
+    )

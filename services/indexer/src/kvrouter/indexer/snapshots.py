@@ -68,6 +68,10 @@ class SnapshotOptions:
     """Time between looks at whether one is due."""
     lock_seconds: int = 10
     """Life of the lock of a replica that died while it took one, whole seconds."""
+    reset: bool = False
+    """Whether the stream's messages and all snapshots are dropped at the start."""
+    reset_even_if_others_live: bool = False
+    """Whether that is done although other replicas are live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +118,27 @@ class Snapshots:
     async def restore(self) -> Position | None:
         """Loads the newest snapshot that can be used; returns the position it covers, None if there is none.
 
-        Waits for as long as etcd or NATS is away.
+        Waits for as long as etcd or NATS is away. Where a reset is asked for, that comes first.
+
+        Raises:
+            OthersLive: a reset is asked for while other replicas are live.
         """
         while True:
             heed_cancellation()
             try:
+                if self._options.reset:
+                    await self._reset_first()
+                    return None
                 async with connect(self._etcd) as client:
                     pointer = (await read_pointer(client, self._name)).value
                 return await self._restore(pointer)
-            except AWAY as error:
+            except (LockLost, *AWAY) as error:
                 self._log.warning("snapshots out of reach", error=repr(error))
                 await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _reset_first(self) -> None:
+        messages, snapshots = await self.reset(even_if_others_live=self._options.reset_even_if_others_live)
+        self._log.warning("states reset", messages=messages, snapshots=snapshots)
 
     async def _restore(self, pointer: SnapshotPointer) -> Position | None:
         for ref in (pointer.current, pointer.previous):

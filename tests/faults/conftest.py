@@ -1,0 +1,34 @@
+"""A rig for each scenario, and a seed that can be set: KVROUTER_SEED. KVROUTER_FAULTS=full runs the long forms."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from kvrouter.runtime.devstack import EtcdServer, NatsServer
+
+from .rig import Rig
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """Servers of the test's own."""
+    seed = int(os.environ.get("KVROUTER_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"KVROUTER_SEED={seed}")  # noqa: T201 - pytest shows it where a test fails
+    servers = NatsServer(tmp_path / "nats"), EtcdServer(tmp_path / "etcd")
+    async with AsyncExitStack() as exits:
+        rig = Rig(tmp_path, *servers, random.Random(seed), exits)
+        try:
+            for server in servers:
+                await server.start()
+            yield rig
+            await exits.aclose()
+        finally:
+            for process in rig.indexers:
+                await process.kill()
+            for server in servers:
+                await server.kill()

@@ -1,0 +1,304 @@
+"""A system to break: NATS, etcd and Indexers as processes, and workers around the engine model.
+
+The workers are in the test's process, so that a scenario ends by comparing the index with the engines' own block
+tables: engine hash, tokens and copies, none of which has gone through the SDK's bookkeeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import nats
+from kvrouter.core import local_hashes
+from kvrouter.mocker.adapter import publish_to
+from kvrouter.mocker.engine_choice import EngineModel, make_engine
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+from kvrouter.publisher.etcd import connect, watch_prefix
+from kvrouter.publisher.worker import Worker, WorkerConfig, running
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.devstack import EtcdServer, NatsServer
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.indexer_pb2 import ComponentStats, DumpRequest, GetStatsRequest
+from kvrouter.v1.names import ComponentName, service_key
+from kvrouter.v1.registry_pb2 import ServiceRegistration
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+from nats.aio.client import Client
+
+BLOCK_SIZE = 8
+PATIENCE_SECONDS = 60.0
+FULL = os.environ.get("KVROUTER_FAULTS") == "full"
+"""Whether scenarios run in their long form."""
+COMPONENT = ComponentName("faults", "pool")
+NAMED = Component(namespace=COMPONENT.namespace, name=COMPONENT.name)
+TAKEN = '"event": "snapshot taken"'
+"""What a log has where a snapshot was taken."""
+Held = set[tuple[int, int, int]]
+"""(engine hash, local hash, copies) of every block."""
+
+
+class _Idle:
+    """The engine as the SDK sees it; requests come from the test instead."""
+
+    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
+        raise NotImplementedError(request.request_id)
+        yield GenerateOutput()
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        return 0 * len(request_ids)
+
+    def load(self) -> Mapping[int, LoadReport]:
+        return {}
+
+
+class Node:
+    """A worker and the engine model behind it."""
+
+    def __init__(self, worker: Worker, seed: int, engine: EngineModel | None = None) -> None:
+        config = EngineConfig(num_blocks=48, block_size=BLOCK_SIZE, max_batched_tokens=512, hash_seed=seed)
+        self.worker = worker
+        self.engine = engine or make_engine(config)
+        self._rng = random.Random(seed)
+        self._publish = publish_to(lambda: worker.rank(0))
+        self._now = 0.0
+        self._number = 0
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """(incarnation, next event id)"""
+        return self.worker.incarnation, self.worker.rank(0).stats().next_event_id
+
+    def serve(self, requests: int = 1) -> None:
+        """Runs requests that share prefixes; blocks are stored, and evicted since the cache is small."""
+        for _ in range(requests):
+            self._number += 1
+            shared = random.Random(self._rng.randrange(6))
+            tokens = [shared.randrange(1 << 20) for _ in range(self._rng.randrange(4, 100))]
+            tokens += [self._rng.randrange(1 << 20) for _ in range(self._rng.randrange(1, 60))]
+            self.engine.submit(EngineRequest(f"r{self._number}", pack_tokens(tokens), 4), self._now)
+            while (step := self.engine.begin_step(self._now)) is not None:
+                self._publish(step.events)
+                self._now = step.ends_at
+                self.engine.end_step(self._now)
+
+    def holds(self) -> Held:
+        """The engine's own block table."""
+        table = self.engine.cached_blocks()
+        return {
+            (name, int.from_bytes(local_hashes(memoryview(block.tokens).cast("I"), BLOCK_SIZE), "little"), block.copies)
+            for name, block in table.items()
+        }
+
+
+class IndexerProcess:
+    """An Indexer as a process."""
+
+    def __init__(self, rig: Rig, name: str, options: Mapping[str, object], failpoint: str) -> None:
+        self.name = name
+        self._rig = rig
+        self._failpoint = failpoint
+        self._options = options
+        self._log = rig.directory / f"{name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> IndexerProcess:
+        flags = {
+            "namespace": COMPONENT.namespace,
+            "etcd": self._rig.etcd.endpoint,
+            "nats": self._rig.nats.url,
+            "instance-id": self.name,
+            "lease-seconds": 2,
+            "snapshot-lock-seconds": 2,
+            "snapshot-check-seconds": 0.1,
+            "worker-grace-seconds": 1,
+            "compare-seconds": 5,
+            **self._options,
+        }
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvrouter.indexer"),
+                *(
+                    text
+                    for key, value in flags.items()
+                    for text in ([f"--{key}"] if value is True else [f"--{key}", str(value)])
+                ),
+                stderr=log,
+                env=os.environ | {"KVROUTER_FAILPOINT": self._failpoint},
+            )
+        return self
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def signal(self, which: signal.Signals) -> None:
+        if self._process is not None and self.running:
+            self._process.send_signal(which)
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            if self.running:
+                self._process.kill()
+            await self._process.wait()
+
+    async def ended(self) -> None:
+        """Waits until the process has ended by itself."""
+        assert self._process is not None
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await self._process.wait()
+
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    @asynccontextmanager
+    async def called(self) -> AsyncIterator[Indexer]:
+        """A stub, once the process is registered."""
+        async with open_channel(await self._rig.endpoint_of(self)) as channel:
+            descriptor = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+            yield cast(Indexer, remote(descriptor, channel))
+
+    async def stats(self) -> ComponentStats:
+        async with self.called() as service:
+            answer = await service.get_stats(GetStatsRequest(component=NAMED), deadline=Deadline.after(5))
+            return answer.components[0]
+
+    async def held(self, worker_id: int) -> Held:
+        """A worker's blocks in this Indexer."""
+        found: Held = set()
+        async with (
+            self.called() as service,
+            aclosing(service.dump(DumpRequest(component=NAMED), deadline=Deadline.after(20))) as parts,
+        ):
+            async for part in parts:
+                if part.state.rank.worker_id == worker_id:
+                    found |= {
+                        (block.engine_hash, block.local_hash, block.copies[0].copies) for block in part.state.blocks
+                    }
+        return found
+
+
+@dataclass
+class Rig:
+    """The servers, and what was started on them."""
+
+    directory: Path
+    nats: NatsServer
+    etcd: EtcdServer
+    rng: random.Random
+    exits: AsyncExitStack
+    nodes: dict[int, Node] = field(default_factory=dict)
+    indexers: list[IndexerProcess] = field(default_factory=list)
+
+    async def indexer(self, name: str, failpoint: str = "", **options: object) -> IndexerProcess:
+        """Starts an Indexer; options by their flags' names, with underscores."""
+        named = {key.replace("_", "-"): value for key, value in options.items()}
+        process = IndexerProcess(self, name, named, failpoint)
+        self.indexers.append(process)
+        return await process.start()
+
+    @asynccontextmanager
+    async def node(self, worker_id: int, engine: EngineModel | None = None, **settings: Any) -> AsyncIterator[Node]:
+        """A worker that is registered while the context lasts."""
+        known: dict[str, Any] = {
+            "component": COMPONENT,
+            "model": "m",
+            "block_size": BLOCK_SIZE,
+            "worker_id": worker_id,
+            "etcd": self.etcd.endpoint,
+            "nats": self.nats.url,
+            "lease_ttl_seconds": 2,
+            "heartbeat_seconds": 0.3,
+            "load_report_seconds": 0,
+            "drain_seconds": 0.1,
+            "flush_seconds": 0.3,
+        }
+        async with running(WorkerConfig(**(known | settings)), _Idle()) as worker:
+            await worker.registered()
+            self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32), engine)
+            try:
+                yield self.nodes[worker_id]
+            finally:
+                del self.nodes[worker_id]
+
+    async def start_nodes(self, *worker_ids: int, **settings: Any) -> list[Node]:
+        """Workers that stay until the end of the test."""
+        return [await self.exits.enter_async_context(self.node(one, **settings)) for one in worker_ids]
+
+    async def serve(self, rounds: int, pause: float = 0.0) -> None:
+        """Every engine runs requests, and its events are on their way."""
+        for _ in range(rounds):
+            for node in self.nodes.values():
+                node.serve()
+            await asyncio.sleep(pause)
+
+    async def client(self) -> Client:
+        """A connection to NATS of the test's own."""
+        client = await nats.connect(self.nats.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+        self.exits.push_async_callback(client.close)
+        return client
+
+    async def endpoint_of(self, process: IndexerProcess) -> str:
+        key = service_key(COMPONENT.namespace, "indexer", process.name)
+        async with asyncio.timeout(PATIENCE_SECONDS), aclosing(watch_prefix(self.etcd.endpoint, key)) as changes:
+            async for change in changes:
+                value = getattr(change, "value", None) or getattr(change, "entries", {}).get(key)
+                if value:
+                    return ServiceRegistration.FromString(value).endpoint
+        raise AssertionError("unreachable: the watch does not end")
+
+    async def delete_key(self, key: str) -> None:
+        async with connect(self.etcd.endpoint) as client:
+            await client.delete(key.encode())
+
+    async def has_key(self, key: str) -> bool:
+        async with connect(self.etcd.endpoint) as client:
+            return await client.get(key.encode()) is not None
+
+    async def agree(self, *processes: IndexerProcess) -> None:
+        """Waits until Indexers are where the workers are, then compares them with the engines block by block."""
+        for process in processes or self.indexers:
+            await self.until(lambda process=process: self._caught_up(process))  # type: ignore[misc]
+            for worker_id, node in self.nodes.items():
+                assert await process.held(worker_id) == node.holds(), f"{process.name}, worker {worker_id}"
+
+    async def _caught_up(self, process: IndexerProcess) -> bool:
+        stats = await process.stats()
+        found = {
+            rank.rank.worker_id: (rank.cursor.incarnation, rank.cursor.next_event_id)
+            for rank in stats.ranks
+            if not rank.partial
+        }
+        return stats.ready and found == {worker_id: node.cursor for worker_id, node in self.nodes.items()}
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Waits for a condition; a service that is away means not yet."""
+        last: object = None
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while True:
+                    try:
+                        last = condition()
+                        if asyncio.iscoroutine(last):
+                            last = await last
+                        if last:
+                            return
+                    except KvRouterError as error:
+                        last = error
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            logs = "\n".join(f"--- {one.name}\n{one.log()[-3000:]}" for one in self.indexers)
+            raise AssertionError(f"it did not come about (last: {last!r})\n{logs}") from None

@@ -1,0 +1,67 @@
+"""Scenarios 1 and 6: Indexers that are killed, and snapshots that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.indexer_pb2 import TakeSnapshotRequest
+
+from .rig import COMPONENT, FULL, NAMED, TAKEN, Rig
+
+FAILPOINTS = ["read", "put", "uploaded", "pointed", "cleaned", "purged"]
+
+
+@pytest.mark.parametrize("place", FAILPOINTS if FULL else ["uploaded", "pointed"])
+async def test_killed_while_it_takes_a_snapshot(rig: Rig, place: str) -> None:
+    await rig.start_nodes(1, 2)
+    first = await rig.indexer("first", snapshot_threshold=15)
+    await rig.serve(20, 0.01)
+    await rig.until(lambda: TAKEN in first.log())
+    await first.kill()
+    doomed = await rig.indexer("doomed", f"snapshot.{place}", snapshot_threshold=15)
+    while doomed.running:
+        await rig.serve(3, 0.02)
+    rig.indexers.remove(doomed)
+    rig.indexers.remove(first)
+    await rig.serve(10)
+    after = await rig.indexer("after")
+    await rig.agree(after)
+    assert '"event": "restored"' in after.log()
+
+
+async def test_killed_at_random_moments(rig: Rig) -> None:
+    await rig.start_nodes(1, 2, 3)
+    one = await rig.indexer("one", snapshot_threshold=10)
+    for _ in range(20 if FULL else 3):
+        serving = asyncio.create_task(rig.serve(rig.rng.randrange(10, 40), 0.02))
+        await asyncio.sleep(rig.rng.uniform(0, 2.0))
+        await one.kill()
+        await one.start()
+        await serving
+    await rig.agree(one)
+
+
+async def test_a_snapshot_that_is_cut_short_gives_way_to_the_one_before(rig: Rig) -> None:
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one")
+    client = await rig.client()
+    names = []
+    for _ in range(2):
+        await rig.serve(5)
+        await rig.agree(one)
+        async with one.called() as service:
+            answer = await service.take_snapshot(TakeSnapshotRequest(component=NAMED), deadline=Deadline.after(20))
+        names.append(answer.object_name)
+    await one.kill()
+    store = await client.jetstream().object_store(COMPONENT.snapshot_bucket)
+    data = (await store.get(names[-1])).data
+    assert data
+    await store.put(names[-1], data[: len(data) - 7])
+    await rig.serve(3)
+    await one.start()
+    await rig.agree(one)
+    assert "snapshot unusable" in one.log()
+    restored = [line for line in one.log().splitlines() if '"event": "restored"' in line]
+    assert names[0] in restored[-1]

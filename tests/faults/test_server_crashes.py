@@ -1,0 +1,164 @@
+"""Scenarios 2, 3, 7 and 8: NATS and etcd that go, come back, forget, or bring back what is past."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import pytest
+from kvrouter.publisher.stream import stream_config
+from nats.aio.client import Client
+
+from .rig import COMPONENT, FULL, TAKEN, Rig
+
+
+async def test_nats_is_killed_and_comes_back(rig: Rig) -> None:
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one")
+    for _ in range(3 if FULL else 1):
+        await rig.serve(10, 0.02)
+        await rig.nats.kill()
+        await rig.serve(10)
+        await rig.nats.start()
+    await rig.agree(one)
+
+
+async def test_nats_is_away_for_longer_than_the_buffers_hold(rig: Rig) -> None:
+    (node,) = await rig.start_nodes(1, buffer_events=8)
+    one = await rig.indexer("one")
+    await rig.serve(10)
+    await rig.agree(one)
+    await rig.nats.stop()
+    await rig.serve(60)
+    assert node.worker.rank(0).stats().events_dropped
+    await rig.nats.start()
+    await rig.agree(one)
+
+
+@pytest.mark.parametrize("store", ["empty", "rolled back"])
+async def test_nats_comes_back_with_another_store(rig: Rig, store: str) -> None:
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one", snapshot_threshold=20)
+    await rig.serve(20, 0.01)
+    await rig.agree(one)
+    await rig.nats.stop()
+    data, past = rig.nats.directory / "data", rig.directory / "past"
+    shutil.copytree(data, past)
+    await rig.nats.start()
+    await rig.serve(30, 0.01)
+    await rig.agree(one)
+    await rig.nats.kill()
+    shutil.rmtree(data)
+    if store == "rolled back":
+        shutil.copytree(past, data)
+    await rig.nats.start()
+    await rig.serve(10, 0.01)
+    late = await rig.indexer("late")
+    await rig.agree(one, late)
+
+
+async def test_etcd_is_away_for_longer_than_leases_live(rig: Rig) -> None:
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one")
+    await rig.serve(10)
+    await rig.agree(one)
+    await rig.etcd.stop()
+    await rig.serve(10)
+    await rig.etcd.start()
+    await rig.serve(10)
+    await rig.agree(one)
+
+
+@pytest.mark.skipif(
+    "KVROUTER_ETCD_BINARY" not in os.environ, reason="etcd before 3.5.3 is not to be killed; set KVROUTER_ETCD_BINARY"
+)
+async def test_etcd_is_killed(rig: Rig) -> None:
+    await rig.etcd.stop()
+    rig.etcd.binary = os.environ["KVROUTER_ETCD_BINARY"]
+    shutil.rmtree(rig.etcd.directory / "data")
+    await rig.etcd.start()
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one")
+    for _ in range(5):
+        await rig.serve(5, 0.01)
+        await rig.etcd.kill()
+        await rig.serve(5)
+        await rig.etcd.start()
+    await rig.agree(one)
+
+
+async def test_a_holder_that_was_paused_past_its_lease_publishes_nothing(rig: Rig) -> None:
+    await rig.start_nodes(1, 2)
+    paused = await rig.indexer("paused", "snapshot.uploaded:pause", snapshot_threshold=5)
+    await rig.until(lambda: rig.has_key(COMPONENT.snapshot_lock_key))
+    await rig.serve(20, 0.01)
+    await rig.until(lambda: rig.has_key(COMPONENT.snapshot_lock_key))
+    other = await rig.indexer("other", snapshot_threshold=5)
+    await rig.until(lambda: TAKEN in other.log())
+    paused.signal(signal.SIGCONT)
+    await rig.until(lambda: "no snapshot taken" in paused.log())
+    assert TAKEN not in paused.log()
+    await rig.serve(10, 0.01)
+    await rig.agree(other)
+
+
+async def test_a_replica_that_is_gone_for_good_holds_nothing_back(rig: Rig) -> None:
+    await rig.start_nodes(1)
+    gone = await rig.indexer("gone")
+    await rig.serve(5)
+    await rig.agree(gone)
+    await gone.kill()
+    rig.indexers.remove(gone)
+    one = await rig.indexer("one", snapshot_threshold=20)
+    await rig.serve(30, 0.02)
+    client = await rig.client()
+
+    async def purged() -> bool:
+        await rig.serve(25)
+        return (await client.jetstream().stream_info(COMPONENT.stream)).state.first_seq > 10
+
+    await rig.until(purged)
+    await rig.agree(one)
+    third = await rig.indexer("third")
+    await rig.agree(third)
+
+
+@pytest.mark.parametrize("limit", ["age", "bytes"])
+async def test_what_a_replica_has_not_read_is_dropped_by_the_stream(rig: Rig, limit: str) -> None:
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one")
+    await rig.serve(10)
+    await rig.agree(one)
+    await one.kill()
+    client = await rig.client()
+    config = stream_config(COMPONENT, max_bytes=20_000 if limit == "bytes" else 1 << 30)
+    if limit == "age":
+        config.max_age, config.duplicate_window = 0.5, 0.5
+    await client.jetstream().update_stream(config)
+    await rig.serve(60, 0.02)
+    await rig.until(lambda: _lost_some(client))
+    await one.start()
+    await rig.serve(5)
+    await rig.agree(one)
+
+
+async def _lost_some(client: Client) -> bool:
+    return (await client.jetstream().stream_info(COMPONENT.stream)).state.first_seq > 20
+
+
+async def test_a_reset_is_refused_while_another_replica_is_live(rig: Rig) -> None:
+    await rig.start_nodes(1, 2)
+    one = await rig.indexer("one")
+    await rig.serve(10)
+    await rig.agree(one)
+    await rig.until(lambda: rig.has_key(COMPONENT.applied_key("one")))
+    refused = await rig.indexer("refused", reset_states=True)
+    await refused.ended()
+    assert "other replicas are live: one" in refused.log()
+    rig.indexers.remove(refused)
+    meant = await rig.indexer("meant", reset_states=True, reset_states_even_if_others_live=True)
+    await rig.agree(meant, one)
+    assert "states reset" in meant.log()
+    await rig.serve(5)
+    await rig.agree(meant, one)
