@@ -43,15 +43,13 @@ impl<'a> Fields<'a> {
         for shift in (0..70).step_by(7) {
             let Some((&byte, rest)) = self.rest.split_first() else { return Err(Malformed("cut off in a number")) };
             self.rest = rest;
-            if shift == 63 && byte > 1 {
-                break;
-            }
+            // Bits beyond the 64th are dropped, as the usual readers drop them.
             value |= u64::from(byte & 0x7F) << shift;
             if byte < 0x80 {
                 return Ok(value);
             }
         }
-        Err(Malformed("a number of more than 64 bits"))
+        Err(Malformed("a number of more than ten bytes"))
     }
 
     fn take(&mut self, count: u64) -> Result<&'a [u8], Malformed> {
