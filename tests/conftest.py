@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
+
+# The gate tries the same examples each time, so that it judges the change and not the draw; elsewhere they are new.
+settings.register_profile("gate", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("gate")
 
 
 @pytest.fixture(scope="session")
