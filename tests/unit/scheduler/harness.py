@@ -19,6 +19,7 @@ from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.scheduler.pools import Pools
+from kvrouter.scheduler.predictions import PredictionLimits, Predictions
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.session_stream import Sessions
@@ -156,6 +157,7 @@ class Parts:
         grace: float = 10.0,
         indexer_timeout: float = 30.0,
         decisions: int = 100,
+        predicts: PredictionLimits | None = None,
     ) -> None:
         self.now = 1000.0
         self.registered = Registered()
@@ -180,6 +182,7 @@ class Parts:
             indexer_timeout_seconds=indexer_timeout,
             rng=Random(1),
             clock=clock,
+            predictions=None if predicts is None else Predictions(predicts, clock),
         )
         self.bookings = Bookings(self.ledger, self.pools, self.metrics, clock)
         self.sessions = Sessions(

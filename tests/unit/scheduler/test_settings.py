@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvrouter.runtime.settings import load
 from kvrouter.scheduler.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.predictions import PredictionLimits
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.scheduler.slots import Accounting
 
@@ -13,6 +14,18 @@ def test_defaults_are_those_of_the_documents() -> None:
     settings = load(SchedulerSettings, [])
     assert settings.routing() == RoutingOptions("kv", 1.0, 0.0, Thresholds(None, None))
     assert settings.accounting() == Accounting(True, True, True)
+    assert settings.kv_events
+    assert settings.prediction_limits() == PredictionLimits(120.0, 1 << 20, 0.8)
+    assert settings.ignored_options() == []
+
+
+def test_options_of_the_approximate_mode_are_named_where_they_have_no_effect() -> None:
+    flags = ["--router-ttl", "30", "--router-max-tree-size", "100", "--router-prune-target-ratio", "0.5"]
+    assert load(SchedulerSettings, flags).ignored_options() == flags[::2]
+    assert load(SchedulerSettings, ["--router-ttl", "30"]).ignored_options() == ["--router-ttl"]
+    approximate = load(SchedulerSettings, ["--no-kv-events", *flags])
+    assert approximate.ignored_options() == []
+    assert approximate.prediction_limits() == PredictionLimits(30.0, 100, 0.5)
 
 
 @pytest.mark.parametrize("decode", ["--active-decode-blocks-threshold", "--busy-threshold"])
@@ -37,6 +50,9 @@ def test_every_name_of_an_option_is_understood(decode: str, weight: str) -> None
         ("--kv-overlap-score-weight", "-0.5"),
         ("--kv-overlap-score-weight", "nan"),
         ("--indexer-timeout-ms", "0"),
+        ("--router-ttl", "0"),
+        ("--router-max-tree-size", "0"),
+        ("--router-prune-target-ratio", "1.1"),
         ("--session-grace-seconds", "-1"),
     ],
 )

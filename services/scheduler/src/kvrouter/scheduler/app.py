@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from random import Random
 
+import structlog
 from kvrouter.runtime.context import Runtime
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions
@@ -17,6 +18,7 @@ from kvrouter.scheduler.load_listener import LoadListener
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlaps import IndexerSource
 from kvrouter.scheduler.pools import Pools
+from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.rank_figures import RankFigures
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.service import SchedulerService
@@ -24,8 +26,12 @@ from kvrouter.scheduler.session_stream import Sessions
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.scheduler.thresholds import SharedThresholds, ThresholdBoard
 
+log = structlog.get_logger(component="scheduler")
+
 _EXPIRY_SECONDS = 0.1
 """How often leases and graces are looked at; far below either."""
+_PREDICTION_EXPIRY_SECONDS = 1.0
+"""How often predicted blocks that are too old are dropped. They do not count before either: this frees their memory."""
 
 
 @asynccontextmanager
@@ -53,6 +59,9 @@ async def running(
     board = ThresholdBoard(options.thresholds)
     shared_thresholds = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace)
     remote_indexers = RemoteIndexers(runtime.directory)
+    predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
+    if settings.ignored_options():
+        log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
     selector = Selector(
         pools,
         ledger,
@@ -64,6 +73,7 @@ async def running(
         indexer_timeout_seconds=settings.indexer_timeout_ms / 1000,
         rng=rng or Random(),
         clock=clock,
+        predictions=predictions,
     )
     bookings = Bookings(ledger, pools, metrics, clock)
     sessions = Sessions(
@@ -78,6 +88,7 @@ async def running(
     metrics.bookings.set_function(lambda: len(ledger))
     metrics.sessions.set_function(lambda: ledger.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
+    metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(RankFigures(pools))
     service = SchedulerService(
         pools,
@@ -95,6 +106,8 @@ async def running(
         runtime.spawn(listener.run(), "load reports"),
         runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
     ]
+    if predictions is not None:
+        tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
     try:
         yield service
     finally:

@@ -36,6 +36,11 @@ class SchedulerMetrics:
             "kvrouter_scheduler_sessions", "Sessions that are open or in their grace.", registry=registry
         )
         self.decisions = Gauge("kvrouter_scheduler_decisions_kept", "Decisions kept for Explain.", registry=registry)
+        self.predicted_index_blocks = Gauge(
+            "kvrouter_scheduler_predicted_index_blocks",
+            "Blocks that ranks are predicted to hold, with --no-kv-events.",
+            registry=registry,
+        )
         self.expired_leases = Counter(
             "kvrouter_scheduler_expired_leases", "Bookings whose lease ran out.", registry=registry
         )

@@ -33,10 +33,13 @@ class Held:
     """Leading blocks in device memory."""
     incarnation: int
     """Life of the cache that they belong to."""
-    next_event_id: int
+    next_event_id: int | None = None
+    """Event that the Indexer awaits next; None where the blocks are predicted."""
 
-    def cursor(self) -> Cursor:
-        """How far the rank's events were applied."""
+    def cursor(self) -> Cursor | None:
+        """How far the rank's events were applied; None where none are."""
+        if self.next_event_id is None:
+            return None
         return Cursor(incarnation=self.incarnation, next_event_id=self.next_event_id)
 
 

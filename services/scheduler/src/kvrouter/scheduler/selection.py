@@ -26,6 +26,7 @@ from kvrouter.scheduler.overlaps import NOT_ASKED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Explanation, Facts, Hold
 from kvrouter.scheduler.pools import Pool, Pools
+from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.prompts import Prompt, read_prompt
 from kvrouter.scheduler.slots import Key, stage_of
 from kvrouter.scheduler.survey import Row, Survey, facts_of, survey
@@ -66,7 +67,9 @@ class Selector:
         indexer_timeout_seconds: float,
         rng: Random,
         clock: Callable[[], float],
+        predictions: Predictions | None = None,
     ) -> None:
+        """``predictions`` stand in for Indexers in the approximate mode."""
         self._pools = pools
         self._ledger = ledger
         self._decisions = decisions
@@ -77,6 +80,7 @@ class Selector:
         self._indexer_timeout = indexer_timeout_seconds
         self._rng = rng
         self._clock = clock
+        self._predictions = predictions
         self._under_way: dict[Key, asyncio.Event] = {}
 
     async def select(
@@ -140,6 +144,8 @@ class Selector:
         """What the ranks hold of the prompt; nothing where that is not wanted."""
         if not wanted:
             return NOT_ASKED
+        if self._predictions is not None:
+            return self._predictions.overlaps(question.pool, question.prompt)
         return await ask(
             self._indexers,
             question.pool.name,
@@ -239,6 +245,8 @@ class Selector:
             audited = asked and not overlaps.failure and question.wanted.stage != Stage.STAGE_DECODE
             record = Record(key, pool.name, pool.slots, response, audited, session_id, lease_seconds)
             self._ledger.add(record, self._clock())
+            if self._predictions is not None:
+                self._predictions.record(pool, row.candidate.rank, row.candidate.incarnation, question.prompt)
         pool.previous[options.mode] = row.candidate.rank
         self._keep(decision_id, question, key, row, facts, decided.explanation, found, overlaps)
         return response

@@ -5,8 +5,11 @@ from __future__ import annotations
 from kvrouter.runtime.settings import ServiceSettings
 from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions, Thresholds
 from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.predictions import PredictionLimits
 from kvrouter.scheduler.slots import Accounting
 from pydantic import AliasChoices, Field, field_validator
+
+_PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_target_ratio")
 
 
 class SchedulerSettings(ServiceSettings):
@@ -57,6 +60,26 @@ class SchedulerSettings(ServiceSettings):
     load_report_age_seconds: float = Field(
         default=10.0, gt=0, description="Time for which what a rank reports of its load counts, seconds."
     )
+    kv_events: bool = Field(
+        default=True,
+        description="Whether overlaps come from the workers' events; otherwise they are predicted from what was routed"
+        " here, without NATS and Indexers.",
+    )
+    router_ttl: float = Field(
+        default=120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time for which a block is predicted to be held, seconds; only with --no-kv-events.",
+    )
+    router_max_tree_size: int = Field(
+        default=1 << 20, ge=1, description="Most blocks that are predicted to be held; only with --no-kv-events."
+    )
+    router_prune_target_ratio: float = Field(
+        default=0.8,
+        ge=0,
+        le=1,
+        description="Share of the most predicted blocks that is kept when there are more; only with --no-kv-events.",
+    )
     decisions_kept: int = Field(default=1024, ge=1, description="Most decisions that are kept for Explain.")
 
     @field_validator("router_mode")
@@ -70,6 +93,15 @@ class SchedulerSettings(ServiceSettings):
         """How requests are routed."""
         thresholds = Thresholds(self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
         return RoutingOptions(self.router_mode, self.overlap_score_weight, self.router_temperature, thresholds)
+
+    def prediction_limits(self) -> PredictionLimits:
+        """How much is predicted where there are no events."""
+        return PredictionLimits(self.router_ttl, self.router_max_tree_size, self.router_prune_target_ratio)
+
+    def ignored_options(self) -> list[str]:
+        """Flags that were given and have no effect, because events tell what the predictions would."""
+        given = self.model_fields_set if self.kv_events else set()
+        return [f"--{name.replace('_', '-')}" for name in _PREDICTION_OPTIONS if name in given]
 
     def accounting(self) -> Accounting:
         """What counts as load."""
