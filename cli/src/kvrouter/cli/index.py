@@ -53,7 +53,7 @@ def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> 
     async def show(service: Indexer, deadline: Deadline) -> None:
         request = GetStatsRequest(component=_component(component)) if component else GetStatsRequest()
         answer = await service.get_stats(request, deadline=deadline)
-        console = Console()
+        console = _console()
         console.print(f"replica {answer.replica_id}")
         for stats in answer.components:
             _show_component(console, stats)
@@ -104,7 +104,7 @@ def load(
                     yield LoadRequest(component=named, state=state)
 
         answer = await service.load(parts(), deadline=deadline)
-        Console().print(f"{answer.ranks} ranks, {answer.blocks} blocks loaded")
+        _console().print(f"{answer.ranks} ranks, {answer.blocks} blocks loaded")
 
     _ask(indexer, seconds, send)
 
@@ -130,7 +130,7 @@ def verify(indexer: Address, component: Named = "", rank: Workers = None, second
                     str(answer.worker_cursor.next_event_id),
                     " ".join(f"{block:016x}" for block in answer.examples[:4]),
                 )
-        Console().print(table)
+        _console().print(table)
         return same
 
     if not _ask(indexer, seconds, compare):
@@ -144,7 +144,7 @@ def resync(indexer: Address, component: Named = "", rank: Workers = None, second
     async def replace(service: Indexer, deadline: Deadline) -> bool:
         named = await _named(service, component, deadline)
         answer = await service.resync(ResyncRequest(component=named, ranks=_ranks(rank)), deadline=deadline)
-        Console().print(f"{answer.ranks} ranks replaced, {answer.unreachable} out of reach")
+        _console().print(f"{answer.ranks} ranks replaced, {answer.unreachable} out of reach")
         return not answer.unreachable
 
     if not _ask(indexer, seconds, replace):
@@ -158,7 +158,7 @@ def snapshot(indexer: Address, component: Named = "", seconds: Seconds = _DEFAUL
     async def take(service: Indexer, deadline: Deadline) -> None:
         named = await _named(service, component, deadline)
         answer = await service.take_snapshot(TakeSnapshotRequest(component=named), deadline=deadline)
-        Console().print(f"{answer.object_name}: {answer.blocks} blocks, up to message {answer.stream_sequence}")
+        _console().print(f"{answer.object_name}: {answer.blocks} blocks, up to message {answer.stream_sequence}")
 
     _ask(indexer, seconds, take)
 
@@ -176,9 +176,14 @@ def reset(
         named = await _named(service, component, deadline)
         request = ResetStatesRequest(component=named, even_if_others_live=even_if_others_live)
         answer = await service.reset_states(request, deadline=deadline)
-        Console().print(f"{answer.messages} messages and {answer.snapshots} snapshots dropped")
+        _console().print(f"{answer.messages} messages and {answer.snapshots} snapshots dropped")
 
     _ask(indexer, seconds, drop)
+
+
+def _console() -> Console:
+    """Where answers go. In a pipe or a file no line is broken for a terminal's width."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], Awaitable[T]]) -> T:
