@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types unit integration test-faults e2e protos protos-check protos-release constraints clean
+.PHONY: help setup demo up test lint types unit integration test-faults e2e bench bench-core wheels protos protos-check protos-release constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,14 @@ test-faults: setup ## every fault scenario in its long form (tests/faults; `make
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
 	$(BIN)/pytest tests/test_end_to_end.py
+
+bench: bench-core ## every benchmark; each prints its table
+
+bench-core: setup ## the core beside its strongest peer, where PEERS_WORK has that; else ours alone (bench/README.md)
+	$(BIN)/python bench/core/run.py $(ARGS)
+
+wheels: setup ## wheels of all four distributions in dist/, the core's for the stable ABI
+	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w dist ./protos ./core ./services/publisher_sdk .
 
 protos: setup ## generated code of the contract, written again
 	$(BIN)/python protos/generate.py
