@@ -11,7 +11,8 @@ pub enum Event {
     Stored {
         parent: Option<u64>,
         hashes: Vec<u64>,
-        tokens: Vec<u32>,
+        /// Little-endian u32.
+        tokens: Vec<u8>,
         root: u64,
     },
     /// One physical copy of each.
@@ -77,7 +78,6 @@ pub struct Engine {
     completing: Vec<Handle>,
     in_step: bool,
     clear: bool,
-    scratch: Vec<u8>,
 }
 
 impl Engine {
@@ -96,7 +96,6 @@ impl Engine {
             completing: Vec::new(),
             in_step: false,
             clear: false,
-            scratch: Vec::new(),
         }
     }
 
@@ -151,7 +150,7 @@ impl Engine {
             prefill_tokens += admitted;
             reused_tokens = reused;
         }
-        let decode_tokens: usize = self.decoding.iter().map(|handle| self.get(*handle).tokens.len()).sum();
+        let decode_tokens: usize = self.decoding.iter().map(|handle| self.get(*handle).length).sum();
         let seconds = self.config.time_model.step_seconds(
             prefill_tokens as u64,
             decode_tokens as u64,
@@ -170,8 +169,8 @@ impl Engine {
         for at in 0..self.decoding.len() {
             let handle = self.decoding[at];
             let Some(sequence) = self.sequences[handle].as_mut() else { continue };
-            let token = sequence.generate(&self.config, &mut self.scratch);
-            let length = sequence.tokens.len();
+            let token = sequence.generate(&self.config);
+            let length = sequence.length;
             let first = length == sequence.prompt_tokens + 1;
             let gap = if first { 0.0 } else { now - sequence.last_output_at };
             sequence.last_output_at = now;
@@ -228,9 +227,9 @@ impl Engine {
     }
 
     pub fn load(&self) -> Load {
-        let mut prefill_tokens: usize = self.waiting.iter().map(|handle| self.get(*handle).tokens.len()).sum();
+        let mut prefill_tokens: usize = self.waiting.iter().map(|handle| self.get(*handle).length).sum();
         if let Some(handle) = self.prefilling {
-            prefill_tokens += self.get(handle).tokens.len() - self.get(handle).computed;
+            prefill_tokens += self.get(handle).length - self.get(handle).computed;
         }
         Load {
             running: self.by_number.len() - self.waiting.len(),
@@ -261,7 +260,7 @@ impl Engine {
         while at < self.decoding.len() {
             let handle = self.decoding[at];
             let sequence = self.get(handle);
-            let (length, room) = (sequence.tokens.len(), sequence.room);
+            let (length, room) = (sequence.length, sequence.room);
             if length > room {
                 while self.pool.free() == 0 {
                     if self.preempt_newest() == Some(handle) {
@@ -286,7 +285,7 @@ impl Engine {
             return 0;
         }
         let sequence = self.get(handle);
-        let chunk = budget.min(sequence.tokens.len() - sequence.computed);
+        let chunk = budget.min(sequence.length - sequence.computed);
         if self.config.blocks_for(sequence.computed + chunk) - sequence.held > self.pool.free() {
             self.preempt_newest();
             return 0;
@@ -304,8 +303,8 @@ impl Engine {
             let Some(&handle) = self.waiting.front() else { break };
             let config = self.config;
             let Some(sequence) = self.sequences[handle].as_mut() else { break };
-            sequence.cut(&config, &mut self.scratch);
-            let length = sequence.tokens.len();
+            sequence.cut(&config);
+            let length = sequence.length;
             let limit = if config.prefix_caching { (length - 1) / config.block_size } else { 0 };
             let hits = self.pool.find(&sequence.chain, &sequence.tokens, limit);
             let in_use = hits.iter().filter(|page| self.pool.uses(**page) > 0).count();
@@ -335,7 +334,7 @@ impl Engine {
     fn compute(&mut self, handle: Handle, chunk: usize) {
         let sequence = self.get(handle);
         let computed = sequence.computed + chunk;
-        let complete = computed == sequence.tokens.len();
+        let complete = computed == sequence.length;
         let more = self.config.blocks_for(computed) - sequence.held;
         self.take(handle, more);
         if self.config.prefix_caching {
@@ -363,9 +362,9 @@ impl Engine {
 
     /// Cache what blocks are full once `computed` tokens are.
     fn store(&mut self, handle: Handle, computed: usize) {
-        let width = self.config.block_size;
+        let width = 4 * self.config.block_size;
         let Some(sequence) = self.sequences[handle].as_mut() else { return };
-        let (start, stop) = (sequence.pages.len(), computed / width);
+        let (start, stop) = (sequence.pages.len(), computed / self.config.block_size);
         if start == stop {
             return;
         }

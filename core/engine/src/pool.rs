@@ -3,15 +3,14 @@
 //! A page is the place of a block's content. Blocks that are empty, or in use without content yet, are counts only.
 
 use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const NONE: u32 = u32::MAX;
 
 /// The engine's own id of a block: XXH3-64 of its tokens (little-endian u32), seeded with the parent's.
-pub fn engine_hash(parent: u64, tokens: &[u32], scratch: &mut Vec<u8>) -> u64 {
-    scratch.clear();
-    scratch.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-    xxh3_64_with_seed(scratch, parent)
+pub fn engine_hash(parent: u64, tokens: &[u8]) -> u64 {
+    xxh3_64_with_seed(tokens, parent)
 }
 
 /// A block whose content is cached.
@@ -35,18 +34,19 @@ pub struct Row<'a> {
     pub hash: u64,
     pub parent: Option<u64>,
     pub root: u64,
-    pub tokens: &'a [u32],
+    pub tokens: &'a [u8],
     pub copies: usize,
 }
 
 pub struct Pool {
     total: usize,
+    /// Bytes of a block's tokens.
     width: usize,
     /// Blocks that hold nothing and are used by nobody.
     empty: usize,
     pages: Vec<Page>,
-    /// Content of each page, `width` tokens.
-    tokens: Vec<u32>,
+    /// Content of each page: tokens, little-endian u32.
+    tokens: Vec<u8>,
     unused: Vec<u32>,
     /// The oldest copy of each content, by engine hash.
     cached: HashTable<u32>,
@@ -56,10 +56,10 @@ pub struct Pool {
 }
 
 impl Pool {
-    pub fn new(total: usize, width: usize) -> Self {
+    pub fn new(total: usize, block_size: usize) -> Self {
         Self {
             total,
-            width,
+            width: 4 * block_size,
             empty: total,
             pages: Vec::new(),
             tokens: Vec::new(),
@@ -87,18 +87,18 @@ impl Pool {
         self.pages[page as usize].uses
     }
 
-    fn content(&self, page: u32) -> &[u32] {
+    fn content(&self, page: u32) -> &[u8] {
         let start = page as usize * self.width;
         &self.tokens[start..start + self.width]
     }
 
     /// The cached blocks that a sequence starts with, at most `limit`. `chain[i]` is the parent hash of block i.
-    pub fn find(&self, chain: &[u64], tokens: &[u32], limit: usize) -> Vec<u32> {
+    pub fn find(&self, chain: &[u64], tokens: &[u8], limit: usize) -> Vec<u32> {
         let blocks = tokens.chunks_exact(self.width).zip(chain.windows(2)).take(limit);
         blocks.map_while(|(content, link)| self.lookup(link[0], link[1], content)).collect()
     }
 
-    fn lookup(&self, parent: u64, hash: u64, content: &[u32]) -> Option<u32> {
+    fn lookup(&self, parent: u64, hash: u64, content: &[u8]) -> Option<u32> {
         let holds = |page: &u32| self.pages[*page as usize].parent == parent && self.content(*page) == content;
         self.cached.find(hash, holds).copied()
     }
@@ -149,9 +149,8 @@ impl Pool {
     }
 
     /// Give a block in use its content: it becomes cached.
-    pub fn store(&mut self, parent: u64, hash: u64, content: &[u32], root: u64, first: bool) -> u32 {
+    pub fn store(&mut self, parent: u64, hash: u64, content: &[u8], root: u64, first: bool) -> u32 {
         let page = Page { parent, hash, root, first, uses: 1, before: NONE, after: NONE, younger: NONE };
-        let oldest = self.lookup(parent, hash, content);
         let at = match self.unused.pop() {
             Some(at) => {
                 self.pages[at as usize] = page;
@@ -165,16 +164,21 @@ impl Pool {
                 (self.pages.len() - 1) as u32
             }
         };
-        match oldest {
-            None => {
-                let pages = &self.pages;
-                self.cached.insert_unique(hash, at, |page| pages[*page as usize].hash);
+        let (pages, tokens, width) = (&mut self.pages, &self.tokens, self.width);
+        let same = |other: &u32| {
+            let start = *other as usize * width;
+            pages[*other as usize].parent == parent && &tokens[start..start + width] == content
+        };
+        match self.cached.entry(hash, same, |page| pages[*page as usize].hash) {
+            Entry::Vacant(vacant) => {
+                vacant.insert(at);
             }
-            Some(mut copy) => {
-                while self.pages[copy as usize].younger != NONE {
-                    copy = self.pages[copy as usize].younger;
+            Entry::Occupied(occupied) => {
+                let mut copy = *occupied.get();
+                while pages[copy as usize].younger != NONE {
+                    copy = pages[copy as usize].younger;
                 }
-                self.pages[copy as usize].younger = at;
+                pages[copy as usize].younger = at;
             }
         }
         at
@@ -195,7 +199,7 @@ impl Pool {
 
     /// Forget all content. Nothing may be in use.
     pub fn clear(&mut self) {
-        *self = Self::new(self.total, self.width);
+        *self = Self::new(self.total, self.width / 4);
     }
 
     /// What is cached, in use or idle: a row for each content.

@@ -53,19 +53,6 @@ fn config(settings: Settings) -> PyResult<Config> {
     })
 }
 
-fn words(packed: &[u8]) -> Vec<u32> {
-    packed.chunks_exact(4).map(|word| word.first_chunk().map_or(0, |word| u32::from_le_bytes(*word))).collect()
-}
-
-fn pack_tokens<'py>(py: Python<'py>, tokens: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, tokens.len() * 4, |to| {
-        for (to, token) in to.chunks_exact_mut(4).zip(tokens) {
-            to.copy_from_slice(&token.to_le_bytes());
-        }
-        Ok(())
-    })
-}
-
 fn pack_hashes<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBytes>> {
     PyBytes::new_with(py, hashes.len() * 8, |to| {
         for (to, hash) in to.chunks_exact_mut(8).zip(hashes) {
@@ -79,7 +66,7 @@ fn pack_hashes<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBy
 fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTuple>> {
     match event {
         Event::Stored { parent, hashes, tokens, root } => {
-            (pack_hashes(py, hashes)?, *parent, pack_tokens(py, tokens)?, *root).into_pyobject(py)
+            (pack_hashes(py, hashes)?, *parent, PyBytes::new(py, tokens), *root).into_pyobject(py)
         }
         Event::Removed(hashes) => (pack_hashes(py, hashes)?,).into_pyobject(py),
         Event::Cleared => Ok(PyTuple::empty(py)),
@@ -117,7 +104,7 @@ impl Engine {
         if self.model.holds(number) {
             return Err(PyValueError::new_err(format!("request {number} is here already")));
         }
-        self.model.submit(Request { number, prompt: words(prompt), max_tokens, root, stream, stop }, now);
+        self.model.submit(Request { number, prompt: prompt.to_vec(), max_tokens, root, stream, stop }, now);
         Ok(())
     }
 
@@ -179,7 +166,7 @@ impl Engine {
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Vec<(u64, Option<u64>, Bound<'py, PyBytes>, u64, usize)>> {
         self.model
             .table()
-            .map(|row| Ok((row.hash, row.parent, pack_tokens(py, row.tokens)?, row.root, row.copies)))
+            .map(|row| Ok((row.hash, row.parent, PyBytes::new(py, row.tokens), row.root, row.copies)))
             .collect()
     }
 }
@@ -224,7 +211,7 @@ impl Fleet {
         stream: u64,
     ) -> PyResult<()> {
         let engine = self.checked(engine)?;
-        let request = Request { number, prompt: words(prompt), max_tokens, root, stream, stop: Vec::new() };
+        let request = Request { number, prompt: prompt.to_vec(), max_tokens, root, stream, stop: Vec::new() };
         self.engines.submit(engine, request);
         Ok(())
     }

@@ -7,7 +7,8 @@ use crate::pool::engine_hash;
 pub struct Request {
     /// The driver's name for it.
     pub number: u64,
-    pub prompt: Vec<u32>,
+    /// Tokens, little-endian u32.
+    pub prompt: Vec<u8>,
     pub max_tokens: usize,
     /// Parent hash of its first block.
     pub root: u64,
@@ -18,8 +19,10 @@ pub struct Request {
 
 pub struct Sequence {
     pub number: u64,
-    /// The prompt and all output.
-    pub tokens: Vec<u32>,
+    /// The prompt and all output, little-endian u32.
+    pub tokens: Vec<u8>,
+    /// How many tokens that is.
+    pub length: usize,
     pub prompt_tokens: usize,
     pub limit: usize,
     pub root: u64,
@@ -41,10 +44,11 @@ pub struct Sequence {
 
 impl Sequence {
     pub fn new(request: Request, config: &Config, submitted_at: f64) -> Self {
-        let prompt_tokens = request.prompt.len();
+        let prompt_tokens = request.prompt.len() / 4;
         Self {
             number: request.number,
             tokens: request.prompt,
+            length: prompt_tokens,
             prompt_tokens,
             limit: config.length_limit.min(prompt_tokens.saturating_add(request.max_tokens)),
             root: request.root,
@@ -63,28 +67,29 @@ impl Sequence {
     }
 
     /// Hash the blocks of the prompt, if that is not done yet: it waits until the sequence heads the queue.
-    pub fn cut(&mut self, config: &Config, scratch: &mut Vec<u8>) {
+    pub fn cut(&mut self, config: &Config) {
         if !self.chain.is_empty() {
             return;
         }
         let mut parent = self.root;
-        self.chain.reserve(self.limit / config.block_size + 1);
+        self.chain.reserve(self.length / config.block_size + 1);
         self.chain.push(parent);
-        for block in self.tokens.chunks_exact(config.block_size) {
-            parent = engine_hash(parent, block, scratch);
+        for block in self.tokens.chunks_exact(4 * config.block_size) {
+            parent = engine_hash(parent, block);
             self.chain.push(parent);
         }
     }
 
     /// Draw the next output token: a linear congruential stream (Knuth's MMIX), of which the high half counts.
-    pub fn generate(&mut self, config: &Config, scratch: &mut Vec<u8>) -> u32 {
+    pub fn generate(&mut self, config: &Config) -> u32 {
         self.stream = self.stream.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let token = (((self.stream >> 32) * config.vocabulary_size) >> 32) as u32;
-        self.tokens.push(token);
-        if self.tokens.len().is_multiple_of(config.block_size) {
-            let block = &self.tokens[self.tokens.len() - config.block_size..];
+        self.tokens.extend_from_slice(&token.to_le_bytes());
+        self.length += 1;
+        if self.length.is_multiple_of(config.block_size) {
+            let block = &self.tokens[self.tokens.len() - 4 * config.block_size..];
             let parent = self.chain[self.chain.len() - 1];
-            self.chain.push(engine_hash(parent, block, scratch));
+            self.chain.push(engine_hash(parent, block));
         }
         token
     }

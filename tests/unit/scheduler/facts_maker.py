@@ -28,6 +28,9 @@ def facts(count: int, **columns: Any) -> Facts:
         "max_batched_tokens": zeros,
         "reported": [None] * count,
         "labels": [{}] * count,
+        "head_prefill_tokens": zeros,
+        "head_prefill_seconds": [0.0] * count,
+        "pace": 1.0,
     }
     assert columns.keys() <= known.keys()
     return Facts(**(known | columns))

@@ -21,9 +21,18 @@ LOADS = st.lists(
 )
 
 
-def test_every_mode_of_the_documents_but_forecast_is_there() -> None:
-    assert list(POLICIES) == ["direct", "kv", "power-of-two", "random", "round-robin"]
-    assert {name for name, policy in POLICIES.items() if policy.uses_overlap} == {"kv"}
+def test_every_mode_is_there() -> None:
+    assert list(POLICIES) == [
+        "direct",
+        "forecast",
+        "kv",
+        "power-of-two",
+        "product",
+        "random",
+        "round-robin",
+        "sticky",
+    ]
+    assert {name for name, policy in POLICIES.items() if policy.uses_overlap} == {"forecast", "kv", "product", "sticky"}
     assert {name for name, policy in POLICIES.items() if policy.needs_worker} == {"direct"}
 
 

@@ -21,9 +21,12 @@ _ROLES = {
 }
 
 
+_WHOLE = _ROLES[Stage.STAGE_WHOLE]
+
+
 def serves(role: Role, stage: Stage) -> bool:
     """Whether a worker, or a component, with that role can run that stage."""
-    return role in _ROLES.get(stage, _ROLES[Stage.STAGE_WHOLE])
+    return role in _ROLES.get(stage, _WHOLE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 from kvrouter.core import Rank
@@ -28,9 +29,16 @@ class Components(Protocol):
 class Pool:
     """One component."""
 
-    def __init__(self, view: ComponentView, accounting: Accounting, report_age_seconds: float) -> None:
+    def __init__(
+        self,
+        view: ComponentView,
+        accounting: Accounting,
+        report_age_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = view.name
-        self.slots = SlotManager(view.descriptor.block_size, accounting)
+        self.slots = SlotManager(view.descriptor.block_size, accounting, clock=clock)
         self.reports = LoadReports(report_age_seconds)
         self.previous: dict[str, Rank] = {}
         """The rank that each policy chose last, by the policy's name."""

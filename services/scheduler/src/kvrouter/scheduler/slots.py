@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvrouter.core import ActiveSequences, Booking, Rank
 from kvrouter.runtime.errors import TooLarge
+from kvrouter.scheduler.pace import Pace
+from kvrouter.scheduler.prefill_queues import Head, PrefillQueues
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
+
+# Read once: the enum looks its values up by name, at a microsecond for each candidate.
+_PREFILL, _DECODE = Stage.STAGE_PREFILL, Stage.STAGE_DECODE
 
 Key = tuple[str, int, int]
 """(request_id, attempt, stage), the stage never unspecified."""
@@ -27,7 +33,7 @@ def key_of(key: BookingKey) -> Key:
 
 def new_prefill_tokens(prompt_tokens: int, overlap_blocks: int, block_size: int, stage: Stage) -> int:
     """Prompt tokens that a rank has to compute: none in the decode stage, which gets its blocks handed over."""
-    return 0 if stage == Stage.STAGE_DECODE else max(0, prompt_tokens - overlap_blocks * block_size)
+    return 0 if stage == _DECODE else max(0, prompt_tokens - overlap_blocks * block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class RankLoad(NamedTuple):
     """Bookings."""
     leading_active_blocks: int = 0
     """Leading blocks of the request that was asked about that are active."""
+    head: Head = Head()
+    """The prompt that the rank is at."""
 
 
 class SlotManager:
@@ -62,12 +70,23 @@ class SlotManager:
     worker may lapse while its requests go on.
     """
 
-    def __init__(self, block_size: int, accounting: Accounting, *, max_bookings: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        accounting: Accounting,
+        *,
+        max_bookings: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` tells seconds."""
         self.block_size = block_size
         self._accounting = accounting
         self._sequences = ActiveSequences(block_size, max_bookings=max_bookings)
         self._registered: frozenset[Rank] = frozenset()
         self._bookings: dict[Rank, int] = {}
+        self._prefills = PrefillQueues()
+        self.pace = Pace()
+        self._clock = clock
 
     def __len__(self) -> int:
         """Live bookings."""
@@ -83,7 +102,7 @@ class SlotManager:
 
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
         """Load of every rank that is registered or has bookings; given a prompt, with its blocks added."""
-        added = 0
+        added, now, head = 0, self._clock(), self._prefills.head
         if prompt is None or not self._tracks_blocks(stage):
             columns = self._sequences.loads()
         elif self._accounting.assume_kv_reuse:
@@ -92,7 +111,7 @@ class SlotManager:
             columns = self._sequences.loads()
             added = -(-prompt.tokens // self.block_size)
         return {
-            rank: RankLoad(blocks + added, tokens, requests, leading)
+            rank: RankLoad(blocks + added, tokens, requests, leading, head(rank, now))
             for rank, blocks, tokens, requests, leading in zip(
                 columns.ranks,
                 columns.active_blocks,
@@ -103,8 +122,12 @@ class SlotManager:
             )
         }
 
-    def book(self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int) -> bool:
+    def book(
+        self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None
+    ) -> bool:
         """Books a request. Returns False, and changes nothing, if the key is booked or was freed.
+
+        ``forecast_ms`` is the time to its first token, where a forecast of it is fit to be compared.
 
         Raises:
             TooLarge: there are as many bookings as may be.
@@ -123,6 +146,11 @@ class SlotManager:
             booked = self._sequences.book(booking)
             if booked:
                 self._bookings[rank] = self._bookings.get(rank, 0) + 1
+                now = self._clock()
+                if prefill_tokens:
+                    self._prefills.enter(rank, key, prefill_tokens, now)
+                if forecast_ms is not None:
+                    self.pace.expect(key, forecast_ms, now)
         except OverflowError as error:
             raise TooLarge(
                 f"no more bookings are possible: {error}", advice="Free bookings that are done.", retry_after_ms=1000
@@ -137,6 +165,12 @@ class SlotManager:
 
     def prefill_complete(self, key: Key) -> bool:
         """The prompt is computed. Returns whether the booking is live."""
+        booking = self._sequences.booking(key)
+        if booking is None:
+            return False
+        now = self._clock()
+        self._prefills.leave(booking.rank, key, now)
+        self.pace.first_token(key, now)
         return self._sequences.prefill_complete(key)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
@@ -151,6 +185,8 @@ class SlotManager:
         if booking is None:
             return False
         self._sequences.free(key)
+        self._prefills.leave(booking.rank, key, self._clock())
+        self.pace.forget(key)
         left = self._bookings[booking.rank] - 1
         if left:
             self._bookings[booking.rank] = left
@@ -160,7 +196,7 @@ class SlotManager:
         return True
 
     def _tracks_blocks(self, stage: int) -> bool:
-        return self._accounting.track_active_blocks and stage != Stage.STAGE_PREFILL
+        return self._accounting.track_active_blocks and stage != _PREFILL
 
     def _forget_if_idle(self, rank: Rank) -> None:
         if rank not in self._registered and rank not in self._bookings:

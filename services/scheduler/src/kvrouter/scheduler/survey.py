@@ -97,7 +97,13 @@ def survey(
 
 
 def facts_of(
-    rows: Sequence[Row], prompt: Prompt, options: RoutingOptions, *, block_size: int, previous: Rank | None
+    rows: Sequence[Row],
+    prompt: Prompt,
+    options: RoutingOptions,
+    *,
+    block_size: int,
+    previous: Rank | None,
+    pace: float = 1.0,
 ) -> Facts:
     """The rows as a policy sees them."""
     return Facts(
@@ -117,4 +123,7 @@ def facts_of(
         max_batched_tokens=[row.candidate.max_batched_tokens for row in rows],
         reported=[row.report for row in rows],
         labels=[row.candidate.labels for row in rows],
+        head_prefill_tokens=[row.load.head.tokens for row in rows],
+        head_prefill_seconds=[row.load.head.seconds for row in rows],
+        pace=pace,
     )

@@ -50,6 +50,12 @@ class Facts:
     reported: Sequence[LoadReport | None]
     """What the rank last said of its load; None if it has said nothing of late."""
     labels: Sequence[Mapping[str, str]]
+    head_prefill_tokens: Sequence[int]
+    """Prefill tokens of the request that was booked first of those without a first token; 0 where there is none."""
+    head_prefill_seconds: Sequence[float]
+    """Seconds since that one became the first."""
+    pace: float = 1.0
+    """Time that prefills have taken of late, over what was forecast."""
 
 
 def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula
@@ -76,6 +82,10 @@ class Choice:
 
     index: int
     explanation: Explanation
+    prefill_tokens: int | None = None
+    """Prompt tokens that the policy takes the rank to compute; None: ``new_prefill_tokens``."""
+    forecast_ms: float | None = None
+    """Time to the first token, by which the pace is learned; None: no forecast, or too much plays into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,10 @@ class Hold:
 
     index: int
     explanation: Explanation
+    work_ms: float = 0.0
+    """Time that its prompt takes there, ms: short ones go first."""
+    prefill_tokens: int | None = None
+    """As in ``Choice``."""
 
 
 class Policy(Protocol):

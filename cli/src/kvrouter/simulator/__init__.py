@@ -1,0 +1,1 @@
+"""Runs a workload against simulated engines in virtual time, with the router's own code between them."""

@@ -1,0 +1,263 @@
+"""The engines of a simulation, in virtual time.
+
+    fleet.submit(engine, number, prompt, max_tokens)      # now
+    notices = fleet.advance(until)                        # on to `until`, or to the first notable moment before that
+    fleet.take_events()                                   # what became cached or was evicted on the way
+
+Steps follow each other on each engine without a pause while there is work. ``advance`` stops at the first moment at
+which a request got its first token or ended: all steps that end then have ended, and none has begun, so that what is
+submitted at that moment is part of the steps that begin at it.
+
+The one in Rust does the same, for a whole trace in seconds.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvrouter.mocker.block_pool import root_hash
+from kvrouter.mocker.engine import Engine
+from kvrouter.mocker.engine_choice import IMPLEMENTATION
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine_types import UNSCOPED, CacheEvent, EngineRequest, Removed, Stored
+from kvrouter.mocker.sequence import output_stream
+
+
+class Notice(NamedTuple):
+    """What a caller sees of a request: its first token, each block that its output begins, its end."""
+
+    at: float
+    engine: int
+    number: int
+    generated: int
+    """Output tokens so far."""
+    cached_tokens: int
+    """Prompt tokens found in the cache."""
+    finished: bool
+
+
+RawEvent = tuple[bytes, int | None, bytes, int] | tuple[bytes] | tuple[()]
+"""(engine hashes, parent, tokens, root) of a store, (engine hashes,) of a removal, () when all is cleared; hashes are
+packed little-endian u64, tokens u32."""
+
+
+class EngineLoad(NamedTuple):
+    """How busy an engine is."""
+
+    running: int
+    waiting: int
+    active_blocks: int
+    cached_blocks: int
+    prefill_tokens: int
+
+
+class Totals(NamedTuple):
+    """Over a whole run."""
+
+    steps: int
+    preemptions: int
+    busy_seconds: list[float]
+    """By engine."""
+
+
+class Fleet(Protocol):
+    """Engines in virtual time; their requests go by numbers, each used once."""
+
+    @property
+    def now(self) -> float:
+        """Seconds."""
+        ...
+
+    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
+        """A request arrives at an engine now. ``prompt``: token ids, little-endian u32."""
+        ...
+
+    def restart(self, engine: int) -> None:
+        """The engine loses all that it holds, its requests too."""
+        ...
+
+    def advance(self, until: float) -> list[Notice]:
+        """Goes on to ``until``, or to the first moment before at which a request got its first token or ended."""
+        ...
+
+    def take_events(self) -> list[tuple[float, int, RawEvent]]:
+        """(at, engine, event) of what happened to the caches since the last call; nothing where not recorded."""
+        ...
+
+    def load(self, engine: int) -> EngineLoad:
+        """How busy an engine is, the step under way counted as done."""
+        ...
+
+    def sorted_gaps(self) -> array[float]:
+        """Seconds between the tokens of a request (32-bit), over all requests, sorted."""
+        ...
+
+    def totals(self) -> Totals:
+        """Over the run so far."""
+        ...
+
+
+class ReferenceFleet:
+    """The plain one, over the oracle of the engine model."""
+
+    def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
+        self._configs = configs
+        self._engines = [Engine(config) for config in configs]
+        self._ends: list[float | None] = [None] * len(configs)
+        self._ready = [False] * len(configs)
+        self._record = record_events
+        self._events: list[tuple[float, int, RawEvent]] = []
+        self._gaps = array("f")
+        self._generated: dict[str, tuple[int, float]] = {}
+        self._prompt_tokens: dict[str, int] = {}
+        self._steps = self._preemptions = 0
+        self._busy = [0.0] * len(configs)
+        self.now = 0.0
+
+    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
+        """A request arrives at an engine now."""
+        request = EngineRequest(str(number), prompt, max_tokens)
+        self._prompt_tokens[str(number)] = request.prompt_tokens
+        self._engines[engine].submit(request, self.now)
+        self._ready[engine] = self._ends[engine] is None
+
+    def restart(self, engine: int) -> None:
+        """The engine loses all that it holds."""
+        self._engines[engine] = Engine(self._configs[engine])
+        self._ends[engine], self._ready[engine] = None, False
+
+    def advance(self, until: float) -> list[Notice]:
+        """Goes on."""
+        notices: list[Notice] = []
+        while self.now < until:
+            self._begin_steps()
+            following = min((end for end in self._ends if end is not None), default=float("inf"))
+            if following > until:
+                self.now = until
+                break
+            self.now = following
+            if self._end_steps(notices):
+                break
+        return notices
+
+    def take_events(self) -> list[tuple[float, int, RawEvent]]:
+        """What happened to the caches."""
+        taken, self._events = self._events, []
+        return taken
+
+    def load(self, engine: int) -> EngineLoad:
+        """How busy an engine is."""
+        load = self._engines[engine].load()
+        return EngineLoad(load.running, load.waiting, load.active_blocks, load.cached_blocks, load.prefill_tokens)
+
+    def sorted_gaps(self) -> array[float]:
+        """Seconds between tokens."""
+        return array("f", sorted(self._gaps))
+
+    def totals(self) -> Totals:
+        """Over the run so far."""
+        return Totals(self._steps, self._preemptions, list(self._busy))
+
+    def _begin_steps(self) -> None:
+        for number, ready in enumerate(self._ready):
+            if not ready:
+                continue
+            self._ready[number] = False
+            step = self._engines[number].begin_step(self.now)
+            if step is None:
+                continue
+            self._ends[number] = step.ends_at
+            self._busy[number] += step.duration
+            self._steps += 1
+            self._preemptions += step.preempted
+            if self._record:
+                seed = self._configs[number].hash_seed
+                self._events += [(self.now, number, _raw(event, seed)) for event in step.events]
+
+    def _end_steps(self, notices: list[Notice]) -> bool:
+        notable = False
+        for number, engine in enumerate(self._engines):
+            if self._ends[number] != self.now:
+                continue
+            self._ends[number], self._ready[number] = None, True
+            width = self._configs[number].block_size
+            for output in engine.end_step(self.now):
+                request_id, finished = output.request_id, output.finish_reason is not None
+                generated, last = self._generated.get(request_id, (0, 0.0))
+                generated += 1
+                if not output.first_token:
+                    self._gaps.append(self.now - last)
+                self._generated[request_id] = (generated, self.now)
+                acts = output.first_token or finished
+                notable = notable or acts
+                if acts or (self._prompt_tokens[request_id] + generated) % width == 1 or width == 1:
+                    notices.append(Notice(self.now, number, int(request_id), generated, output.cached_tokens, finished))
+                if finished:
+                    del self._generated[request_id], self._prompt_tokens[request_id]
+        return notable
+
+
+def _raw(event: CacheEvent, seed: int) -> RawEvent:
+    match event:
+        case Stored(parent, hashes, pieces, scope):
+            return (struct.pack(f"<{len(hashes)}Q", *hashes), parent, b"".join(pieces), root_hash(seed, scope))
+        case Removed(hashes):
+            return (struct.pack(f"<{len(hashes)}Q", *hashes),)
+        case _:
+            return ()
+
+
+class NativeFleet:
+    """The one in Rust."""
+
+    def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
+        from kvrouter.engine import _native
+        from kvrouter.mocker.native_engine import native_settings
+
+        self._native = _native.Fleet([native_settings(config) for config in configs], record_events)
+        self._configs = configs
+        self._roots = [root_hash(config.hash_seed, UNSCOPED) for config in configs]
+
+    @property
+    def now(self) -> float:
+        """Seconds."""
+        return self._native.now
+
+    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
+        """A request arrives at an engine now."""
+        stream = output_stream(EngineRequest(str(number), prompt, max_tokens))
+        self._native.submit(engine, number, prompt, max_tokens, self._roots[engine], stream)
+
+    def restart(self, engine: int) -> None:
+        """The engine loses all that it holds."""
+        self._native.restart(engine)
+
+    def advance(self, until: float) -> list[Notice]:
+        """Goes on."""
+        return [Notice._make(row) for row in self._native.advance(until)]
+
+    def take_events(self) -> list[tuple[float, int, RawEvent]]:
+        """What happened to the caches."""
+        return self._native.take_events()
+
+    def load(self, engine: int) -> EngineLoad:
+        """How busy an engine is."""
+        return EngineLoad._make(self._native.load(engine))
+
+    def sorted_gaps(self) -> array[float]:
+        """Seconds between tokens."""
+        return array("f", self._native.sorted_gaps())
+
+    def totals(self) -> Totals:
+        """Over the run so far."""
+        return Totals._make(self._native.totals())
+
+
+def make_fleet(configs: Sequence[EngineConfig], *, record_events: bool) -> Fleet:
+    """Engines of the implementation that the mocker uses."""
+    if IMPLEMENTATION == "native":
+        return NativeFleet(configs, record_events=record_events)
+    return ReferenceFleet(configs, record_events=record_events)

@@ -1,0 +1,119 @@
+"""What came of a run, and the figures that sum it up."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.simulator.fleet import Totals
+
+
+@dataclass(slots=True)
+class Served:
+    """One request. Times are seconds after the start."""
+
+    arrived_at: float
+    prompt_tokens: int
+    output_tokens: int
+    engine: int = -1
+    """The last one that it was sent to."""
+    sent_at: float = math.nan
+    """When it was sent there; later than ``arrived_at`` if the router held it."""
+    first_at: float = math.nan
+    ended_at: float = math.nan
+    cached_tokens: int = 0
+    """Prompt tokens found in the engine's cache."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_at - self.arrived_at
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between its tokens; 0 for a single one."""
+        return (self.ended_at - self.first_at) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Quantiles and mean."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+
+
+def spread(ordered: Sequence[float], scale: float = 1.0) -> Spread:
+    """Of sorted values, each multiplied by ``scale``; quantiles are interpolated linearly."""
+    if not ordered:
+        return Spread(math.nan, math.nan, math.nan, math.nan)
+
+    def quantile(share: float) -> float:
+        position = share * (len(ordered) - 1)
+        low = int(position)
+        high = min(low + 1, len(ordered) - 1)
+        return (ordered[low] + (ordered[high] - ordered[low]) * (position - low)) * scale
+
+    return Spread(quantile(0.5), quantile(0.9), quantile(0.99), math.fsum(ordered) / len(ordered) * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that is kept of a run."""
+
+    served: Sequence[Served]
+    gaps_s: array[float]
+    """Seconds between tokens, over all requests, sorted."""
+    totals: Totals
+    engines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers."""
+
+    requests: int
+    reuse: float
+    """Share of the prompt tokens that came out of a cache."""
+    ttft_ms: Spread
+    itl_ms: Spread
+    within_slo: int
+    """Requests whose time to first token and mean time between tokens kept to their objectives."""
+    goodput_per_s: float
+    """Those per second."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    imbalance: float
+    """Time that the busiest engine computed, over the mean; 1 is even."""
+    held: int
+    """Requests that the router kept for a while."""
+    preemptions: int
+    span_s: float
+    """From the start to the last token."""
+
+
+def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures:
+    """The figures of a run."""
+    served = outcome.served
+    ttft = sorted(request.ttft_s for request in served)
+    good = sum(1 for request in served if request.ttft_s <= slo_ttft_s and request.itl_s <= slo_itl_s)
+    span = max(request.ended_at for request in served)
+    busy = outcome.totals.busy_seconds
+    return Figures(
+        requests=len(served),
+        reuse=sum(r.cached_tokens for r in served) / sum(r.prompt_tokens for r in served),
+        ttft_ms=spread(ttft, 1e3),
+        itl_ms=spread(outcome.gaps_s, 1e3),
+        within_slo=good,
+        goodput_per_s=good / span,
+        requests_per_s=len(served) / span,
+        output_tokens_per_s=sum(r.output_tokens for r in served) / span,
+        imbalance=max(busy) / (sum(busy) / len(busy)),
+        held=sum(1 for r in served if r.sent_at > r.arrived_at),
+        preemptions=outcome.totals.preemptions,
+        span_s=span,
+    )

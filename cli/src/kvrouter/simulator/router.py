@@ -1,0 +1,129 @@
+"""The router between requests and engines: the Scheduler's slot manager, survey and policies, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+from kvrouter.core import Rank
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.scheduler.candidates import Wanted
+from kvrouter.scheduler.hold_queue import HoldQueue
+from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.overlaps import NOT_ASKED, Held, Overlaps
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.interface import Choice, Hold
+from kvrouter.scheduler.pools import Pool
+from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.slots import Accounting, Key
+from kvrouter.scheduler.survey import Row, facts_of, survey
+from kvrouter.simulator.cache_events import CacheEvents
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+
+_WHOLE = Wanted()
+_STAGE = Stage.STAGE_WHOLE  # read once: the enum looks its values up by name
+
+
+def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool:
+    """A component of these engines, worker ids from 1. ``clock`` tells virtual seconds."""
+    workers = {
+        number: WorkerRegistration(
+            worker_id=number,
+            max_batched_tokens=config.max_batched_tokens,
+            max_sequences=config.max_sequences,
+            ranks=[RankRegistration(dp_rank=0, incarnation=1, total_blocks=config.num_blocks)],
+        )
+        for number, config in enumerate(configs, start=1)
+    }
+    name = ComponentName("simulator", "workers")
+    descriptor = ComponentDescriptor(model="simulated", block_size=configs[0].block_size)
+    return Pool(ComponentView(name, descriptor, workers), Accounting(), report_age_seconds=5.0, clock=clock)
+
+
+class Router:
+    """Decides where requests go, from what a router knows."""
+
+    def __init__(self, pool: Pool, events: CacheEvents | None, options: RoutingOptions, seed: int) -> None:
+        self.pool = pool
+        self._events = events
+        self._options = options
+        self._policy = POLICIES[options.mode]
+        self._rng = Random(seed)
+        self._held: HoldQueue[int] = HoldQueue()
+        self._prompts: dict[int, Prompt] = {}
+        self._slots: list[Rank | None] = [] if events is None else events.index.slots()
+
+    def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
+        """Where a request goes that has just come; None if it is held."""
+        row, decided = self._decide(prompt, now)
+        if isinstance(decided, Hold) and self._held.add(number, decided, now):
+            self._prompts[number] = prompt
+            return None
+        return self._book(number, prompt, row, decided)
+
+    def release(self, now: float) -> Iterator[tuple[int, Rank]]:
+        """Requests held that go now, and where. Each is to be sent before the next is asked for."""
+        if not self._held:
+            return
+        rows: dict[int, Row] = {}
+
+        def decide(number: int) -> Choice | Hold:
+            rows[number], decided = self._decide(self._prompts[number], now)
+            return decided
+
+        for number, decided in self._held.release(now, decide):
+            yield number, self._book(number, self._prompts.pop(number), rows[number], decided)
+
+    def next_due(self) -> float:
+        """When a request held must be looked at though nothing happens."""
+        return self._held.next_due()
+
+    def _decide(self, prompt: Prompt, now: float) -> tuple[Row, Choice | Hold]:
+        pool, options = self.pool, self._options
+        rows = survey(pool, prompt, _WHOLE, options, self._overlaps(prompt), now=now).free
+        facts = facts_of(
+            rows,
+            prompt,
+            options,
+            block_size=pool.slots.block_size,
+            previous=pool.previous.get(options.mode),
+            pace=pool.slots.pace.value,
+        )
+        decided = self._policy.decide(facts, self._rng)
+        return rows[decided.index], decided
+
+    def _book(self, number: int, prompt: Prompt, row: Row, decided: Choice | Hold) -> Rank:
+        rank = row.candidate.rank
+        self.pool.previous[self._options.mode] = rank
+        tokens = row.new_prefill_tokens if decided.prefill_tokens is None else decided.prefill_tokens
+        forecast_ms = decided.forecast_ms if isinstance(decided, Choice) else None
+        if not self.pool.slots.book(_key(number), rank, prompt, tokens, forecast_ms=forecast_ms):
+            raise ValueError(f"request {number} is booked already")
+        return rank
+
+    def progress(self, number: int, generated: int, *, finished: bool) -> None:
+        """So many output tokens have come."""
+        key, slots = _key(number), self.pool.slots
+        if generated == 1 or finished:
+            self._held.started(number)
+        if finished:
+            slots.free(key)
+            return
+        if generated == 1:
+            slots.prefill_complete(key)
+        slots.output_tokens(key, generated)
+
+    def _overlaps(self, prompt: Prompt) -> Overlaps:
+        if self._events is None:
+            return NOT_ASKED
+        blocks = memoryview(self._events.index.overlaps(prompt.local_hashes)).cast("I")
+        return Overlaps(
+            {rank: Held(held, 1 << 62, 0) for rank, held in zip(self._slots, blocks, strict=True) if rank and held}
+        )
+
+
+def _key(number: int) -> Key:
+    return (str(number), 0, _STAGE)

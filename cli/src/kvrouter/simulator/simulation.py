@@ -1,0 +1,89 @@
+"""One run: a workload, engines, a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.core import Rank
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.simulator.cache_events import CacheEvents
+from kvrouter.simulator.fleet import Notice, make_fleet
+from kvrouter.simulator.outcome import Outcome, Served
+from kvrouter.simulator.router import Router, pool_of
+from kvrouter.simulator.workload import Prompts, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a workload runs against."""
+
+    engines: Sequence[EngineConfig]
+    """All of one block size."""
+    options: RoutingOptions = field(default_factory=RoutingOptions)
+    seed: int = 0
+    """Of the policy's draws."""
+    event_lag_s: float = 0.0
+    """Seconds from a change in an engine's cache until the index knows of it."""
+
+
+def simulate(workload: Workload, setting: Setting, prompts: Prompts) -> Outcome:
+    """Runs to the end. ``prompts`` are those of the workload, at any load."""
+    return _Run(workload, setting, prompts).to_the_end()
+
+
+class _Run:
+    def __init__(self, workload: Workload, setting: Setting, prompts: Prompts) -> None:
+        self._requests = workload.requests
+        self._prompts = prompts
+        self._engines = len(setting.engines)
+        options = setting.options
+        self._fleet = make_fleet(setting.engines, record_events=options.asks_indexer)
+        pool = pool_of(setting.engines, lambda: self._fleet.now)
+        ranks = [candidate.rank for candidate in pool.candidates]
+        self._engine_of = {rank: engine for engine, rank in enumerate(ranks)}
+        block_size = setting.engines[0].block_size
+        self._events = CacheEvents(ranks, block_size, setting.event_lag_s) if options.asks_indexer else None
+        self._router = Router(pool, self._events, options, setting.seed)
+        self._served: list[Served] = []
+
+    def to_the_end(self) -> Outcome:
+        fleet, router, requests = self._fleet, self._router, self._requests
+        unfinished = len(requests)
+        while unfinished:
+            upcoming = len(self._served)
+            arrival = requests[upcoming].arrives_s if upcoming < len(requests) else math.inf
+            for notice in fleet.advance(min(arrival, router.next_due())):
+                self._take(notice)
+                unfinished -= notice.finished
+            now = fleet.now
+            if self._events is not None:
+                self._events.publish(fleet.take_events())
+                self._events.apply_until(now)
+            for number, rank in router.release(now):
+                self._send(number, rank)
+            while (number := len(self._served)) < len(requests) and requests[number].arrives_s <= now:
+                self._arrive(number)
+        return Outcome(self._served, fleet.sorted_gaps(), fleet.totals(), self._engines)
+
+    def _arrive(self, number: int) -> None:
+        request = self._requests[number]
+        self._served.append(Served(request.arrives_s, request.prompt_tokens, request.output_tokens))
+        rank = self._router.route(number, self._prompts.hashed(number), self._fleet.now)
+        if rank is not None:
+            self._send(number, rank)
+
+    def _send(self, number: int, rank: Rank) -> None:
+        served = self._served[number]
+        served.engine, served.sent_at = self._engine_of[rank], self._fleet.now
+        self._fleet.submit(served.engine, number, self._prompts.tokens(number), served.output_tokens)
+
+    def _take(self, notice: Notice) -> None:
+        served = self._served[notice.number]
+        if notice.generated == 1:
+            served.first_at, served.cached_tokens = notice.at, notice.cached_tokens
+        if notice.finished:
+            served.ended_at = notice.at
+        self._router.progress(notice.number, notice.generated, finished=notice.finished)

@@ -1,0 +1,52 @@
+"""Mode ``sticky``: the rank that holds most of the prompt, until it is saturated.
+
+    saturated(w) = blocks in use with this request > 0.95 of w's, or prefill tokens booked on w and not done > one
+                   step's budget
+    cost(w)      = (saturated(w), -overlap(w), requests booked on w)          [compared in this order]
+
+Lowest cost wins, ties at random. What sessions and prompt caches by prefix do in many routers: reuse first, load only
+where it hurts.
+
+Missing signals: no overlaps: fewest requests among those that are not saturated; number of blocks or token budget
+unknown (0): that rank is not judged by it.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import ClassVar
+
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+
+ROOM = 0.95
+"""Share of the blocks above which decoding soon preempts."""
+
+
+class Rule:
+    """Goes where it went."""
+
+    name: ClassVar[str] = "sticky"
+    uses_overlap: ClassVar[bool] = True
+    needs_worker: ClassVar[bool] = False
+
+    def decide(self, facts: Facts, rng: Random) -> Choice:
+        """The longest overlap that is not saturated."""
+        saturated = [
+            bool((total and active > ROOM * total) or (budget and booked > budget))
+            for active, total, booked, budget in zip(
+                facts.active_blocks, facts.total_blocks, facts.prefill_tokens, facts.max_batched_tokens, strict=True
+            )
+        ]
+        order = list(zip(saturated, [-blocks for blocks in facts.overlap_blocks], facts.active_requests, strict=True))
+        place = {cost: float(position) for position, cost in enumerate(sorted(set(order)))}
+        costs = [place[cost] for cost in order]
+
+        def formula(index: int) -> str:
+            state = "saturated" if saturated[index] else "not saturated"
+            return (
+                f"{rank_label(facts.ranks[index])}: {state}, {facts.overlap_blocks[index]} blocks cached, "
+                f"{facts.active_requests[index]} requests"
+            )
+
+        terms = {"saturated": [int(full) for full in saturated], "active_requests": facts.active_requests}
+        return Choice(draw_lowest(costs, rng), Explanation("most of it cached there", costs, terms, formula))
