@@ -13,6 +13,7 @@ from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView
+from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions
 from kvrouter.scheduler.ledger import Ledger
@@ -158,6 +159,7 @@ class Parts:
         indexer_timeout: float = 30.0,
         decisions: int = 100,
         predicts: PredictionLimits | None = None,
+        conversations: int = 100,
     ) -> None:
         self.now = 1000.0
         self.registered = Registered()
@@ -183,6 +185,7 @@ class Parts:
             rng=Random(1),
             clock=clock,
             predictions=None if predicts is None else Predictions(predicts, clock),
+            affinity=Affinity(conversations),
         )
         self.bookings = Bookings(self.ledger, self.pools, self.metrics, clock)
         self.sessions = Sessions(

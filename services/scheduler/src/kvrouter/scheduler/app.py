@@ -10,6 +10,7 @@ from random import Random
 
 import structlog
 from kvrouter.runtime.context import Runtime
+from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions
 from kvrouter.scheduler.indexers import RemoteIndexers
@@ -60,6 +61,7 @@ async def running(
     shared_thresholds = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace)
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
+    affinity = Affinity(settings.conversations_kept)
     if settings.ignored_options():
         log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
     selector = Selector(
@@ -74,6 +76,7 @@ async def running(
         rng=rng or Random(),
         clock=clock,
         predictions=predictions,
+        affinity=affinity,
     )
     bookings = Bookings(ledger, pools, metrics, clock)
     sessions = Sessions(
@@ -88,6 +91,7 @@ async def running(
     metrics.bookings.set_function(lambda: len(ledger))
     metrics.sessions.set_function(lambda: ledger.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
+    metrics.conversations.set_function(lambda: len(affinity))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(RankFigures(pools))
     service = SchedulerService(

@@ -36,6 +36,9 @@ class SchedulerMetrics:
             "kvrouter_scheduler_sessions", "Sessions that are open or in their grace.", registry=registry
         )
         self.decisions = Gauge("kvrouter_scheduler_decisions_kept", "Decisions kept for Explain.", registry=registry)
+        self.conversations = Gauge(
+            "kvrouter_scheduler_conversations", "Conversations whose rank is remembered.", registry=registry
+        )
         self.predicted_index_blocks = Gauge(
             "kvrouter_scheduler_predicted_index_blocks",
             "Blocks that ranks are predicted to hold, with --no-kv-events.",

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import structlog
+from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, NoWorkers, RequestIdReused
+from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.candidates import Wanted, check_pinned
 from kvrouter.scheduler.decisions import Decided, Decisions, rank_message
@@ -68,6 +70,7 @@ class Selector:
         rng: Random,
         clock: Callable[[], float],
         predictions: Predictions | None = None,
+        affinity: Affinity | None = None,
     ) -> None:
         """``predictions`` stand in for Indexers in the approximate mode."""
         self._pools = pools
@@ -81,6 +84,7 @@ class Selector:
         self._rng = rng
         self._clock = clock
         self._predictions = predictions
+        self._affinity = Affinity(0) if affinity is None else affinity
         self._under_way: dict[Key, asyncio.Event] = {}
 
     async def select(
@@ -224,6 +228,7 @@ class Selector:
             refusal = found.refusal(pool.name)
             self._keep(decision_id, question, key, None, None, Explanation(str(refusal)), found, overlaps)
             raise refusal
+        rows = self._affinity.narrowed(pool.name, request.request, rows)
         facts = facts_of(
             rows,
             question.prompt,
@@ -245,6 +250,7 @@ class Selector:
             audited = asked and not overlaps.failure and question.wanted.stage != Stage.STAGE_DECODE
             record = Record(key, pool.name, pool.slots, response, audited, session_id, lease_seconds)
             self._ledger.add(record, self._clock())
+            self._affinity.record(pool.name, request.request, row.candidate.rank)
             if self._predictions is not None:
                 self._predictions.record(pool, row.candidate.rank, row.candidate.incarnation, question.prompt)
         pool.previous[options.mode] = row.candidate.rank
@@ -271,7 +277,7 @@ class Selector:
             chosen=None if row is None else row.candidate.rank,
             facts=facts,
             explanation=explanation,
-            excluded=found.excluded,
+            excluded=found.excluded if facts is None else _left_out(found, facts),
             prompt_blocks=question.prompt.blocks,
             load_only=bool(overlaps.failure),
             decided_unix_ns=time.time_ns(),
@@ -282,6 +288,12 @@ class Selector:
                 formula = explanation.formula(index)
                 if formula:
                     log.debug(formula, decision=decision_id, request_id=request_id)
+
+
+def _left_out(found: Survey, facts: Facts) -> dict[Rank, str]:
+    weighed = set(facts.ranks)
+    elsewhere = {row.candidate.rank: "the conversation is at another rank" for row in found.free}
+    return found.excluded | {rank: why for rank, why in elsewhere.items() if rank not in weighed}
 
 
 def _lease_seconds(lease_ms: int) -> float:

@@ -60,6 +60,11 @@ class SchedulerSettings(ServiceSettings):
     load_report_age_seconds: float = Field(
         default=10.0, gt=0, description="Time for which what a rank reports of its load counts, seconds."
     )
+    conversations_kept: int = Field(
+        default=65_536,
+        ge=0,
+        description="Most conversations whose rank is remembered, so that they stay there; 0 for none.",
+    )
     kv_events: bool = Field(
         default=True,
         description="Whether overlaps come from the workers' events; otherwise they are predicted from what was routed"
