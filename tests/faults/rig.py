@@ -228,11 +228,12 @@ class Rig:
         }
         async with running(WorkerConfig(**(known | settings)), _Idle()) as worker:
             await worker.registered()
-            self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32), engine)
+            node = self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32), engine)
             try:
-                yield self.nodes[worker_id]
+                yield node
             finally:
-                del self.nodes[worker_id]
+                if self.nodes.get(worker_id) is node:
+                    del self.nodes[worker_id]
 
     async def start_nodes(self, *worker_ids: int, **settings: Any) -> list[Node]:
         """Workers that stay until the end of the test."""

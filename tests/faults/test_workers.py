@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+from kvrouter.publisher.etcd import TakenOver
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import NatsServer
 from kvrouter.v1.common_pb2 import Transport
@@ -49,6 +53,27 @@ async def test_a_worker_leaves_and_comes_back_with_another_cache(rig: Rig) -> No
         node.serve(2)
         await rig.agree(one)
         assert (await one.stats()).events.fenced == 1
+
+
+async def test_of_two_workers_with_one_id_the_later_counts(rig: Rig) -> None:
+    one = await rig.indexer("one")
+    started = asyncio.Event()
+
+    async def former() -> None:
+        async with rig.node(1) as node:
+            node.serve(5)
+            started.set()
+            await asyncio.Event().wait()
+
+    ending = asyncio.create_task(former())
+    await started.wait()
+    await rig.agree(one)
+    async with rig.node(1) as node:
+        node.serve(5)
+        with pytest.raises(TakenOver):
+            await ending
+        node.serve(5)
+        await rig.agree(one)
 
 
 async def test_light_messages_are_dropped_doubled_and_reordered(rig: Rig) -> None:
