@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from kvrouter.cli.against import ReplayCommand, replay_running
 from kvrouter.cli.demo import DemoOptions, demo
+from kvrouter.cli.explain import explain
 from kvrouter.cli.faults import CommandFailed, WrongUsage
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
@@ -165,6 +166,18 @@ def serve_command(
         if role not in ROLES:
             raise WrongUsage(f"role {role!r} is not known: {', '.join(ROLES)}")
     serve(chosen, context.args)
+
+
+@app.command("explain")
+def explain_command(
+    which: Annotated[str, typer.Argument(help="Id of the request, or of the decision.")],
+    scheduler: Annotated[
+        list[str], typer.Option(help="gRPC address of a Scheduler, host:port; may be given again for each replica.")
+    ],
+    seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, seconds.")] = 10.0,
+) -> None:
+    """Show why a request went where it went: every candidate with its terms. Schedulers keep the last decisions."""
+    run_interruptibly(explain([_address(each) for each in scheduler], which, seconds))
 
 
 def main() -> None:

@@ -1,0 +1,96 @@
+"""``kvrouter explain``: why a request went where it went, candidate by candidate."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from typing import cast
+
+from kvrouter.cli.faults import CommandFailed
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError, NotFound
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest
+from rich.console import Console
+from rich.table import Table
+
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+
+
+async def explain(addresses: list[str], which: str, seconds: float) -> None:
+    """Prints a past decision.
+
+    Args:
+        addresses: Schedulers to ask, host:port; the first that knows the decision answers.
+        which: Id of the decision, or of its request.
+        seconds: Deadline of the whole command.
+
+    Raises:
+        CommandFailed: none of them knows it, or those that may cannot be asked.
+    """
+    deadline = Deadline.after(seconds)
+    questions = [ExplainRequest(request_id=which)]
+    if which.isascii() and which.isdigit() and int(which) < 1 << 64:
+        questions.append(ExplainRequest(decision_id=int(which)))
+    failures: list[str] = []
+    for address in addresses:
+        async with open_channel(address) as channel:
+            scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
+            for question in questions:
+                try:
+                    answer = await scheduler.explain(question, deadline=deadline)
+                except NotFound:
+                    continue
+                except KvRouterError as error:
+                    failures.append(f"the Scheduler at {address}: {error}")
+                    break
+                _show(answer.decision)
+                return
+    if failures:
+        raise CommandFailed("; ".join(failures))
+    raise CommandFailed(f"no decision on {which} is known, or kept any more, at {', '.join(addresses)}")
+
+
+def _show(decision: Decision) -> None:
+    # A pipe is no reason to cut columns off.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    console.print(summary(decision), soft_wrap=True)
+    console.print(candidates_table(decision))
+
+
+def summary(decision: Decision) -> str:
+    """What was decided, in one line for each fact."""
+    decided = datetime.fromtimestamp(decision.decided_unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
+    request = f"request {decision.request_id}, attempt {decision.attempt}" if decision.request_id else "not booked"
+    chosen = f"rank {_name(decision.chosen)}" if decision.HasField("chosen") else "no rank"
+    lines = [
+        f"decision {decision.decision_id} at {decided}: {request}",
+        f"{chosen} by mode {decision.mode}, {decision.prompt_blocks} full blocks in the prompt",
+    ]
+    if decision.load_only:
+        lines.append("on load alone: no Indexer answered in time")
+    if decision.reason:
+        lines.append(decision.reason)
+    return "\n".join(lines)
+
+
+def candidates_table(decision: Decision) -> Table:
+    """Every candidate with its terms, the cheapest first, then those that were left out."""
+    names = sorted({name for each in decision.candidates for name in each.terms})
+    table = Table("rank", "cost", "overlap", *names, "why")
+    for each in sorted(decision.candidates, key=lambda each: (bool(each.excluded), each.cost)):
+        chosen = decision.HasField("chosen") and each.rank == decision.chosen
+        rank = _name(each.rank) + (" *" if chosen else "")
+        if each.excluded:
+            table.add_row(rank, "", "", *("" for _ in names), f"left out: {each.excluded}")
+        else:
+            terms = (f"{each.terms[name]:g}" if name in each.terms else "" for name in names)
+            table.add_row(rank, f"{each.cost:g}", str(each.overlap_blocks), *terms, each.formula)
+    return table
+
+
+def _name(rank: Rank) -> str:
+    return f"{rank.worker_id}:{rank.dp_rank}"
