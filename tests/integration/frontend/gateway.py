@@ -71,10 +71,15 @@ class System:
         self._worker_stacks[worker_id] = stack
         await worker.registered()
         await until(lambda: self._sees(worker_id) and self.frontend.ready())
+        await self.until_candidate(worker_id)
+        return worker
+
+    async def until_candidate(self, worker_id: int) -> None:
+        """Returns when the Scheduler and the Frontend know the worker."""
+        await until(lambda: self._sees(worker_id))
         async with asyncio.timeout(30):
             while not await self._is_candidate(worker_id):
                 await asyncio.sleep(0.01)
-        return worker
 
     def _sees(self, worker_id: int) -> bool:
         return any(worker_id in view.workers for view in self.runtime.directory.components.values())
