@@ -387,12 +387,10 @@ async def test_thresholds_of_the_request_and_of_the_model_go_over_those_at_start
     await parts.select(selecting("c", routing(overrides=overrides(active_prefill_tokens_threshold=128))))
 
 
-async def test_a_held_request_is_refused_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv.Rule, "decide", lambda *_: Hold(0, Explanation("no room")))
-    parts = Parts(view(worker(1)))
-    with pytest.raises(Internal, match="keeps no queue"):
-        await parts.select(selecting("a"))
-    assert parts.idle()
+async def test_a_request_that_is_to_wait_for_a_rank_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv.Rule, "decide", lambda *_: Hold(1, Explanation("no room")))
+    parts = Parts(view(worker(1), worker(2)))
+    assert (await parts.select(selecting("a"))).rank.worker_id == 2
 
 
 async def test_load_of_a_worker_whose_registration_lapsed_is_kept() -> None:

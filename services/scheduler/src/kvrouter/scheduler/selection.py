@@ -16,7 +16,7 @@ from random import Random
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, NoWorkers, RequestIdReused
+from kvrouter.runtime.errors import BadRequest, KvRouterError, NoWorkers, RequestIdReused
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.candidates import Wanted, check_pinned
@@ -26,7 +26,7 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.options import RoutingOptions, overridden
 from kvrouter.scheduler.overlaps import NOT_ASKED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Explanation, Facts, Hold
+from kvrouter.scheduler.policies.interface import Explanation, Facts
 from kvrouter.scheduler.pools import Pool, Pools
 from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.prompts import Prompt, read_prompt
@@ -236,12 +236,8 @@ class Selector:
             block_size=pool.slots.block_size,
             previous=pool.previous.get(options.mode),
         )
+        # Who is to wait for a rank waits in its engine: this Scheduler keeps no queue of its own.
         decided = POLICIES[options.mode].decide(facts, self._rng)
-        if isinstance(decided, Hold):
-            raise Internal(
-                f"mode {options.mode} asks to hold the request, and this Scheduler keeps no queue",
-                advice="Choose another mode.",
-            )
         row = rows[decided.index]
         response = _answer(question, row, decision_id, overlaps)
         if key is not None:
