@@ -16,6 +16,7 @@ from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.pacing import Pace
 from kvrouter.cli.processes import ProcessDied
+from kvrouter.cli.simulate import simulate_command
 from kvrouter.cli.stack import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, StackFailed
 from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, read_trace
 from kvrouter.cli.up import UpOptions, choose_port, up
@@ -178,6 +179,9 @@ def explain_command(
 ) -> None:
     """Show why a request went where it went: every candidate with its terms. Schedulers keep the last decisions."""
     run_interruptibly(explain([_address(each) for each in scheduler], which, seconds))
+
+
+app.command("simulate")(simulate_command)
 
 
 def main() -> None:

@@ -25,6 +25,12 @@ class Served:
     ended_at: float = math.nan
     cached_tokens: int = 0
     """Prompt tokens found in the engine's cache."""
+    attempts: int = 1
+    """Times that it was sent; more than 1 if an engine restarted under it."""
+    failed: bool = False
+    """Its engine restarted when part of its output was out."""
+    regret_ms: float = math.nan
+    """Time to first token that the best engine would have spared; not a number where it was not looked at."""
 
     @property
     def ttft_s(self) -> float:
@@ -69,7 +75,6 @@ class Outcome:
     gaps_s: array[float]
     """Seconds between tokens, over all requests, sorted."""
     totals: Totals
-    engines: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,21 @@ class Figures:
     """Time that the busiest engine computed, over the mean; 1 is even."""
     held: int
     """Requests that the router kept for a while."""
+    failed: int
+    """Requests whose engine restarted when part of their output was out."""
+    retried: int
+    """Requests sent again, since their engine restarted before their first token."""
     preemptions: int
+    regret_ms: float
+    """Mean time to first token that the best engine would have spared a request, looked at alone."""
     span_s: float
     """From the start to the last token."""
 
 
 def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures:
     """The figures of a run."""
-    served = outcome.served
+    served = [request for request in outcome.served if not request.failed]
+    regrets = [request.regret_ms for request in served if not math.isnan(request.regret_ms)]
     ttft = sorted(request.ttft_s for request in served)
     good = sum(1 for request in served if request.ttft_s <= slo_ttft_s and request.itl_s <= slo_itl_s)
     span = max(request.ended_at for request in served)
@@ -113,7 +125,10 @@ def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures
         requests_per_s=len(served) / span,
         output_tokens_per_s=sum(r.output_tokens for r in served) / span,
         imbalance=max(busy) / (sum(busy) / len(busy)),
-        held=sum(1 for r in served if r.sent_at > r.arrived_at),
+        held=sum(1 for r in served if r.attempts == 1 and r.sent_at > r.arrived_at),
+        failed=len(outcome.served) - len(served),
+        retried=sum(1 for r in served if r.attempts > 1),
+        regret_ms=math.fsum(regrets) / len(regrets) if regrets else math.nan,
         preemptions=outcome.totals.preemptions,
         span_s=span,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 
 from kvrouter.core import Rank
@@ -43,17 +43,25 @@ def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool
     return Pool(ComponentView(name, descriptor, workers), Accounting(), report_age_seconds=5.0, clock=clock)
 
 
+_LATEST = (1 << 64) - 1  # incarnation of what the index holds: it fences older ones itself
+
+
 class Router:
     """Decides where requests go, from what a router knows."""
 
-    def __init__(self, pool: Pool, events: CacheEvents | None, options: RoutingOptions, seed: int) -> None:
+    def __init__(
+        self, pool: Pool, events: CacheEvents | None, options: RoutingOptions, *, seed: int, pace: float = 1.0
+    ) -> None:
+        """``pace`` is how wrong the policy's time model is: at 3 it takes everything to last three times as long."""
         self.pool = pool
+        self._pace = pace
         self._events = events
         self._options = options
         self._policy = POLICIES[options.mode]
         self._rng = Random(seed)
         self._held: HoldQueue[int] = HoldQueue()
         self._prompts: dict[int, Prompt] = {}
+        self._attempts: dict[int, int] = {}
         self._slots: list[Rank | None] = [] if events is None else events.index.slots()
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
@@ -90,7 +98,7 @@ class Router:
             options,
             block_size=pool.slots.block_size,
             previous=pool.previous.get(options.mode),
-            pace=pool.slots.pace.value,
+            pace=self._pace * pool.slots.pace.value,
         )
         decided = self._policy.decide(facts, self._rng)
         return rows[decided.index], decided
@@ -100,13 +108,13 @@ class Router:
         self.pool.previous[self._options.mode] = rank
         tokens = row.new_prefill_tokens if decided.prefill_tokens is None else decided.prefill_tokens
         forecast_ms = decided.forecast_ms if isinstance(decided, Choice) else None
-        if not self.pool.slots.book(_key(number), rank, prompt, tokens, forecast_ms=forecast_ms):
+        if not self.pool.slots.book(self._key(number), rank, prompt, tokens, forecast_ms=forecast_ms):
             raise ValueError(f"request {number} is booked already")
         return rank
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """So many output tokens have come."""
-        key, slots = _key(number), self.pool.slots
+        key, slots = self._key(number), self.pool.slots
         if generated == 1 or finished:
             self._held.started(number)
         if finished:
@@ -116,14 +124,23 @@ class Router:
             slots.prefill_complete(key)
         slots.output_tokens(key, generated)
 
-    def _overlaps(self, prompt: Prompt) -> Overlaps:
+    def lost(self, number: int) -> None:
+        """The engine of a request has gone: what it booked is freed. It may be routed once more."""
+        self.pool.slots.free(self._key(number))
+        self._held.started(number)
+        self._attempts[number] = self._attempts.get(number, 0) + 1
+
+    def overlap_blocks(self, prompt: Prompt) -> Mapping[Rank, int]:
+        """Leading blocks of a prompt that each rank holds, as the index has it; ranks without any are left out."""
         if self._events is None:
-            return NOT_ASKED
+            return {}
         blocks = memoryview(self._events.index.overlaps(prompt.local_hashes)).cast("I")
-        return Overlaps(
-            {rank: Held(held, 1 << 62, 0) for rank, held in zip(self._slots, blocks, strict=True) if rank and held}
-        )
+        return {rank: held for rank, held in zip(self._slots, blocks, strict=True) if rank and held}
 
+    def _overlaps(self, prompt: Prompt) -> Overlaps:
+        if not self._options.asks_indexer:
+            return NOT_ASKED
+        return Overlaps({rank: Held(held, _LATEST, 0) for rank, held in self.overlap_blocks(prompt).items()})
 
-def _key(number: int) -> Key:
-    return (str(number), 0, _STAGE)
+    def _key(self, number: int) -> Key:
+        return (str(number), self._attempts.get(number, 0), _STAGE)
