@@ -30,6 +30,7 @@ def facts(count: int, **columns: Any) -> Facts:
         "labels": [{}] * count,
         "head_prefill_tokens": zeros,
         "head_prefill_seconds": [0.0] * count,
+        "prefill_requests": zeros,
         "pace": 1.0,
     }
     assert columns.keys() <= known.keys()

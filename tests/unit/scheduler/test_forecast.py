@@ -54,12 +54,25 @@ def test_forecast_avoids_the_rank_with(worse: dict[str, Any]) -> None:
 
 
 def test_time_spent_on_the_prompt_under_way_counts() -> None:
-    queue = {"prefill_tokens": [4000, 4000], "head_prefill_tokens": [4000, 4000]}
-    assert decide("forecast", **queue, head_prefill_seconds=[0.0, 0.05]).index == 1
+    queue = {"prefill_tokens": [4000, 4000], "head_prefill_tokens": [4000, 4000], "prefill_requests": [1, 1]}
+    assert decide("forecast", **queue, head_prefill_seconds=[0.01, 0.05]).index == 1
+
+
+def test_a_prompt_that_would_be_computed_in_the_step_of_another_pays_for_its_waiting() -> None:
+    short_waits = {"prefill_tokens": [200, 200], "head_prefill_tokens": [200, 200], "prefill_requests": [1, 1]}
+    terms = decide("forecast", **short_waits, head_prefill_seconds=[0.0, 0.01]).explanation.terms
+    joint = prefill_ms(1800, 8192, 0.0) - prefill_ms(200, 8192, 0.0)
+    assert terms["batch_ms"] == pytest.approx([joint, 0.0])
+
+
+def test_only_what_fits_into_that_step_is_paid_for() -> None:
+    changes = {"prefill_tokens": [8000, 0], "head_prefill_tokens": [4000, 0], "prefill_requests": [2, 0]}
+    terms = decide("forecast", **changes).explanation.terms
+    assert terms["batch_ms"][0] == pytest.approx(2 * (prefill_ms(8192, 8192, 0.0) - prefill_ms(8000, 8192, 0.0)))
 
 
 def test_no_more_time_counts_than_that_prompt_takes() -> None:
-    queue = {"prefill_tokens": [8000, 7900], "head_prefill_tokens": [10, 10]}
+    queue = {"prefill_tokens": [3000, 2900], "head_prefill_tokens": [10, 10], "prefill_requests": [2, 2]}
     assert decide("forecast", **queue, head_prefill_seconds=[60.0, 0.03]).index == 1
 
 

@@ -116,16 +116,16 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[float, float]]) -> None:
 def test_the_head_of_a_prefill_queue_is_the_oldest_without_a_first_token() -> None:
     queues, rank = PrefillQueues(), (1, 0)
     a, b = ("a", 0, 1), ("b", 0, 1)
-    assert queues.head(rank, 0.0) == Head(0, 0.0)
+    assert queues.head(rank, 0.0) == Head()
     queues.enter(rank, a, 100, 1.0)
     queues.enter(rank, b, 200, 2.0)
-    assert queues.head(rank, 3.0) == Head(100, 2.0)
+    assert queues.head(rank, 3.0) == Head(100, 2.0, 2)
     queues.leave(rank, a, 4.0)
-    assert queues.head(rank, 4.5) == Head(200, 0.5)
+    assert queues.head(rank, 4.5) == Head(200, 0.5, 1)
     queues.leave(rank, a, 5.0)
-    assert queues.head(rank, 5.0) == Head(200, 1.0)
+    assert queues.head(rank, 5.0) == Head(200, 1.0, 1)
     queues.leave(rank, b, 6.0)
-    assert queues.head(rank, 7.0) == Head(0, 0.0)
+    assert queues.head(rank, 7.0) == Head()
 
 
 def test_the_pace_follows_the_engines_and_one_outlier_moves_it_little() -> None:

@@ -16,6 +16,8 @@ class Head(NamedTuple):
     """Tokens of it that had to be computed when it was sent; 0 where no prompt waits."""
     seconds: float = 0.0
     """Time since it became the first."""
+    requests: int = 0
+    """Requests without a first token, this one counted."""
 
 
 class PrefillQueues:
@@ -45,4 +47,6 @@ class PrefillQueues:
     def head(self, rank: Rank, now: float) -> Head:
         """The prompt that a rank is at."""
         queue = self._tokens.get(rank)
-        return Head(next(iter(queue.values())), max(0.0, now - self._since[rank])) if queue else Head()
+        if not queue:
+            return Head()
+        return Head(next(iter(queue.values())), max(0.0, now - self._since[rank]), len(queue))

@@ -125,5 +125,6 @@ def facts_of(
         labels=[row.candidate.labels for row in rows],
         head_prefill_tokens=[row.load.head.tokens for row in rows],
         head_prefill_seconds=[row.load.head.seconds for row in rows],
+        prefill_requests=[row.load.head.requests for row in rows],
         pace=pace,
     )

@@ -54,6 +54,8 @@ class Facts:
     """Prefill tokens of the request that was booked first of those without a first token; 0 where there is none."""
     head_prefill_seconds: Sequence[float]
     """Seconds since that one became the first."""
+    prefill_requests: Sequence[int]
+    """Requests booked without a first token."""
     pace: float = 1.0
     """Time that prefills have taken of late, over what was forecast."""
 
