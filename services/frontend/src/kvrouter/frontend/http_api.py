@@ -43,7 +43,7 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
     status = _HTTP_STATUS.get(error.code, 500)
     body = {
         "error": {
-            "message": f"{error} {error.info.advice}".strip(),
+            "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
             "type": "invalid_request_error" if status < 500 else "server_error",
             "param": error.info.field or None,
             "code": error.code.name.lower(),
