@@ -131,7 +131,14 @@ def side_by_side(theirs: Sequence[Mapping[str, Any]], ours: Sequence[Run]) -> li
     own: dict[tuple[float, str], list[Mapping[str, float]]] = {}
     for run in ours:
         ttft = run.figures.ttft_ms
-        figures = {"reuse": run.figures.reuse, "p50": ttft.p50, "p90": ttft.p90, "p99": ttft.p99, "mean": ttft.mean}
+        # The peer counts what a preempted request finds of itself as well.
+        figures = {
+            "reuse": run.figures.readmitted_reuse,
+            "p50": ttft.p50,
+            "p90": ttft.p90,
+            "p99": ttft.p99,
+            "mean": ttft.mean,
+        }
         own.setdefault((run.load, run.policy), []).append(figures | {"within_slo": run.figures.within_slo})
     rows = [
         Row(load, policy, middle(peer[load, policy]) if (load, policy) in peer else None, middle(figures))

@@ -36,6 +36,8 @@ pub struct Fleet {
     pub busy_seconds: Vec<f64>,
     pub steps: u64,
     pub preemptions: u64,
+    /// Tokens that the caches spared the requests admitted, those that came back after a preemption included.
+    pub reused_tokens: u64,
     record_events: bool,
 }
 
@@ -53,6 +55,7 @@ impl Fleet {
             busy_seconds: vec![0.0; count],
             steps: 0,
             preemptions: 0,
+            reused_tokens: 0,
             record_events,
         }
     }
@@ -103,6 +106,7 @@ impl Fleet {
             self.busy_seconds[at] += step.seconds;
             self.steps += 1;
             self.preemptions += step.preempted as u64;
+            self.reused_tokens += step.reused_tokens as u64;
             let made = engine.events.drain(..).map(|event| CacheEvent { at: self.now, engine: at, event });
             self.events.extend(made);
         }

@@ -263,8 +263,9 @@ impl Fleet {
         })
     }
 
-    /// (steps, preemptions, busy seconds by engine)
-    fn totals(&self) -> (u64, u64, Vec<f64>) {
-        (self.engines.steps, self.engines.preemptions, self.engines.busy_seconds.clone())
+    /// (steps, preemptions, tokens reused, busy seconds by engine)
+    fn totals(&self) -> (u64, u64, u64, Vec<f64>) {
+        let engines = &self.engines;
+        (engines.steps, engines.preemptions, engines.reused_tokens, engines.busy_seconds.clone())
     }
 }

@@ -22,7 +22,7 @@ from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workload import Prompts, Workload
 from rich.console import Console
 
-DEFAULT_GENERATED = 6000
+DEFAULT_GENERATED = 8000
 _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
 

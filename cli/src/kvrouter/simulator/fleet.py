@@ -59,6 +59,8 @@ class Totals(NamedTuple):
 
     steps: int
     preemptions: int
+    reused_tokens: int
+    """Tokens that the caches spared the requests admitted, those that came back after a preemption included."""
     busy_seconds: list[float]
     """By engine."""
 
@@ -113,7 +115,7 @@ class ReferenceFleet:
         self._gaps = array("f")
         self._generated: dict[str, tuple[int, float]] = {}
         self._prompt_tokens: dict[str, int] = {}
-        self._steps = self._preemptions = 0
+        self._steps = self._preemptions = self._reused = 0
         self._busy = [0.0] * len(configs)
         self.now = 0.0
 
@@ -159,7 +161,7 @@ class ReferenceFleet:
 
     def totals(self) -> Totals:
         """Over the run so far."""
-        return Totals(self._steps, self._preemptions, list(self._busy))
+        return Totals(self._steps, self._preemptions, self._reused, list(self._busy))
 
     def _begin_steps(self) -> None:
         for number, ready in enumerate(self._ready):
@@ -173,6 +175,7 @@ class ReferenceFleet:
             self._busy[number] += step.duration
             self._steps += 1
             self._preemptions += step.preempted
+            self._reused += step.reused_tokens
             if self._record:
                 seed = self._configs[number].hash_seed
                 self._events += [(self.now, number, _raw(event, seed)) for event in step.events]

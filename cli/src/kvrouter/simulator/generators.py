@@ -60,7 +60,7 @@ def shared_prompts(rng: Random, bursts: bool = False) -> Iterator[Request]:
     at = 0.0
     while True:
         # In bursts: five seconds in thirty at four times the rate, the rest at two fifths of it.
-        rate = 12.0 * ((4.0 if at % 30 < 5 else 0.4) if bursts else 1.0)
+        rate = 40.0 * ((4.0 if at % 30 < 5 else 0.4) if bursts else 1.0)
         at += rng.expovariate(rate)
         context = Context(fresh, list(rng.choices(prompts, cum_weights=popularity)[0]))
         context.grow(_length(rng, 300, 0.8, 20, 4000))
@@ -81,7 +81,7 @@ def chat(rng: Random) -> Iterator[Request]:
             context.grow(answer)
             at += 10 + rng.expovariate(1 / 30)
 
-    return _sessions(rng, 2.5, turns, common=1024)
+    return _sessions(rng, 12.0, turns, common=1024)
 
 
 def documents(rng: Random) -> Iterator[Request]:
@@ -96,7 +96,7 @@ def documents(rng: Random) -> Iterator[Request]:
             yield asked.request(at, _length(rng, 150, 0.7, 10, 1000))
             at += 3 + rng.expovariate(1 / 25)
 
-    return _sessions(rng, 0.8, questions)
+    return _sessions(rng, 2.0, questions)
 
 
 def agents(rng: Random) -> Iterator[Request]:
@@ -111,7 +111,7 @@ def agents(rng: Random) -> Iterator[Request]:
             context.grow(answer + _length(rng, 600, 1.0, 30, 8000))
             at += 4 + rng.expovariate(1 / 5)
 
-    return _sessions(rng, 0.35, steps, common=2048)
+    return _sessions(rng, 1.5, steps, common=2048)
 
 
 def _sessions(

@@ -84,6 +84,8 @@ class Figures:
     requests: int
     reuse: float
     """Share of the prompt tokens that came out of a cache."""
+    readmitted_reuse: float
+    """The same, counting also what requests find of themselves after a preemption; may be above ``reuse``."""
     ttft_ms: Spread
     itl_ms: Spread
     within_slo: int
@@ -118,6 +120,7 @@ def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures
     return Figures(
         requests=len(served),
         reuse=sum(r.cached_tokens for r in served) / sum(r.prompt_tokens for r in served),
+        readmitted_reuse=outcome.totals.reused_tokens / sum(r.prompt_tokens for r in served),
         ttft_ms=spread(ttft, 1e3),
         itl_ms=spread(outcome.gaps_s, 1e3),
         within_slo=good,

@@ -1,0 +1,122 @@
+"""Whole runs: what must hold for any policy, and what each disturbance does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from kvrouter.mocker import engine_choice
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.simulator import fleet
+from kvrouter.simulator.outcome import Figures, Outcome, figures, spread
+from kvrouter.simulator.simulation import Setting, simulate
+from kvrouter.simulator.workload import Prompts, Request, Workload
+
+ENGINES = [EngineConfig(num_blocks=600, hash_seed=number, max_sequences=64) for number in range(4)]
+# Nine conversations of fifteen turns, each bringing what was said before.
+WORKLOAD = Workload(
+    "turns",
+    [
+        Request(turn + talk / 11, 64 * (turn + 4), 20 + 3 * talk, (0, *range(100 * talk + 1, 100 * talk + turn + 4)))
+        for turn in range(15)
+        for talk in range(9)
+    ],
+    64,
+)
+PROMPTS = Prompts(WORKLOAD, 16)
+MODES = [mode for mode, policy in POLICIES.items() if not policy.needs_worker]
+
+
+def run(mode: str, load: float = 1.0, **changes: object) -> Outcome:
+    setting = Setting(ENGINES, RoutingOptions(mode))
+    return simulate(WORKLOAD.faster(load), replace(setting, **changes), PROMPTS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_request_is_served_in_order_of_its_life(mode: str) -> None:
+    outcome = run(mode, load=6.0)
+    assert len(outcome.served) == len(WORKLOAD.requests)
+    for served, request in zip(outcome.served, WORKLOAD.faster(6.0).requests, strict=True):
+        assert request.arrives_s == served.arrived_at <= served.sent_at < served.first_at <= served.ended_at
+        assert served.cached_tokens < served.prompt_tokens
+        assert served.regret_ms >= 0
+    gaps = sum(request.output_tokens - 1 for request in WORKLOAD.requests)
+    assert len(outcome.gaps_s) == gaps
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast", "random"])
+def test_equal_seeds_give_equal_runs_and_others_do_not(mode: str) -> None:
+    assert run(mode, seed=3) == run(mode, seed=3)
+    assert run(mode, seed=3).served != run(mode, seed=4).served
+
+
+@pytest.mark.skipif(engine_choice.IMPLEMENTATION != "native", reason="the engine in Rust is not built")
+@pytest.mark.parametrize("mode", ["round-robin", "kv", "forecast"])
+def test_the_plain_engines_give_the_same_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = run(mode, load=6.0)
+    monkeypatch.setattr(fleet, "IMPLEMENTATION", "reference")
+    assert run(mode, load=6.0) == native
+
+
+def test_round_robin_takes_turns() -> None:
+    assert [served.engine for served in run("round-robin").served[:6]] == [0, 1, 2, 3, 0, 1]
+
+
+def test_routing_by_cache_reuses_more() -> None:
+    reuse = {mode: summed(run(mode)).reuse for mode in ("round-robin", "kv", "forecast")}
+    assert reuse["round-robin"] < reuse["kv"]
+    assert reuse["round-robin"] < reuse["forecast"]
+
+
+def test_an_index_that_lags_knows_less() -> None:
+    assert summed(run("kv", event_lag_s=1e6)).reuse < summed(run("kv")).reuse
+
+
+def test_a_full_fleet_holds_requests_and_serves_them() -> None:
+    small = [replace(config, num_blocks=120) for config in ENGINES]
+    assert summed(run("forecast", load=40.0, engines=small)).held > 0
+    assert summed(run("kv", load=40.0, engines=small)).held == 0
+
+
+def test_a_restart_loses_what_is_out_and_sends_the_rest_again() -> None:
+    requests = [Request(0.0, 4000, 400, (1,)), Request(1.0, 4000, 400, (2,)), Request(9.0, 4000, 4, (1,))]
+    workload = Workload("w", requests, 4096)
+    setting = Setting(ENGINES[:1], RoutingOptions("kv"), restarts=[(1.02, 0)])
+    outcome = simulate(workload, setting, Prompts(workload, 16))
+    first, second, third = outcome.served
+    assert first.failed
+    assert not second.failed
+    assert second.attempts == 2
+    assert second.first_at > 1.02
+    assert third.cached_tokens == 0, "its beginning went with the cache"
+    counts = summed(outcome)
+    assert (counts.requests, counts.failed, counts.retried) == (2, 1, 1)
+
+
+def test_figures_add_up() -> None:
+    outcome = run("kv")
+    summary = summed(outcome)
+    assert summary.requests == len(outcome.served)
+    assert summary.reuse == sum(r.cached_tokens for r in outcome.served) / sum(r.prompt_tokens for r in outcome.served)
+    assert summary.readmitted_reuse >= summary.reuse
+    assert summary.imbalance >= 1
+    assert summary.ttft_ms.p50 <= summary.ttft_ms.p90 <= summary.ttft_ms.p99
+    assert figures(outcome, slo_ttft_s=0, slo_itl_s=1).within_slo == 0
+    assert figures(outcome, slo_ttft_s=1e9, slo_itl_s=1e9).within_slo == len(outcome.served)
+
+
+def test_regret_is_left_out_where_it_is_not_wanted() -> None:
+    assert math.isnan(summed(run("kv", regret=False)).regret_ms)
+
+
+def test_quantiles_are_interpolated() -> None:
+    values = spread([1.0, 2.0, 3.0, 4.0], 10)
+    assert (values.p50, values.mean) == (25, 25)
+    assert values.p90 == pytest.approx(37)
+
+
+def summed(outcome: Outcome) -> Figures:
+    return figures(outcome, slo_ttft_s=2.0, slo_itl_s=0.05)
