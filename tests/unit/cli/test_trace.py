@@ -9,11 +9,14 @@ from kvrouter.cli.trace import PIECE_TOKENS, TraceError, TraceRequest, piece_tok
 
 
 def line(
-    timestamp: object = 0, input_length: object = 600, output_length: object = 3, hash_ids: object = (1, 2)
+    timestamp: object = 0,
+    input_length: object = 600,
+    output_length: object = 3,
+    hash_ids: object = (1, 2),
+    **more: object,
 ) -> str:
-    return json.dumps(
-        {"timestamp": timestamp, "input_length": input_length, "output_length": output_length, "hash_ids": hash_ids}
-    )
+    fields = {"timestamp": timestamp, "input_length": input_length, "output_length": output_length}
+    return json.dumps(fields | {"hash_ids": hash_ids} | more)
 
 
 def test_prompts_share_exactly_the_tokens_of_shared_pieces() -> None:
@@ -61,13 +64,19 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ("[]", "is not a JSON object"),
         (line(timestamp=None), "timestamp is None"),
         (line(timestamp=-1), "timestamp is -1"),
+        (line(timestamp=10**400), "timestamp is 1000"),
+        (line(timestamp=float("nan")), "timestamp is nan"),
+        ("[" * 100_000, "is not JSON"),
         (line(timestamp=True), "timestamp is True"),
         (line(input_length=0), "input_length is 0"),
         (line(output_length="3"), "output_length is '3'"),
         (line(hash_ids=None), "hash_ids is"),
         (line(hash_ids=["a"]), "hash_ids is"),
         (line(input_length=1025), "stand for 1024 tokens"),
-        (line(timestamp=5), "is before that of the request above"),
+        (line(hash_ids=[-1, 2]), "hash_ids is"),
+        (line(piece_tokens=0), "piece_tokens is 0"),
+        (line(piece_tokens=1 << 17), "piece_tokens is 131072"),
+        (line(piece_tokens=16), "stand for 32 tokens"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, bad: str, words: str) -> None:
@@ -76,6 +85,28 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, bad: str, words:
     with pytest.raises(TraceError, match=r"trace\.jsonl:3: ") as caught:
         read_trace(trace)
     assert words in str(caught.value)
+
+
+def test_requests_come_in_order_of_time_whatever_the_order_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("\n".join([line(70), line(20, 500), line(50)]))
+    read = read_trace(tmp_path / "trace.jsonl")
+    assert [(r.index, r.arrival_ms, r.input_length) for r in read] == [(0, 0.0, 500), (1, 30.0, 600), (2, 50.0, 600)]
+
+
+def test_pieces_of_a_recording_are_as_long_as_it_says(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text(
+        "\n".join(line(0, 40, hash_ids=ids, piece_tokens=16) for ids in ([1, 2, 3], [1, 2, 4]))
+    )
+    first, second = (request.tokens() for request in read_trace(tmp_path / "trace.jsonl"))
+    assert len(first) == len(second) == 40
+    assert first[:32] == second[:32]
+    assert first[32:] != second[32:]
+
+
+def test_pieces_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text(line() + "\n" + line(piece_tokens=300))
+    with pytest.raises(TraceError, match="the same in every line"):
+        read_trace(tmp_path / "trace.jsonl")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

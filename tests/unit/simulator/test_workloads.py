@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvrouter.cli.trace import TraceError
 from kvrouter.simulator import traces
 from kvrouter.simulator.generators import GENERATORS, generate
 from kvrouter.simulator.workload import Prompts, Request, Workload, expand
-
-LINE: dict[str, Any] = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -60,31 +56,10 @@ def test_what_is_written_is_read_back(tmp_path: Path, name: str, packed: bool) -
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"timestamp": -1}, "timestamp is -1"),
-        ({"input_length": 0}, "input_length is 0"),
-        ({"output_length": 2.5}, "output_length is 2.5"),
-        ({"hash_ids": ["a"]}, "hash_ids is"),
-        ({"hash_ids": [-1, 2]}, "hash_ids is"),
-        ({"hash_ids": [1]}, "stand for 512 tokens"),
-        ({"piece_tokens": 0}, "piece_tokens is 0"),
-        ({"piece_tokens": 16}, "stand for 32 tokens"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
-    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | changes) + "\n")
-    with pytest.raises(TraceError, match=words) as caught:
-        traces.read(path)
-    assert ":2:" in str(caught.value)
-
-
-def test_pieces_of_two_sizes_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "w.jsonl"
-    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"piece_tokens": 300}) + "\n")
-    with pytest.raises(TraceError, match="the same in every line"):
+    path.write_text('{"timestamp": -1}\n')
+    with pytest.raises(TraceError, match=r"w\.jsonl:1: timestamp is -1"):
         traces.read(path)
 
 
