@@ -6,8 +6,10 @@ from random import Random
 
 from kvrouter.scheduler.decisions import Decided, Decisions
 from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.v1.names import ComponentName
 
 from .facts_maker import facts
+from .harness import POOL
 
 
 def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decided:
@@ -15,6 +17,7 @@ def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2)
     choice = POLICIES["kv"].decide(weighed, Random(1))
     return Decided(
         decision_id=decisions.next_id(),
+        component=POOL,
         request_id=request_id,
         attempt=0,
         mode="kv",
@@ -86,3 +89,16 @@ def test_a_decision_is_found_by_the_id_that_the_client_gave() -> None:
     # The first has gone, and took no name with it that the second goes by.
     assert decisions.by_request("client~id") is second
     assert decisions.by_request("client~id~5f3a") is None
+
+
+def test_the_newest_decisions_name_the_chosen_rank_and_the_next_cheapest() -> None:
+    decisions = Decisions(10)
+    for request_id in ("a", "b", "c"):
+        decisions.add(decided(decisions, request_id, candidates=4))
+    newest = decisions.newest(2)
+    assert [each.request_id for each in newest] == ["c", "b"]
+    message = newest[0].to_short_message()
+    assert message.component.name == POOL.name
+    assert [each.cost for each in message.candidates] == sorted(newest[0].explanation.costs)[:2]
+    assert message.chosen == message.candidates[0].rank
+    assert decisions.newest(2, ComponentName("ns", "other")) == []

@@ -117,6 +117,12 @@ class Scheduler(Protocol):
         """The terms of every candidate in a past decision."""
         ...
 
+    async def get_status(
+        self, request: scheduler.GetStatusRequest, *, deadline: Deadline
+    ) -> scheduler.GetStatusResponse:
+        """What the Scheduler believes of its ranks, what it holds, and what it decided last."""
+        ...
+
 
 class Frontend(Protocol):
     """The gateway that clients speak to. Meaning of every field: kvrouter/v1/frontend.proto."""

@@ -25,6 +25,7 @@ from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.service import SchedulerService
 from kvrouter.scheduler.session_stream import Sessions
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.scheduler.status import Status
 from kvrouter.scheduler.thresholds import SharedThresholds, ThresholdBoard
 
 log = structlog.get_logger(component="scheduler")
@@ -94,6 +95,15 @@ async def running(
     metrics.conversations.set_function(lambda: len(affinity))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(RankFigures(pools))
+    status = Status(
+        pools,
+        ledger,
+        decisions,
+        board,
+        scheduler_id=runtime.instance_id,
+        mode=options.mode,
+        clock=clock,
+    )
     service = SchedulerService(
         pools,
         selector,
@@ -102,6 +112,7 @@ async def running(
         decisions,
         board,
         shared_thresholds,
+        status,
         is_ready=lambda: runtime.directory.is_synced and shared_thresholds.synced,
     )
     tasks = [

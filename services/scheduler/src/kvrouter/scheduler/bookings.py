@@ -112,12 +112,22 @@ class Bookings:
 
     def _audit(self, record: Record, cached_tokens: int) -> None:
         booking = record.slots.booking(record.key)
-        if booking is None or not record.audited:
+        if booking is None:
             return
         block_size = record.slots.block_size
         # The block of the last token is computed even where it is cached: the model needs its output.
         reachable = (booking.prompt_tokens - 1) // block_size
-        self._metrics.audit(min(record.outcome.overlap_blocks, reachable), cached_tokens // block_size)
+        predicted = min(record.outcome.overlap_blocks, reachable)
+        if record.audited:
+            self._metrics.audit(predicted, cached_tokens // block_size)
+        pool = self._pools.get(record.component)
+        if pool is not None:
+            pool.hits.add(
+                booking.rank,
+                prompt_tokens=booking.prompt_tokens,
+                cached_tokens=min(cached_tokens, booking.prompt_tokens),
+                predicted_tokens=predicted * block_size if record.audited else None,
+            )
 
     def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Record | None:
         pool = self._pools.named(request.component.namespace, request.component.name)

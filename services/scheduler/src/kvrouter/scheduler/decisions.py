@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Explanation, Facts
 from kvrouter.v1 import common_pb2
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 
 _MAX_ROWS = 200_000
@@ -27,6 +28,7 @@ class Decided:
     """A decision. What a person reads of it is written only when asked for."""
 
     decision_id: int
+    component: ComponentName
     request_id: str
     """Empty where nothing was booked."""
     attempt: int
@@ -51,7 +53,17 @@ class Decided:
         """As the contract has it, candidates in order of rank."""
         weighed = [] if self.facts is None else [self._terms(index) for index in range(len(self.facts.ranks))]
         left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in self.excluded.items()]
-        candidates: list[CandidateTerms] = sorted([*weighed, *left_out], key=_order)
+        return self._message(sorted([*weighed, *left_out], key=_order))
+
+    def to_short_message(self) -> Decision:
+        """The same; of the candidates only the chosen one and the cheapest other, where they were weighed."""
+        if self.facts is None or self.chosen is None or not self.explanation.costs:
+            return self._message([])
+        costs, chosen = self.explanation.costs, self.facts.ranks.index(self.chosen)
+        others = sorted((index for index in range(len(costs)) if index != chosen), key=costs.__getitem__)
+        return self._message([self._terms(index) for index in (chosen, *others[:1])])
+
+    def _message(self, candidates: list[CandidateTerms]) -> Decision:
         return Decision(
             decision_id=self.decision_id,
             request_id=self.request_id,
@@ -63,6 +75,7 @@ class Decided:
             prompt_blocks=self.prompt_blocks,
             load_only=self.load_only,
             attempt=self.attempt,
+            component=common_pb2.Component(namespace=self.component.namespace, name=self.component.name),
         )
 
     def _terms(self, index: int) -> CandidateTerms:
@@ -117,6 +130,11 @@ class Decisions:
     def by_request(self, request_id: str) -> Decided | None:
         """The newest decision on a request, by the id that it was booked under or by the one that its client gave."""
         return self._by_request.get(request_id)
+
+    def newest(self, count: int, component: ComponentName | None = None) -> list[Decided]:
+        """So many of the last ones, newest first; those of one component, or of all."""
+        wanted = (each for each in reversed(self._ring) if component in (None, each.component))
+        return list(itertools.islice(wanted, count))
 
     def _drop_oldest(self) -> None:
         oldest = self._ring.popleft()

@@ -10,6 +10,7 @@ from kvrouter.core import Rank
 from kvrouter.runtime.discovery import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.candidates import Candidate, candidates_of, serves
+from kvrouter.scheduler.hits import Hits
 from kvrouter.scheduler.load_reports import LoadReports
 from kvrouter.scheduler.slots import Accounting, SlotManager
 from kvrouter.v1.common_pb2 import Role, Stage
@@ -40,6 +41,7 @@ class Pool:
         self.name = view.name
         self.slots = SlotManager(view.descriptor.block_size, accounting, clock=clock)
         self.reports = LoadReports(report_age_seconds)
+        self.hits = Hits()
         self.previous: dict[str, Rank] = {}
         """The rank that each policy chose last, by the policy's name."""
         self.candidates: tuple[Candidate, ...] = ()
@@ -54,6 +56,7 @@ class Pool:
         self.view = view
         self.candidates = candidates_of(view.workers.values())
         self.slots.set_ranks(candidate.rank for candidate in self.candidates)
+        self.hits.set_ranks(candidate.rank for candidate in self.candidates)
         self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
 
     @property

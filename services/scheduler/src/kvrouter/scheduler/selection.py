@@ -267,6 +267,7 @@ class Selector:
         request_id, attempt = ("", 0) if key is None else key[:2]
         decided = Decided(
             decision_id=decision_id,
+            component=question.pool.name,
             request_id=request_id,
             attempt=attempt,
             mode=question.options.mode,

@@ -14,6 +14,7 @@ from kvrouter.scheduler.options import Thresholds
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.session_stream import Sessions
+from kvrouter.scheduler.status import Status
 from kvrouter.scheduler.thresholds import SharedThresholds, ThresholdBoard
 from kvrouter.v1.scheduler_pb2 import (
     ExplainRequest,
@@ -22,6 +23,8 @@ from kvrouter.v1.scheduler_pb2 import (
     FreeResponse,
     GetPotentialLoadsRequest,
     GetPotentialLoadsResponse,
+    GetStatusRequest,
+    GetStatusResponse,
     ListBusyThresholdsRequest,
     ListBusyThresholdsResponse,
     MarkPrefillCompleteRequest,
@@ -50,6 +53,7 @@ class SchedulerService:
         decisions: Decisions,
         board: ThresholdBoard,
         shared_thresholds: SharedThresholds,
+        status: Status,
         *,
         is_ready: Callable[[], bool],
     ) -> None:
@@ -61,6 +65,7 @@ class SchedulerService:
         self._decisions = decisions
         self._board = board
         self._shared_thresholds = shared_thresholds
+        self._status = status
         self._is_ready = is_ready
 
     @property
@@ -159,3 +164,7 @@ class SchedulerService:
         if decided is None:
             raise NotFound("the decision is not known, or not kept any more", advice="Ask soon, of its Scheduler.")
         return ExplainResponse(decision=decided.to_message())
+
+    async def get_status(self, request: GetStatusRequest, *, deadline: Deadline) -> GetStatusResponse:  # noqa: ARG002
+        """What the Scheduler believes of its ranks, what it holds, and what it decided last."""
+        return self._status.answer(request, ready=self.ready)

@@ -122,6 +122,10 @@ class SlotManager:
             )
         }
 
+    def load_by_rank(self) -> dict[Rank, RankLoad]:
+        """Load of every rank that is registered or has bookings, for those who show it."""
+        return self.loads()
+
     def book(
         self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None
     ) -> bool:

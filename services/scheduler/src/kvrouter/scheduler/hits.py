@@ -1,0 +1,58 @@
+"""What was found cached, rank by rank: as the workers told, and as it was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrouter.core import Rank
+from kvrouter.v1.scheduler_pb2 import HitCounts
+
+
+@dataclass(slots=True)
+class _Counts:
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    predicted_prompt_tokens: int = 0
+    predicted_cached_tokens: int = 0
+
+
+class Hits:
+    """Sums over the requests of one component whose worker told what it found cached."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Rank, _Counts] = {}
+
+    def set_ranks(self, registered: Iterable[Rank]) -> None:
+        """The ranks that are registered; others are forgotten."""
+        kept = set(registered)
+        self._counts = {rank: counts for rank, counts in self._counts.items() if rank in kept}
+
+    def add(self, rank: Rank, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int | None) -> None:
+        """A request is done.
+
+        Args:
+            rank: Where it ran.
+            prompt_tokens: Tokens of its prompt.
+            cached_tokens: Those that the worker found cached.
+            predicted_tokens: Those that were predicted to be; None where nothing was predicted.
+        """
+        counts = self._counts.setdefault(rank, _Counts())
+        counts.requests += 1
+        counts.prompt_tokens += prompt_tokens
+        counts.cached_tokens += cached_tokens
+        if predicted_tokens is not None:
+            counts.predicted_prompt_tokens += prompt_tokens
+            counts.predicted_cached_tokens += predicted_tokens
+
+    def of(self, rank: Rank) -> HitCounts:
+        """The sums of one rank."""
+        counts = self._counts.get(rank, _Counts())
+        return HitCounts(
+            requests=counts.requests,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            predicted_prompt_tokens=counts.predicted_prompt_tokens,
+            predicted_cached_tokens=counts.predicted_cached_tokens,
+        )

@@ -1,0 +1,113 @@
+"""What the Scheduler believes, for people and their tools: load and hits of each rank, and the last decisions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvrouter.core import Rank
+from kvrouter.scheduler.candidates import Candidate, why_busy
+from kvrouter.scheduler.decisions import Decisions, rank_message
+from kvrouter.scheduler.ledger import Ledger
+from kvrouter.scheduler.options import Thresholds
+from kvrouter.scheduler.pools import Pool, Pools
+from kvrouter.scheduler.slots import RankLoad
+from kvrouter.scheduler.thresholds import ThresholdBoard
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, HeldStatus, RankStatus
+
+MAX_LISTED = 100
+"""Most decisions in one answer: what a person looks at, and little to send."""
+
+
+class Status:
+    """Reads the Scheduler's parts. Changes nothing."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        ledger: Ledger,
+        decisions: Decisions,
+        board: ThresholdBoard,
+        *,
+        scheduler_id: str,
+        mode: str,
+        clock: Callable[[], float],
+    ) -> None:
+        """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds."""
+        self._pools = pools
+        self._ledger = ledger
+        self._decisions = decisions
+        self._board = board
+        self._scheduler_id = scheduler_id
+        self._mode = mode
+        self._clock = clock
+        self._started_unix_ns = time.time_ns()
+
+    def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
+        """The state of the component that is asked about, or of all.
+
+        Raises:
+            UnknownComponent: there is none of that name.
+        """
+        pools = sorted(self._pools, key=lambda pool: str(pool.name))
+        only: ComponentName | None = None
+        if request.HasField("component"):
+            pool = self._pools.named(request.component.namespace, request.component.name)
+            pools, only = [pool], pool.name
+        newest = self._decisions.newest(min(request.decisions, MAX_LISTED), only)
+        return GetStatusResponse(
+            scheduler_id=self._scheduler_id,
+            ready=ready,
+            started_unix_ns=self._started_unix_ns,
+            sessions=self._ledger.sessions,
+            bookings=len(self._ledger),
+            components=[self._component(pool) for pool in pools],
+            decisions=[decided.to_short_message() for decided in newest],
+        )
+
+    def _component(self, pool: Pool) -> ComponentStatus:
+        thresholds = self._board.of(pool.model)
+        candidates = {candidate.rank: candidate for candidate in pool.candidates}
+        loads = pool.slots.load_by_rank()
+        now = self._clock()
+        return ComponentStatus(
+            component=Component(namespace=pool.name.namespace, name=pool.name.name),
+            model=pool.model,
+            block_size=pool.slots.block_size,
+            mode=self._mode,
+            thresholds=thresholds.to_message(),
+            ranks=[
+                _rank_status(pool, rank, loads.get(rank, RankLoad()), candidates.get(rank), thresholds, now)
+                for rank in sorted(loads.keys() | candidates.keys())
+            ],
+            held=HeldStatus(),
+        )
+
+
+def _rank_status(
+    pool: Pool, rank: Rank, load: RankLoad, candidate: Candidate | None, thresholds: Thresholds, now: float
+) -> RankStatus:
+    report = pool.reports.of(rank, now)
+    status = RankStatus(
+        rank=rank_message(rank),
+        active_blocks=load.active_blocks,
+        prefill_tokens=load.prefill_tokens,
+        active_requests=load.requests,
+        reported=report,
+        hits=pool.hits.of(rank),
+    )
+    if candidate is not None:
+        status.registered = True
+        status.draining = candidate.draining
+        status.endpoint = candidate.endpoint
+        status.total_blocks = candidate.total_blocks
+        status.busy = why_busy(
+            candidate,
+            thresholds,
+            active_blocks=load.active_blocks,
+            prefill_tokens=load.prefill_tokens,
+            report=report,
+        )
+    return status
