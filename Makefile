@@ -52,10 +52,12 @@ unit: setup ## tests without servers, import rules among them
 
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
+	@$(BIN)/python tests/faults/newer_etcd.py
 	$(BIN)/pytest -n auto tests/integration tests/faults
 
 test-faults: setup ## every fault scenario in its long form (tests/faults; `make integration` has the short ones)
 	$(SAY_CORE)
+	@$(BIN)/python tests/faults/newer_etcd.py
 	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 tests/faults
 
 e2e: setup ## the whole system in separate processes

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
 
+from . import newer_etcd
 from .rig import Rig
 
 
@@ -19,7 +20,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     """Servers of the test's own."""
     seed = int(os.environ.get("KVROUTER_SEED", random.SystemRandom().randrange(1 << 32)))
     print(f"KVROUTER_SEED={seed}")  # noqa: T201 - pytest shows it where a test fails
-    servers = NatsServer(tmp_path / "nats"), EtcdServer(tmp_path / "etcd")
+    servers = NatsServer(tmp_path / "nats"), EtcdServer(tmp_path / "etcd", binary=newer_etcd.find())
     async with AsyncExitStack() as exits:
         rig = Rig(tmp_path, *servers, random.Random(seed), exits)
         try:
