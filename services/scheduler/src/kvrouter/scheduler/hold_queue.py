@@ -4,22 +4,38 @@ An engine's queue is first come first served: its head holds up all behind it, a
 Here a request that fits passes one that does not, and where each goes is decided when it can go.
 
     queue.add(request, hold, now)                     # the policy said Hold
+    for request in queue.late(now):                   # cannot make its deadline
+        ...refuse it
     for request, decided in queue.release(now, decide):
         ...book and send it, before the next is looked at
-    queue.started(request)                            # it got its first token
+    queue.started(request)                            # it got its first token, or has ended
     queue.remove(request)                             # its caller has gone
 
-Order: least work first, where waiting counts as work done, at AGING of the time waited. The oldest of those that have
-waited PATIENCE is sent to its cheapest rank even if that has no room; one at a time, the next when it has started.
+Order: priority, then least work, where waiting counts as work done, at AGING of the time waited.
+
+Nobody starves. The oldest of those that have waited PATIENCE goes to its cheapest rank even if that has no room: one at
+a time, the next when it has started, or has not for STALL. A request that finds k older ones here is therefore gone
+after PATIENCE + (k + 1) * (STALL + INTERVAL) at the latest, whatever its work and its priority, as long as ``release``
+is called when it is due. What comes later does not count, unless it has waited longer elsewhere.
+
+A request is late if it would miss its deadline by what is known of the wait:
+
+    now + (those ahead + 1) * (mean time between two that went) + own work > deadline
+
+The mean is over the last WINDOW or so, with the time since the last one; with fewer than LEAST it is taken for 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Choice, Hold
 
 AGING = 0.1
@@ -29,56 +45,126 @@ waited 50 s; far sooner its patience ends. At 0 order would be by work alone, an
 PATIENCE_S = 10.0
 """Seconds after which a request goes whatever its rank's state."""
 
+STALL_S = 30.0
+"""Seconds that one sent without room keeps the next from being. Far above a first token on a full rank, so that it only
+counts where a caller never tells."""
+
 INTERVAL_S = 0.02
 """Least time between two looks at all that is held: load changes with the steps of engines, which take as long."""
 
 MAX_HELD = 4096
-"""Requests that may wait; the next goes to its rank at once."""
+"""Requests that may wait in one component."""
+
+TRIES_PER_RANK, TRIES = 4, 64
+"""Requests that a look finds to have no room, at one rank and in all, before it takes the others for the same: a look
+takes milliseconds however many wait. Those beyond ``TRIES`` are next in the look that follows."""
+
+WINDOW, LEAST = 64, 8
+"""Releases that the mean time between two is taken over, and the fewest that make a mean."""
 
 T = TypeVar("T", bound=Hashable)
 
 
+_Place = tuple[int, float]
+
+
 @dataclass(slots=True)
 class _Held:
+    number: int
     since: float
+    deadline: float
+    priority: int
     work_ms: float
+    rank: Rank | None
+
+    @property
+    def place(self) -> _Place:
+        """Where it is in the order. The time of asking makes no difference: all age alike."""
+        return -self.priority, self.work_ms + AGING * 1e3 * self.since
 
 
 class HoldQueue(Generic[T]):
     """The requests held of one component. Pure: it is handed every event, with its time in seconds."""
 
     def __init__(self, max_held: int = MAX_HELD) -> None:
-        self._max_held = max_held
+        self.max_held = max_held
         self._held: dict[T, _Held] = {}
-        self._forced: T | None = None
+        # Sorted; the number keeps those apart that are equal otherwise.
+        self._order: list[tuple[_Place, int, T]] = []
+        self._ages: list[tuple[float, int, T]] = []
+        self._numbers = itertools.count()
+        self._forced: tuple[T, float] | None = None
         self._next_look = -math.inf
         self._look_again = False
+        self._looked_to: tuple[_Place, int] | None = None
+        self._gone, self._counted_from = 0.0, 0.0
 
     def __len__(self) -> int:
         """Requests held."""
         return len(self._held)
 
-    def add(self, request: T, hold: Hold, now: float) -> bool:
-        """Takes a request in. Returns False, and does not, if as many wait as may."""
-        if len(self._held) >= self._max_held:
+    def __contains__(self, request: T) -> bool:
+        """Whether it is held."""
+        return request in self._held
+
+    @property
+    def full(self) -> bool:
+        """Whether as many wait as may."""
+        return len(self._held) >= self.max_held
+
+    @property
+    def oldest(self) -> T | None:
+        """The one that has waited longest."""
+        return self._ages[0][2] if self._ages else None
+
+    def add(
+        self,
+        request: T,
+        hold: Hold,
+        now: float,
+        *,
+        since: float | None = None,
+        deadline: float = math.inf,
+        priority: int = 0,
+    ) -> bool:
+        """Takes a request in that waits ``since`` then. Returns False, and does not, if as many wait as may."""
+        if self.full:
             return False
-        self._held[request] = _Held(now, hold.work_ms)
+        if not self._held:
+            self._gone, self._counted_from = 0.0, now
+        since = now if since is None else since
+        held = _Held(next(self._numbers), since, deadline, priority, hold.work_ms, hold.rank)
+        self._held[request] = held
+        insort(self._order, (held.place, held.number, request))
+        insort(self._ages, (since, held.number, request))
         return True
 
     def remove(self, request: T) -> bool:
         """Forgets a request. Returns whether it was held."""
         self.started(request)
-        return self._held.pop(request, None) is not None
+        return self._drop(request)
 
     def started(self, request: T) -> None:
         """A request that was sent has got its first token, or has ended."""
-        if self._forced == request:
+        if self._forced is not None and self._forced[0] == request:
             self._forced = None
+
+    def late(self, now: float) -> list[T]:
+        """Those that would miss their deadline."""
+        between = self._between_s(now)
+        found: list[T] = []
+        for index, (_, _, request) in enumerate(self._order):
+            held = self._held[request]
+            wait = (index - len(found) + 1) * between
+            if now + wait + held.work_ms / 1e3 > held.deadline:
+                found.append(request)
+        return found
 
     def release(self, now: float, decide: Callable[[T], Choice | Hold]) -> Iterator[tuple[T, Choice | Hold]]:
         """Those that go now, each with the decision on it: a Choice, or the Hold of one whose patience has ended.
 
-        ``decide`` is asked for each that is held, in order; what it says of one must reflect those that went before.
+        ``decide`` is asked of one after the other, in order; what it says must reflect those that went before. It may
+        remove the one that it is asked about.
         """
         if not self._held:
             return
@@ -86,34 +172,71 @@ class HoldQueue(Generic[T]):
             self._look_again = True
             return
         self._next_look, self._look_again = now + INTERVAL_S, False
-        in_order = sorted(
-            self._held,
-            key=lambda request: self._held[request].work_ms - AGING * 1e3 * (now - self._held[request].since),
-        )
-        for request in in_order:
+        impatient = self._impatient(now)
+        without_room: Counter[Rank | None] = Counter()
+        for request in self._in_order(impatient):
             held = self._held.get(request)
-            if held is None:
+            if held is None or (without_room[held.rank] >= TRIES_PER_RANK and held.rank and request != impatient):
                 continue
             decided = decide(request)
+            if request not in self._held:
+                continue
             if isinstance(decided, Hold):
-                held.work_ms = decided.work_ms
-                if not self._must_go(request, held, now):
+                self._hold_on(request, held, decided)
+                if request != impatient:
+                    without_room[held.rank] += 1
+                    if without_room.total() >= TRIES:
+                        self._looked_to, self._look_again = (held.place, held.number + 1), True
+                        return
                     continue
-                self._forced = request
-            del self._held[request]
+                self._forced = (request, now)
+            self._drop(request)
+            self._count(now)
             yield request, decided
-
-    def _must_go(self, request: T, held: _Held, now: float) -> bool:
-        if self._forced is not None or now < held.since + PATIENCE_S:
-            return False
-        return request == next(iter(self._held))
+        self._looked_to = None
 
     def next_due(self) -> float:
         """When to release though nothing happens, seconds; infinity if never."""
         if not self._held:
             return math.inf
         again = self._next_look if self._look_again else math.inf
+        patience = self._ages[0][0] + PATIENCE_S
         if self._forced is not None:
-            return again
-        oldest = next(iter(self._held.values()))
-        return min(again, max(self._next_look, oldest.since + PATIENCE_S))
+            patience = max(patience, self._forced[1] + STALL_S)
+        return min(again, max(self._next_look, patience))
+
+    def _impatient(self, now: float) -> T | None:
+        """The one that goes whatever its rank's state."""
+        if self._forced is not None and now < self._forced[1] + STALL_S:
+            return None
+        since, _, oldest = self._ages[0]
+        return oldest if now >= since + PATIENCE_S else None
+
+    def _in_order(self, first: T | None) -> list[T]:
+        """``first``, then those that the last look did not come to, then the others, each in order."""
+        start = 0 if self._looked_to is None else bisect_left(self._order, self._looked_to)
+        requests = [request for _, _, request in self._order[start:] + self._order[:start]]
+        return requests if first is None else [first, *requests]
+
+    def _drop(self, request: T) -> bool:
+        held = self._held.pop(request, None)
+        if held is None:
+            return False
+        del self._order[bisect_left(self._order, (held.place, held.number))]
+        del self._ages[bisect_left(self._ages, (held.since, held.number))]
+        return True
+
+    def _hold_on(self, request: T, held: _Held, hold: Hold) -> None:
+        """What makes its place may have changed."""
+        del self._order[bisect_left(self._order, (held.place, held.number))]
+        held.work_ms, held.rank = hold.work_ms, hold.rank
+        insort(self._order, (held.place, held.number, request))
+
+    def _count(self, now: float) -> None:
+        self._gone += 1
+        if self._gone >= 2 * WINDOW:
+            self._gone, self._counted_from = self._gone / 2, (self._counted_from + now) / 2
+
+    def _between_s(self, now: float) -> float:
+        """Mean time between two that go, seconds; 0 where it is not known."""
+        return (now - self._counted_from) / self._gone if self._gone >= LEAST else 0.0

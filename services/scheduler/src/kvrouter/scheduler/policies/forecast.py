@@ -118,7 +118,13 @@ class Rule:
         total = facts.total_blocks[index]
         if total and facts.active_blocks[index] > total:
             explanation = Explanation("cheapest once it has room", costs, terms, formula)
-            return Hold(index, explanation, work_ms=chosen.own, prefill_tokens=chosen.new_tokens)
+            return Hold(
+                index,
+                explanation,
+                work_ms=chosen.own,
+                rank=facts.ranks[index],
+                prefill_tokens=chosen.new_tokens,
+            )
         return Choice(
             index,
             Explanation("lowest cost", costs, terms, formula),

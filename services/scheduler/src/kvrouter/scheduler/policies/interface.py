@@ -98,6 +98,8 @@ class Hold:
     explanation: Explanation
     work_ms: float = 0.0
     """Time that its prompt takes there, ms: short ones go first."""
+    rank: Rank | None = None
+    """``ranks[index]``: when others that wait for it find no room there, this one is not tried either. None: it is."""
     prefill_tokens: int | None = None
     """As in ``Choice``."""
 
