@@ -104,21 +104,24 @@ def run_peer(work: Path, workload: Workload, options: argparse.Namespace) -> lis
 
 
 def run_ours(workload: Workload, options: argparse.Namespace) -> list[Run]:
-    policies = ["round-robin", *(f"kv:{weight}" for weight in options.weights.split(",")), *options.also.split(",")]
-    plan = Plan(
-        workload=workload,
-        engines=[EngineConfig(hash_seed=number) for number in range(options.workers)],
-        policies=policies,
-        loads=[float(load) for load in options.loads.split(",")],
-        seeds=range(options.seeds),
-        event_lag_s=0.0,
-        pace=1.0,
-        restarts=(),
-        slo_ttft_s=2.0,
-        slo_itl_s=0.05,
-        regret=False,
-    )
-    return run_plan(plan)[0]
+    drawn = [*(f"kv:{weight}" for weight in options.weights.split(",")), *filter(None, options.also.split(","))]
+    runs = []
+    for policies, seeds in ((["round-robin"], 1), (drawn, options.seeds)):
+        plan = Plan(
+            workload=workload,
+            engines=[EngineConfig(hash_seed=number) for number in range(options.workers)],
+            policies=policies,
+            loads=[float(load) for load in options.loads.split(",")],
+            seeds=range(seeds),
+            event_lag_s=0.0,
+            pace=1.0,
+            restarts=(),
+            slo_ttft_s=2.0,
+            slo_itl_s=0.05,
+            regret=False,
+        )
+        runs += run_plan(plan)[0]
+    return runs
 
 
 def side_by_side(theirs: Sequence[Mapping[str, Any]], ours: Sequence[Run]) -> list[Row]:
