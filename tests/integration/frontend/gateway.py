@@ -108,7 +108,9 @@ class System:
 
 
 @asynccontextmanager
-async def running_system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
+async def running_system(
+    nats_url: str, etcd_endpoint: str, namespace: str, **frontend_options: Any
+) -> AsyncIterator[System]:
     where: dict[str, Any] = {"nats": nats_url, "etcd": etcd_endpoint, "namespace": namespace}
     common = where | {"drain_seconds": 0.2}
     async with AsyncExitStack() as stack:
@@ -118,7 +120,7 @@ async def running_system(nats_url: str, etcd_endpoint: str, namespace: str) -> A
         await stack.enter_async_context(
             _hosting(scheduling, _SCHEDULER, "scheduler", scheduler, lambda: scheduler.ready)
         )
-        front = FrontendSettings(**common, port=0)
+        front = FrontendSettings(**common, port=0, **frontend_options)
         runtime = await stack.enter_async_context(open_runtime(front))
         schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
         frontend = await stack.enter_async_context(frontend_app.running(front, runtime, schedulers))

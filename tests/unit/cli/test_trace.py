@@ -76,6 +76,7 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         (line(hash_ids=[-1, 2]), "hash_ids is"),
         (line(piece_tokens=0), "piece_tokens is 0"),
         (line(piece_tokens=1 << 17), "piece_tokens is 131072"),
+        (line(model=3), "model is '3'"),
         (line(piece_tokens=16), "stand for 32 tokens"),
     ],
 )
@@ -101,6 +102,17 @@ def test_pieces_of_a_recording_are_as_long_as_it_says(tmp_path: Path) -> None:
     assert len(first) == len(second) == 40
     assert first[:32] == second[:32]
     assert first[32:] != second[32:]
+
+
+def test_of_a_recording_of_several_models_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    path.write_text("\n".join([line(5, model="a"), line(8, 500, model="b", piece_tokens=256), line(9, model="a")]))
+    with pytest.raises(TraceError, match="models a, b: name one"):
+        read_trace(path)
+    assert [request.arrival_ms for request in read_trace(path, model="a")] == [0.0, 4.0]
+    assert [request.input_length for request in read_trace(path, limit=1, model="b")] == [500]
+    with pytest.raises(TraceError, match="no request of model c"):
+        read_trace(path, model="c")
 
 
 def test_pieces_of_two_sizes_are_refused(tmp_path: Path) -> None:

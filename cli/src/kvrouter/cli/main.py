@@ -16,8 +16,10 @@ from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.pacing import Pace
 from kvrouter.cli.processes import ProcessDied
-from kvrouter.cli.simulate import simulate_command
+from kvrouter.cli.simulate import OfModel, simulate_command
 from kvrouter.cli.stack import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, StackFailed
+from kvrouter.cli.top.command import top, top_once
+from kvrouter.cli.top.sources import Where
 from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, read_trace
 from kvrouter.cli.up import UpOptions, choose_port, up
 from kvrouter.runtime.devstack import BinaryMissing, StartFailed
@@ -117,7 +119,7 @@ def up_command(
 @app.command("replay")
 def replay_command(
     trace: Annotated[
-        Path | None, typer.Argument(help="Mooncake trace; the shipped part where it is not given.")
+        Path | None, typer.Argument(help="Mooncake trace or recording; the shipped part where it is not given.")
     ] = None,
     target: Annotated[
         str, typer.Option(help="gRPC address of the Frontend, host:port.")
@@ -126,6 +128,7 @@ def replay_command(
     model: Annotated[
         str | None, typer.Option(help="Model to ask for; the only one served where it is not given.")
     ] = None,
+    of_model: OfModel = None,
     requests: Requests = None,
     load: Load = 1.0,
     clock: Annotated[
@@ -138,7 +141,7 @@ def replay_command(
     if mode is not None:
         _modes([mode])
     command = ReplayCommand(
-        requests=_requests(trace, requests),
+        requests=_requests(trace, requests, of_model),
         trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
         target=_address(target),
         indexer=_address(indexer) if indexer is not None else None,
@@ -181,6 +184,40 @@ def explain_command(
     run_interruptibly(explain([_address(each) for each in scheduler], which, seconds))
 
 
+@app.command("top")
+def top_command(
+    etcd: Annotated[
+        str,
+        typer.Option(
+            envvar=["KVROUTER_ETCD", "ETCD_ENDPOINTS"],
+            help="Endpoints of etcd, where Schedulers and Indexers are found; host:port, separated by commas.",
+        ),
+    ] = "127.0.0.1:2379",
+    namespace: Annotated[
+        str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace of the services in etcd.")
+    ] = "kvrouter",
+    scheduler: Annotated[
+        list[str] | None,
+        typer.Option(help="gRPC address of a Scheduler, host:port, for want of etcd; may be repeated."),
+    ] = None,
+    indexer: Annotated[
+        list[str] | None, typer.Option(help="gRPC address of an Indexer, host:port; may be repeated.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Time between two looks, seconds.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank, and end.")] = False,
+) -> None:
+    """Show a running system: load, cache hits and event lag of each rank, and the last decisions. Ctrl-C ends it."""
+    schedulers, indexers = scheduler or [], indexer or []
+    if indexers and not schedulers:
+        raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
+    where = Where([_address(each) for each in schedulers], [_address(each) for each in indexers], etcd, namespace)
+    if once:
+        run_interruptibly(top_once(where))
+        return
+    with suppress(Interrupted):  # the way in which it is meant to end
+        run_interruptibly(top(where, interval))
+
+
 app.command("simulate")(simulate_command)
 
 
@@ -207,8 +244,8 @@ def _fail(words: str, status: int) -> int:
     return status
 
 
-def _requests(trace: Path | None, limit: int | None) -> list[TraceRequest]:
-    return read_shipped_trace(limit) if trace is None else read_trace(trace, limit)
+def _requests(trace: Path | None, limit: int | None, of_model: str | None = None) -> list[TraceRequest]:
+    return read_shipped_trace(limit) if trace is None else read_trace(trace, limit, of_model)
 
 
 def _pace(load: float, clock: float) -> Pace:

@@ -27,6 +27,11 @@ _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
 
 
+OfModel = Annotated[
+    str | None, typer.Option(help="Of a recording of several models: the one whose requests are taken.")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is run: each policy at each load with each seed."""
@@ -64,6 +69,7 @@ def simulate_command(
     requests: Annotated[
         int | None, typer.Option(min=1, help=f"Requests; all of a trace, {DEFAULT_GENERATED} of a generator.")
     ] = None,
+    of_model: OfModel = None,
     seed: Annotated[int, typer.Option(min=0, help="Of draws; equal seeds give equal runs.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds that follow; medians are shown.")] = 1,
     blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 16_384,
@@ -88,7 +94,7 @@ def simulate_command(
     save: Annotated[Path | None, typer.Option(help="File to write the workload to; nothing is run then.")] = None,
 ) -> None:
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
-    workload = _workload(trace, requests, seed)
+    workload = _workload(trace, requests, seed, of_model)
     if save is not None:
         save.write_text("".join(traces.lines(workload.faster(load))), encoding="utf-8")
         return
@@ -218,11 +224,11 @@ def _setting(plan: Plan) -> Mapping[str, Any]:
     }
 
 
-def _workload(trace: str | None, requests: int | None, seed: int) -> Workload:
+def _workload(trace: str | None, requests: int | None, seed: int, of_model: str | None) -> Workload:
     if trace is not None and trace in GENERATORS:
         return generate(trace, requests or DEFAULT_GENERATED, seed)
     if trace is not None:
-        return traces.read(Path(trace), requests)
+        return traces.read(Path(trace), requests, of_model)
     with as_file(files("kvrouter.cli") / "data" / "conversation_trace.jsonl.gz") as path:
         return traces.read(path, requests)
 

@@ -5,7 +5,7 @@
 ``timestamp`` is in ms; ``hash_ids`` name the content of the prompt's pieces, in order. ``piece_tokens`` is ours: tokens
 that an id stands for, 512 where it is left out, as in Mooncake's own traces; a recording's pieces are blocks. Equal ids
 stand for equal tokens, so any expansion that is deterministic and gives different pieces different tokens keeps every
-shared prefix, and adds none.
+shared prefix, and adds none. ``model`` is ours too: recordings have it, and may be of several.
 """
 
 from __future__ import annotations
@@ -75,20 +75,28 @@ def piece_tokens(piece: int, count: int = PIECE_TOKENS) -> array[int]:
     return array("I", words)
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+def read_trace(path: Path, limit: int | None = None, model: str | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a file (all where it is None), gzip-compressed or not, in order of time.
 
+    `model` picks those of one model out of a recording of several.
+
     Raises:
-        TraceError: the file cannot be read, a line breaks the format, or there is no request in it.
+        TraceError: the file cannot be read, a line breaks the format, there is no request in it, or it has those of
+            several models and none is named.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-            read = [_parse(f"{path}:{number}", line) for number, line in islice(numbered, limit)]
+            numbered = ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+            parsed = (_parse(where, line) for where, line in numbered)
+            found = list(islice((pair for pair in parsed if model is None or pair[0] in (model, None)), limit))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
-    if not read:
-        raise TraceError(f"{path}: holds no request")
+    if not found:
+        raise TraceError(f"{path}: holds no request" + (f" of model {model}" if model is not None else ""))
+    models = {of_model for of_model, _ in found}
+    if len(models) > 1:
+        raise TraceError(f"{path}: holds requests of models {', '.join(sorted(map(str, models)))}: name one of them")
+    read = [request for _, request in found]
     widths = {request.piece_tokens for request in read}
     if len(widths) > 1:
         raise TraceError(f"{path}: piece_tokens is {sorted(widths)[:4]}, must be the same in every line")
@@ -111,7 +119,8 @@ def read_shipped_trace(limit: int | None = None) -> list[TraceRequest]:
         return read_trace(path, limit)
 
 
-def _parse(where: str, line: str) -> TraceRequest:
+def _parse(where: str, line: str) -> tuple[str | None, TraceRequest]:
+    """A request, and its model where the line says it."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -134,7 +143,10 @@ def _parse(where: str, line: str) -> TraceRequest:
             f"{where}: {len(pieces)} hash_ids stand for {len(pieces) * width} tokens, "
             f"fewer than input_length, {input_length}"
         )
-    return TraceRequest(0, float(arrival_ms), input_length, output_length, tuple(pieces), width)
+    model = fields.get("model")
+    if not isinstance(model, str | None):
+        raise TraceError(f"{where}: model is {str(model)[:40]!r}, must be a name")
+    return model, TraceRequest(0, float(arrival_ms), input_length, output_length, tuple(pieces), width)
 
 
 def _length(where: str, fields: dict[str, Any], name: str) -> int:

@@ -101,4 +101,6 @@ def _describe(stack: Stack, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    console.print("\nLoad, cache hits and decisions as they are:\n")
+    console.print(f"  kvrouter top --etcd {stack.etcd.endpoint}", highlight=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.")

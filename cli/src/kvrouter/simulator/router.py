@@ -9,15 +9,15 @@ from kvrouter.core import Rank
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.runtime.discovery import ComponentView
 from kvrouter.scheduler.candidates import Wanted
+from kvrouter.scheduler.choosing import Chosen, book, choose
 from kvrouter.scheduler.hold_queue import HoldQueue
 from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.scheduler.overlaps import NOT_ASKED, Held, Overlaps
-from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Hold
 from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.scheduler.slots import Accounting, Key
-from kvrouter.scheduler.survey import Row, facts_of, survey
+from kvrouter.scheduler.survey import survey
 from kvrouter.simulator.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
@@ -57,7 +57,6 @@ class Router:
         self._pace = pace
         self._events = events
         self._options = options
-        self._policy = POLICIES[options.mode]
         self._rng = Random(seed)
         self._held: HoldQueue[int] = HoldQueue()
         self._prompts: dict[int, Prompt] = {}
@@ -66,49 +65,37 @@ class Router:
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Where a request goes that has just come; None if it is held."""
-        row, decided = self._decide(prompt, now)
-        if isinstance(decided, Hold) and self._held.add(number, decided, now):
+        chosen = self._choose(prompt, now)
+        if isinstance(chosen.decided, Hold) and self._held.add(number, chosen.decided, now):
             self._prompts[number] = prompt
             return None
-        return self._book(number, prompt, row, decided)
+        return self._book(number, prompt, chosen)
 
     def release(self, now: float) -> Iterator[tuple[int, Rank]]:
         """Requests held that go now, and where. Each is to be sent before the next is asked for."""
         if not self._held:
             return
-        rows: dict[int, Row] = {}
+        chosen: dict[int, Chosen] = {}
 
         def decide(number: int) -> Choice | Hold:
-            rows[number], decided = self._decide(self._prompts[number], now)
-            return decided
+            chosen[number] = self._choose(self._prompts[number], now)
+            return chosen[number].decided
 
-        for number, decided in self._held.release(now, decide):
-            yield number, self._book(number, self._prompts.pop(number), rows[number], decided)
+        for number, _ in self._held.release(now, decide):
+            yield number, self._book(number, self._prompts.pop(number), chosen[number])
 
     def next_due(self) -> float:
         """When a request held must be looked at though nothing happens."""
         return self._held.next_due()
 
-    def _decide(self, prompt: Prompt, now: float) -> tuple[Row, Choice | Hold]:
-        pool, options = self.pool, self._options
-        rows = survey(pool, prompt, _WHOLE, options, self._overlaps(prompt), now=now).free
-        facts = facts_of(
-            rows,
-            prompt,
-            options,
-            block_size=pool.slots.block_size,
-            previous=pool.previous.get(options.mode),
-            pace=self._pace * pool.slots.pace.value,
-        )
-        decided = self._policy.decide(facts, self._rng)
-        return rows[decided.index], decided
+    def _choose(self, prompt: Prompt, now: float) -> Chosen:
+        found = survey(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
+        return choose(self.pool, prompt, self._options, found, found.free, self._rng, pace_error=self._pace)
 
-    def _book(self, number: int, prompt: Prompt, row: Row, decided: Choice | Hold) -> Rank:
-        rank = row.candidate.rank
+    def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
+        rank = chosen.row.candidate.rank
         self.pool.previous[self._options.mode] = rank
-        tokens = row.new_prefill_tokens if decided.prefill_tokens is None else decided.prefill_tokens
-        forecast_ms = decided.forecast_ms if isinstance(decided, Choice) else None
-        if not self.pool.slots.book(self._key(number), rank, prompt, tokens, forecast_ms=forecast_ms):
+        if not book(self.pool, self._key(number), prompt, chosen):
             raise ValueError(f"request {number} is booked already")
         return rank
 

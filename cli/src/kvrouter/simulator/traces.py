@@ -11,13 +11,13 @@ from kvrouter.cli.trace import PIECE_TOKENS, read_trace
 from kvrouter.simulator.workload import Request, Workload
 
 
-def read(path: Path, limit: int | None = None) -> Workload:
+def read(path: Path, limit: int | None = None, model: str | None = None) -> Workload:
     """The first ``limit`` requests of a trace (all where it is None), gzip-compressed or not, in order of time.
 
     Raises:
-        TraceError: the file cannot be read, a line breaks the format, or there is no request in it.
+        TraceError: as ``read_trace``.
     """
-    traced = read_trace(path, limit)
+    traced = read_trace(path, limit, model)
     requests = [Request(r.arrival_ms / 1e3, r.input_length, r.output_length, r.pieces) for r in traced]
     return Workload(path.name, requests, traced[0].piece_tokens)
 

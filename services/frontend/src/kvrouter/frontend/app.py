@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import structlog
 from aiohttp import web
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits
+from kvrouter.frontend.recording import Recorder
+from kvrouter.frontend.recording_file import RecordingFile
 from kvrouter.frontend.scheduler_link import SchedulerSource
 from kvrouter.frontend.schedulers import SchedulerLinks
 from kvrouter.frontend.service import FrontendService, GatewayOptions
@@ -32,13 +35,20 @@ async def running(
     workers = WorkerPool()
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds)
-    service = FrontendService(runtime.directory, links, workers, metrics, options)
+    recorder: Recorder | None = None
+    if settings.record:
+        recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)
+    service = FrontendService(runtime.directory, links, workers, metrics, options, recorder)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
+        if recorder is not None:
+            group.create_task(recorder.run(), name="recording")
         try:
             yield service
         finally:
             linking.cancel()
+            if recorder is not None:
+                recorder.stop()
             await workers.close()
 
 

@@ -18,6 +18,7 @@ import structlog
 from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.recording_file import Outline
 from kvrouter.frontend.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers import WorkerPool
 from kvrouter.runtime.deadline import Deadline
@@ -91,10 +92,11 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(request.token_ids)
         self._started = False
+        self._output_tokens = 0
         self._booked_id = f"{request.request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
-        local = local_hashes(list(request.token_ids), self._block_size, scope, multimodal)
+        local = self._local_hashes = local_hashes(list(request.token_ids), self._block_size, scope, multimodal)
         self._sequence_hashes = sequence_hashes(local)
         self._routing = RoutingRequest(
             model=request.model,
@@ -108,6 +110,19 @@ class Generation:
             conversation_id=request.conversation_id,
             priority=request.priority,
             max_output_tokens=request.stop_conditions.max_tokens,
+        )
+
+    def outline(self) -> Outline | None:
+        """What a recording keeps of it; None while it has no token."""
+        if not self._output_tokens:
+            return None
+        return Outline(
+            arrived_unix_ns=self._arrived_unix_ns,
+            model=self._request.model,
+            block_size=self._block_size,
+            prompt_tokens=self._prompt_tokens,
+            local_hashes=self._local_hashes,
+            output_tokens=self._output_tokens,
         )
 
     async def pieces(self, *, deadline: Deadline) -> AsyncGenerator[Piece, None]:
@@ -189,6 +204,7 @@ class Generation:
                             self._started = True
                             self._link.prefill_complete(booking)
                         tokens += len(output.token_ids)
+                        self._output_tokens = tokens
                         self._link.report_output(booking, tokens)
                     finished = output.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED
                     if routing is not None:

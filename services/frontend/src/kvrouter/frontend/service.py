@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvrouter.frontend.generation import Generation, Piece
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits, check_overrides, check_request, component_of_model, describe_models
+from kvrouter.frontend.recording import Recorder
 from kvrouter.frontend.schedulers import SchedulerLinks
 from kvrouter.frontend.workers import WorkerPool
 from kvrouter.runtime.deadline import Deadline
@@ -66,12 +67,14 @@ class FrontendService:
         workers: WorkerPool,
         metrics: FrontendMetrics,
         options: GatewayOptions,
+        recorder: Recorder | None = None,
     ) -> None:
         self.options = options
         self._directory = directory
         self._links = links
         self._workers = workers
         self._metrics = metrics
+        self._recorder = recorder
         metrics.live_bookings.set_function(lambda: links.live_bookings)
         metrics.worker_channels.set_function(lambda: len(workers))
 
@@ -106,6 +109,7 @@ class FrontendService:
         arrived = time.perf_counter()
         deadline = deadline.or_after(self.options.default_deadline_seconds)
         known_model, code = "", "CANCELLED"
+        generation: Generation | None = None
         self._metrics.in_flight.inc()
         try:
             view = self._view(request.model)
@@ -136,6 +140,8 @@ class FrontendService:
         finally:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(model=known_model, code=code).inc()
+            if self._recorder is not None and generation is not None and (outline := generation.outline()):
+                self._recorder.note(outline)
 
     async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
         """The rank that a request would go to; booked under a lease if the request names a booking."""

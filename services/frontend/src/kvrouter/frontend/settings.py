@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Annotated
+
 from kvrouter.runtime.settings import ServiceSettings
-from pydantic import AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, Field
+
+
+def _checked_file(text: str) -> str:
+    path = Path(text)
+    if text and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ValueError("cannot be written")
+    return text
 
 
 class FrontendSettings(ServiceSettings):
@@ -30,4 +41,12 @@ class FrontendSettings(ServiceSettings):
     )
     request_timeout_seconds: float = Field(
         default=600.0, gt=0, description="Time that a request may take if its client sets no deadline, seconds."
+    )
+    record: Annotated[str, AfterValidator(_checked_file)] = Field(
+        default="",
+        description="File to record requests in, as lengths and ids of blocks, for kvrouter simulate and kvrouter "
+        "replay; empty for none.",
+    )
+    record_max_bytes: int = Field(
+        default=1 << 30, ge=1 << 12, description="Size at which recording stops; it goes on if the file is moved."
     )

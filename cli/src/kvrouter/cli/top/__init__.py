@@ -1,0 +1,1 @@
+"""``kvrouter top``: a running system in a terminal."""

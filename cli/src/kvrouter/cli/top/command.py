@@ -1,0 +1,91 @@
+"""``kvrouter top``: looks at a system again and again, and draws what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+
+import structlog
+from kvrouter.cli.faults import CommandFailed
+from kvrouter.cli.top.frame import frame
+from kvrouter.cli.top.hits import HitWindow
+from kvrouter.cli.top.seen import System
+from kvrouter.cli.top.sources import Where, open_sources
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+
+_WINDOW_SECONDS = 60.0
+"""Time over which hit rates are taken."""
+_PIPE_WIDTH = 200
+
+
+class _Picture:
+    """The frame for whatever size the terminal has when it is drawn."""
+
+    def __init__(self, system: System, hits: HitWindow, *, whole: bool) -> None:
+        self._system = system
+        self._hits = hits
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = None if self._whole else console.height
+        yield frame(self._system, self._hits, width=options.max_width, height=height)
+
+
+async def top(where: Where, interval_seconds: float) -> None:
+    """Draws until it is cancelled."""
+    _silence_logs()
+    hits = HitWindow(_WINDOW_SECONDS)
+    resized = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    console = Console(highlight=False)
+    loop.add_signal_handler(signal.SIGWINCH, resized.set)
+    try:
+        async with open_sources(where) as sources:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    due = time.monotonic() + interval_seconds
+                    system = await sources.look()
+                    hits.take(system, time.monotonic())
+                    live.update(_Picture(system, hits, whole=False), refresh=True)
+                    while await _resized_before(resized, due):
+                        live.refresh()
+    finally:
+        loop.remove_signal_handler(signal.SIGWINCH)
+
+
+async def top_once(where: Where) -> None:
+    """Prints one frame, with every rank.
+
+    Raises:
+        CommandFailed: no Scheduler answered; the frame that says so is printed all the same.
+    """
+    _silence_logs()
+    async with open_sources(where) as sources:
+        system = await sources.look()
+    hits = HitWindow(_WINDOW_SECONDS)
+    hits.take(system, time.monotonic())
+    # A pipe is no reason to cut columns off.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console.print(_Picture(system, hits, whole=True))
+    if all(seen.status is None for seen in system.schedulers):
+        raise CommandFailed("no Scheduler answers")
+
+
+async def _resized_before(resized: asyncio.Event, due: float) -> bool:
+    """Waits for a change of the terminal's size; returns False where there was none by the time that is due."""
+    resized.clear()
+    try:
+        async with asyncio.timeout(max(0.0, due - time.monotonic())):
+            await resized.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _silence_logs() -> None:
+    """Lines between the frames would tear them; what matters of them is in the frame."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

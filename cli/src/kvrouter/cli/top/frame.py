@@ -1,0 +1,144 @@
+"""One frame of ``kvrouter top``: what was seen, as text. Reads nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from kvrouter.cli.top.decisions import decisions_table
+from kvrouter.cli.top.hits import HitWindow
+from kvrouter.cli.top.ranks import held_lines, ranks_table
+from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.words import amount, duration
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ComponentStatus
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+_LEAST_RANKS, _LEAST_DECISIONS = 3, 3
+"""Rows of a table that are shown however low the terminal is."""
+_TABLE_LINES = 6
+"""Lines that a component takes besides its ranks: its head, the table's own three, the sum, an empty one."""
+
+
+def frame(system: System, hits: HitWindow, *, width: int, height: int | None = None) -> Group:
+    """The whole picture.
+
+    Args:
+        system: What was seen.
+        hits: What was found cached, that sight included.
+        width: Columns of the terminal.
+        height: Its lines, which the frame is to fit into; None for as many as there are ranks and decisions.
+    """
+    lines: list[RenderableType] = [*_head(system), Text()]
+    components = system.components
+    ranks, decisions = _room(system, components, len(lines), height)
+    for component in components:
+        leading = system.leading(component)
+        if leading is None:
+            continue
+        seen, status = leading
+        lines.append(_component_line(component, status, seen, system, hits))
+        lines.extend(held_lines(status.held))
+        lines.append(
+            ranks_table(
+                status.ranks, system.indexed(component), hits.rates(component), hits.rate(component), width, ranks
+            )
+        )
+        lines.append(Text())
+    if not components:
+        lines.append(_nothing(system))
+    elif decisions:
+        lines.append(decisions_table(system.decisions()[:decisions], several_components=len(components) > 1))
+    return Group(*lines)
+
+
+def _head(system: System) -> list[Text]:
+    lines = [Text.assemble(("kvrouter top", "bold"), "  ", system.at.strftime("%H:%M:%S"))]
+    if system.note:
+        lines.append(Text(system.note, "yellow"))
+    lines.extend(_scheduler_line(seen, system.at) for seen in system.schedulers)
+    lines.extend(_indexer_line(seen) for seen in system.indexers)
+    if not system.schedulers:
+        lines.append(Text("no Scheduler is there", "yellow"))
+    if not system.indexers:
+        lines.append(Text("no Indexer is there: cached blocks are what the workers report", "yellow"))
+    return lines
+
+
+def _scheduler_line(seen: SchedulerSeen, at: datetime) -> Text:
+    status = seen.status
+    if status is None:
+        return _away("Scheduler", seen.address, seen.failure)
+    up = (at - datetime.fromtimestamp(status.started_unix_ns / 1e9, tz=UTC)).total_seconds()
+    return Text.assemble(
+        *_who("Scheduler", status.scheduler_id, seen.address, ready=status.ready),
+        f"  {amount(status.bookings, 'booking')}, {amount(status.sessions, 'session')}, up {duration(max(0.0, up))}",
+    )
+
+
+def _indexer_line(seen: IndexerSeen) -> Text:
+    stats = seen.stats
+    if stats is None:
+        return _away("Indexer", seen.address, seen.failure)
+    components = stats.components
+    behind = sum(max(0, each.last_stream_sequence - each.applied_stream_sequence) for each in components)
+    text = f"  {sum(each.blocks for each in components):,} blocks, {amount(behind, 'message')} behind"
+    counts = [each.events for each in components]
+    faulty = sum(each.gaps + each.unknown_parents + each.rejected + each.unparsable for each in counts)
+    ready = bool(components) and all(each.ready for each in components)
+    who = _who("Indexer", stats.replica_id, seen.address, ready=ready)
+    return Text.assemble(*who, text, (f", {faulty:,} faulty events" if faulty else "", "yellow"))
+
+
+def _who(kind: str, name: str, address: str, *, ready: bool) -> list[tuple[str, str]]:
+    return [
+        (f"{kind:<9} ", ""),
+        (name, "bold"),
+        (f" at {address} ", ""),
+        ("ready", "green") if ready else ("not ready", "yellow"),
+    ]
+
+
+def _away(kind: str, address: str, failure: str) -> Text:
+    return Text.assemble(f"{kind:<9} at {address} ", ("does not answer", "bold red"), f": {failure}")
+
+
+def _component_line(
+    component: ComponentName, status: ComponentStatus, seen: SchedulerSeen, system: System, hits: HitWindow
+) -> Text:
+    text = Text.assemble((str(component), "bold"), f"  model {status.model}, mode {status.mode}")
+    thresholds = status.thresholds
+    limits = []
+    if thresholds.HasField("active_decode_blocks_threshold"):
+        limits.append(f"{thresholds.active_decode_blocks_threshold:.0%} of the blocks active")
+    if thresholds.HasField("active_prefill_tokens_threshold"):
+        limits.append(f"{thresholds.active_prefill_tokens_threshold:,} prefill tokens")
+    if limits:
+        text.append(f", busy above {' or '.join(limits)}")
+    if sum(each.status is not None for each in system.schedulers) > 1 and seen.status is not None:
+        text.append(f", load as {seen.status.scheduler_id} sees it")
+    span = f"over the last {hits.seconds:.0f} s" if hits.spans else "since the start"
+    text.append(f"; hit rates {span}", "dim")
+    return text
+
+
+def _nothing(system: System) -> Text:
+    if any(seen.status is not None for seen in system.schedulers):
+        return Text("no worker is registered")
+    return Text("no Scheduler answers: there is nothing to show; this goes on trying")
+
+
+def _room(
+    system: System, components: Sequence[ComponentName], used: int, height: int | None
+) -> tuple[int | None, int | None]:
+    """Rows for the ranks of each component, and for decisions: decisions get a third of what is left."""
+    if height is None:
+        return None, None
+    left = height - used - _TABLE_LINES * len(components)
+    decisions = max(_LEAST_DECISIONS, left // 3)
+    most = max((len(found[1].ranks) for name in components if (found := system.leading(name))), default=0)
+    ranks = max(_LEAST_RANKS, (left - decisions - 2) // max(1, len(components)))
+    if most < ranks:
+        decisions += (ranks - most) * len(components)
+    return ranks, decisions

@@ -1,0 +1,148 @@
+"""The ranks of a component, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.cli.top.hits import HitRate
+from kvrouter.cli.top.seen import Rank, rank_of
+from kvrouter.cli.top.words import amount, duration, share
+from kvrouter.v1.indexer_pb2 import RankStats
+from kvrouter.v1.scheduler_pb2 import HeldStatus, RankStatus
+from rich.table import Table
+from rich.text import Text
+
+_BAR = 10
+"""Cells of the bar of active blocks."""
+_BAR_FROM_WIDTH = 110
+"""Columns of a terminal from which there is room for it."""
+_HIGH, _FULL = 0.7, 0.9
+"""Shares of the blocks from which the bar warns."""
+
+
+def ranks_table(
+    ranks: Sequence[RankStatus],
+    indexed: Mapping[Rank, RankStats],
+    rates: Mapping[Rank, HitRate],
+    total: HitRate,
+    width: int,
+    rows: int | None,
+) -> Table:
+    """A table of ranks, and their sum below it.
+
+    Args:
+        ranks: The ranks.
+        indexed: What an Indexer knows of them.
+        rates: Their hit rates.
+        total: That of all of them.
+        width: Columns of the terminal.
+        rows: Most ranks to show; the busiest ones where there are more. None for all.
+    """
+    wide = width >= _BAR_FROM_WIDTH
+    table = Table(box=None, pad_edge=False, show_footer=True, header_style="dim", footer_style="dim")
+    shown = ranks if rows is None else _busiest(ranks, rows)
+    cached = {rank_of(each.rank): _cached(each, indexed) for each in ranks}
+    active, blocks = sum(each.active_blocks for each in ranks), sum(each.total_blocks for each in ranks)
+    left_out = len(ranks) - len(shown)
+    rest = f"{left_out:,} more, less loaded" if left_out else ""
+    table.add_column("rank", amount(len(ranks), "rank"), no_wrap=True)
+    if wide:
+        table.add_column("", _bar(active, blocks), no_wrap=True)
+    for header, footer in (
+        ("active blocks", _of_total(active, blocks)),
+        ("prefill tokens", f"{sum(each.prefill_tokens for each in ranks):,}"),
+        ("requests", f"{sum(each.active_requests for each in ranks):,}"),
+        ("cached blocks", f"{sum(blocks for blocks in cached.values() if blocks is not None):,}"),
+        ("hits predicted", share(total.predicted)),
+        ("found", share(total.found)),
+        ("event lag", ""),
+    ):
+        table.add_column(header, footer, justify="right", no_wrap=True)
+    table.add_column("state", rest, no_wrap=True, overflow="ellipsis", ratio=1)
+    for each in shown:
+        rank = rank_of(each.rank)
+        rate = rates.get(rank, HitRate())
+        stats = indexed.get(rank)
+        held = f" +{each.held_requests} held" if each.held_requests else ""
+        known = cached[rank]
+        table.add_row(
+            f"{each.rank.worker_id}:{each.rank.dp_rank}",
+            *([_bar(each.active_blocks, each.total_blocks)] if wide else []),
+            _of_total(each.active_blocks, each.total_blocks),
+            f"{each.prefill_tokens:,}",
+            f"{each.active_requests:,}{held}",
+            "-" if known is None else f"{known:,}",
+            share(rate.predicted),
+            share(rate.found),
+            "-" if stats is None else duration(stats.lag_seconds),
+            _state(each, stats),
+        )
+    return table
+
+
+def held_lines(held: HeldStatus) -> list[Text]:
+    """The requests that wait in the Scheduler; nothing where none waits and none was refused for it."""
+    refused = held.refused_full + held.refused_late
+    if not held.requests and not refused:
+        return []
+    text = Text(f"held {held.requests:,} of at most {held.capacity:,}", "yellow" if held.requests else "")
+    if held.requests:
+        text.append(f", the oldest for {duration(held.oldest_age_ms / 1000)}")
+    if refused:
+        text.append(f"; refused {held.refused_full:,} for lack of room, {held.refused_late:,} too late anyway")
+    waiting = [
+        Text(
+            f"  {each.request_id} for {duration(each.age_ms / 1000)}, for rank {each.rank.worker_id}:"
+            f"{each.rank.dp_rank}: {each.reason}",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        for each in held.longest
+    ]
+    return [text, *waiting]
+
+
+def _busiest(ranks: Sequence[RankStatus], rows: int) -> list[RankStatus]:
+    def load(each: RankStatus) -> tuple[bool, float, int, int]:
+        full = each.active_blocks / each.total_blocks if each.total_blocks else 0.0
+        return (bool(each.busy), full, each.prefill_tokens, each.active_requests)
+
+    chosen = {rank_of(each.rank) for each in sorted(ranks, key=load, reverse=True)[:rows]}
+    return [each for each in ranks if rank_of(each.rank) in chosen]
+
+
+def _cached(rank: RankStatus, indexed: Mapping[Rank, RankStats]) -> int | None:
+    stats = indexed.get(rank_of(rank.rank))
+    if stats is not None:
+        return stats.blocks
+    return rank.reported.cached_blocks if rank.HasField("reported") and not indexed else None
+
+
+def _of_total(active: int, total: int) -> str:
+    return f"{active:,} / {total:,}" if total else f"{active:,}"
+
+
+def _bar(active: int, total: int) -> Text:
+    if not total:
+        return Text(" " * _BAR)
+    full = min(1.0, active / total)
+    filled = min(_BAR, -(-active * _BAR // total))
+    style = "red" if full >= _FULL else "yellow" if full >= _HIGH else "green"
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR - filled), "dim"))
+
+
+def _state(rank: RankStatus, stats: RankStats | None) -> Text:
+    notes = []
+    if not rank.registered:
+        notes.append(("gone, with bookings", "red"))
+    if rank.draining:
+        notes.append(("draining", "yellow"))
+    if rank.busy:
+        notes.append((rank.busy, "red"))
+    if stats is not None and stats.partial:
+        notes.append(("index partial", "yellow"))
+    elif stats is not None and not stats.verified:
+        notes.append(("index not compared", "yellow"))
+    if not notes:
+        return Text("ok", "green")
+    return Text(", ").join(Text(words, style) for words, style in notes)

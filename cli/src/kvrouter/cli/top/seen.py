@@ -1,0 +1,112 @@
+"""What was seen of a system at one moment: the answers of its Schedulers and Indexers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.indexer_pb2 import GetStatsResponse, RankStats
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, Decision, GetStatusResponse
+
+Rank = tuple[int, int]
+"""(worker_id, dp_rank)"""
+
+
+def rank_of(message: RankMessage) -> Rank:
+    """A rank as a value that can be hashed."""
+    return (message.worker_id, message.dp_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSeen:
+    """A Scheduler."""
+
+    address: str
+    """host:port"""
+    status: GetStatusResponse | None = None
+    """Its answer; None where it gave none."""
+    failure: str = ""
+    """Why it gave none."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSeen:
+    """An Indexer."""
+
+    address: str
+    stats: GetStatsResponse | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system at one moment."""
+
+    at: datetime
+    schedulers: Sequence[SchedulerSeen] = ()
+    indexers: Sequence[IndexerSeen] = ()
+    note: str = ""
+    """What is wrong with finding them; empty if nothing is."""
+
+    @property
+    def components(self) -> list[ComponentName]:
+        """The components that any Scheduler knows, in order of name."""
+        return sorted({_name(each) for _, each in self._statuses()}, key=str)
+
+    def leading(self, component: ComponentName) -> tuple[SchedulerSeen, ComponentStatus] | None:
+        """The Scheduler whose view of a component counts: that which decided there last, else the first that knows it.
+
+        All clients of a component use one Scheduler; the others follow it, or have nothing booked.
+        """
+        known = [(seen, each) for seen, each in self._statuses() if _name(each) == component]
+        return max(known, key=lambda entry: _last_decided(entry[0], component), default=None)
+
+    def decisions(self) -> list[Decision]:
+        """The last decisions of all Schedulers, newest first."""
+        every = [each for seen in self.schedulers if seen.status is not None for each in seen.status.decisions]
+        return sorted(every, key=lambda each: each.decided_unix_ns, reverse=True)
+
+    def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
+        """What the Indexers know of a component's ranks: the first ready one's figures, with the longest lag of all."""
+        found: dict[Rank, RankStats] = {}
+        for stats in self._indexed(component):
+            for rank in stats:
+                known = found.get(rank_of(rank.rank))
+                if known is None:
+                    found[rank_of(rank.rank)] = kept = RankStats()
+                    kept.CopyFrom(rank)
+                else:
+                    known.lag_seconds = max(known.lag_seconds, rank.lag_seconds)
+        return found
+
+    def _indexed(self, component: ComponentName) -> list[Iterable[RankStats]]:
+        components = [
+            each
+            for seen in self.indexers
+            if seen.stats is not None
+            for each in seen.stats.components
+            if (each.component.namespace, each.component.name) == (component.namespace, component.name)
+        ]
+        return [each.ranks for each in sorted(components, key=lambda each: not each.ready)]
+
+    def _statuses(self) -> list[tuple[SchedulerSeen, ComponentStatus]]:
+        return [(seen, each) for seen in self.schedulers if seen.status is not None for each in seen.status.components]
+
+
+def _name(status: ComponentStatus) -> ComponentName:
+    return ComponentName(status.component.namespace, status.component.name)
+
+
+def _last_decided(seen: SchedulerSeen, component: ComponentName) -> int:
+    decisions = seen.status.decisions if seen.status is not None else ()
+    return max(
+        (
+            each.decided_unix_ns
+            for each in decisions
+            if (each.component.namespace, each.component.name) == (component.namespace, component.name)
+        ),
+        default=0,
+    )

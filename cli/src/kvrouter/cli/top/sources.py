@@ -1,0 +1,132 @@
+"""Whom to ask, and asking: the Schedulers and Indexers that are named, or those that are registered in etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import cast
+
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
+from kvrouter.runtime.contracts import Indexer, Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import indexer_pb2, scheduler_pb2
+from kvrouter.v1.indexer_pb2 import GetStatsRequest
+from kvrouter.v1.registry_pb2 import ServiceRegistration
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest
+from prometheus_client import CollectorRegistry
+
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+_CALL_SECONDS = 2.0
+"""Deadline of each call: a frame is late by this at most."""
+_DISCOVERY_SECONDS = 5.0
+"""Longest wait for etcd before the first frame."""
+_DECISIONS, _HELD = 50, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where the system is."""
+
+    schedulers: Sequence[str]
+    """Addresses, host:port; with these or ``indexers``, etcd is not asked."""
+    indexers: Sequence[str]
+    etcd: str
+    namespace: str
+
+
+class Sources:
+    """Asks everybody that there is. Made by ``open_sources``."""
+
+    def __init__(self, where: Where, directory: Directory | None) -> None:
+        self._where = where
+        self._directory = directory
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def look(self) -> System:
+        """What the system is like at this moment. Those who are away are told, and cost no more than a deadline."""
+        schedulers, indexers = self._addresses("scheduler"), self._addresses("indexer")
+        await self._close(self._channels.keys() - {*schedulers, *indexers})
+        seen_schedulers, seen_indexers = await asyncio.gather(
+            asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
+            asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
+        )
+        return System(datetime.now(UTC).astimezone(), seen_schedulers, seen_indexers, self._note())
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await self._close(list(self._channels))
+
+    def _addresses(self, kind: str) -> list[str]:
+        if self._directory is None:
+            return list(self._where.schedulers if kind == "scheduler" else self._where.indexers)
+        return [each.endpoint for each in _by_id(self._directory.services(kind))]
+
+    def _note(self) -> str:
+        if self._directory is None or self._directory.is_synced:
+            return ""
+        return f"etcd at {self._where.etcd} does not answer; this goes on trying"
+
+    async def _ask_scheduler(self, address: str) -> SchedulerSeen:
+        scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))
+        request = GetStatusRequest(decisions=_DECISIONS, held_requests=_HELD)
+        try:
+            return SchedulerSeen(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
+        except KvRouterError as error:
+            return SchedulerSeen(address, failure=str(error))
+
+    async def _ask_indexer(self, address: str) -> IndexerSeen:
+        indexer = cast(Indexer, self._stub(_INDEXER, address))
+        try:
+            stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
+            return IndexerSeen(address, stats)
+        except KvRouterError as error:
+            return IndexerSeen(address, failure=str(error))
+
+    def _stub(self, descriptor: ServiceDescriptor, address: str) -> object:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return remote(descriptor, channel)
+
+    async def _close(self, addresses: Iterable[str]) -> None:
+        for address in list(addresses):
+            await self._channels.pop(address).close()
+
+
+@asynccontextmanager
+async def open_sources(where: Where) -> AsyncIterator[Sources]:
+    """Sources, while the context lasts; where they are found in etcd, it has been read if it is there."""
+    if where.schedulers or where.indexers:
+        sources = Sources(where, None)
+        try:
+            yield sources
+        finally:
+            await sources.close()
+        return
+    directory = Directory(where.etcd, where.namespace, CollectorRegistry())
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(directory.run(), name="directory")
+        sources = Sources(where, directory)
+        try:
+            async with asyncio.timeout(_DISCOVERY_SECONDS):
+                await directory.synced()
+        except TimeoutError:
+            pass  # the frames say so
+        try:
+            yield sources
+        finally:
+            following.cancel()
+            await sources.close()
+
+
+def _by_id(services: Mapping[str, ServiceRegistration]) -> list[ServiceRegistration]:
+    return [registration for _, registration in sorted(services.items())]
