@@ -9,9 +9,9 @@
 use std::sync::Arc;
 
 use crate::hash::Secret;
-use crate::holders::Holders;
 use crate::table::Table;
 use crate::tagmap::TagMap;
+use crate::users::{Users, each_slot};
 
 /// Blocks ahead whose place in the table is asked for from memory.
 const AHEAD: usize = 8;
@@ -30,8 +30,7 @@ struct Group {
     ids: Arc<[u32]>,
     from: u32,
     to: u32,
-    /// Bookings by rank.
-    holders: Holders<u32>,
+    users: Users,
     /// First block of what was cut off behind, the last time. Stale where no booking goes on there.
     rest: u32,
 }
@@ -93,10 +92,7 @@ impl ActiveBlocks {
                 self.release(&pieces, slot);
                 return None;
             };
-            let holders = &mut self.groups.at_mut(self.blocks.at(piece.first).group).holders;
-            let bookings = holders.get(slot).unwrap_or(0);
-            holders.set(slot, bookings + 1);
-            if bookings == 0 {
+            if self.groups.at_mut(self.blocks.at(piece.first).group).users.enter(slot) {
                 gained += u64::from(piece.blocks);
             }
             pieces.push(piece);
@@ -114,17 +110,11 @@ impl ActiveBlocks {
                 let id = self.blocks.at(first).group;
                 let group = self.groups.at_mut(id);
                 let (blocks, rest) = (group.len(), group.rest);
-                match group.holders.get(slot) {
-                    Some(bookings) if bookings > 1 => {
-                        group.holders.set(slot, bookings - 1);
-                    }
-                    Some(_) => {
-                        group.holders.remove(slot);
-                        lost += u64::from(blocks);
-                    }
+                match group.users.leave(slot) {
+                    Some(last) => lost += if last { u64::from(blocks) } else { 0 },
                     None => break,
                 }
-                if group.holders.as_slice().is_empty() {
+                if group.users.is_empty() {
                     let gone = self.groups.take(id);
                     self.forget(gone.blocks());
                 }
@@ -140,9 +130,36 @@ impl ActiveBlocks {
         lost
     }
 
-    /// Tells of every stretch of a prompt that is in use: its first block, its length, and the ranks that use it, each
-    /// with its bookings.
-    pub fn visit(&self, hashes: &[u64], mut f: impl FnMut(u32, u32, &[(u32, u32)])) {
+    /// What each of so many ranks uses of a prompt, by slot: its blocks in use there, and how many of those lead.
+    pub fn usage(&self, hashes: &[u64], slots: usize) -> Vec<(u32, u32)> {
+        let mut used = vec![(0, 0); slots];
+        // Ranks that use all blocks so far. Of a chain of hashes, who uses a block uses all before it: each rank leaves
+        // once, and none comes back.
+        let mut along = vec![u64::MAX; slots.div_ceil(64)];
+        let mut scratch = Vec::new();
+        let mut reached = 0;
+        self.visit(hashes, |at, blocks, users| {
+            let users = users.bits(&mut scratch);
+            for (place, along) in along.iter_mut().enumerate() {
+                let here = users.get(place).copied().unwrap_or(0);
+                let stay = if at == reached { *along & here } else { 0 };
+                each_slot(place, *along & !stay, |slot| put(&mut used, slot, (reached, reached)));
+                each_slot(place, here & !stay, |slot| {
+                    let (present, leading) = used.get(slot).copied().unwrap_or_default();
+                    put(&mut used, slot, (present + blocks, leading));
+                });
+                *along = stay;
+            }
+            reached = at + blocks;
+        });
+        for (place, along) in along.iter().enumerate() {
+            each_slot(place, *along, |slot| put(&mut used, slot, (reached, reached)));
+        }
+        used
+    }
+
+    /// Tells of every stretch of a prompt that is in use: its first block, its length, and who uses it.
+    fn visit(&self, hashes: &[u64], mut f: impl FnMut(u32, u32, &Users)) {
         let mut at = 0;
         while let Some(hash) = hashes.get(at) {
             self.prefetch(hashes, at);
@@ -152,7 +169,7 @@ impl ActiveBlocks {
             };
             let group = self.groups.at(block.group);
             let same = self.common(group, block.at, hashes.get(at..).unwrap_or_default()).max(1);
-            f(at as u32, same, group.holders.as_slice());
+            f(at as u32, same, &group.users);
             at += same as usize;
         }
     }
@@ -247,6 +264,12 @@ impl ActiveBlocks {
     }
 }
 
+fn put(used: &mut [(u32, u32)], slot: usize, what: (u32, u32)) {
+    if let Some(used) = used.get_mut(slot) {
+        *used = what;
+    }
+}
+
 /// The hashes that are not also earlier ones, with where they were; None if they all are.
 pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<(Vec<u64>, Vec<u32>)> {
     // Half empty, and hashes go where nobody can foresee: few steps to each one's place.
@@ -282,7 +305,7 @@ mod tests {
 
     fn seen(active: &ActiveBlocks, hashes: &[u64]) -> Vec<Stretch> {
         let mut seen = Vec::new();
-        active.visit(hashes, |at, blocks, holders| seen.push((at, blocks, holders.to_vec())));
+        active.visit(hashes, |at, blocks, users| seen.push((at, blocks, users.as_slice().to_vec())));
         seen
     }
 
@@ -304,6 +327,19 @@ mod tests {
         assert_eq!(seen(&active, &[1, 2, 3, 9]), [(0, 1, vec![(0, 1)]), (1, 1, vec![(0, 1)]), (3, 1, vec![(0, 1)])]);
         assert_eq!(active.release(&two, 0), 3);
         assert_eq!((active.len(), active.groups.len(), active.by_hash.bytes()), (0, 0, 0));
+    }
+
+    #[test]
+    fn ranks_are_told_what_they_use() {
+        let mut active = ActiveBlocks::new();
+        active.add(&[1, 2, 3, 4], 0).unwrap();
+        active.add(&[1, 2], 70).unwrap();
+        active.add(&[3, 4], 2).unwrap();
+        let usage = active.usage(&[1, 2, 3, 4, 5], 71);
+        assert_eq!((usage[0], usage[70], usage[2], usage[1]), ((4, 4), (2, 2), (2, 0), (0, 0)));
+        let usage = active.usage(&[1, 9, 2, 3], 71);
+        assert_eq!((usage[0], usage[70], usage[2], usage[1]), ((3, 1), (2, 1), (1, 0), (0, 0)));
+        assert!(active.usage(&[1], 0).is_empty());
     }
 
     #[test]

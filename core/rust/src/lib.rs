@@ -22,6 +22,7 @@ mod store;
 mod table;
 mod tagmap;
 mod tombstones;
+mod users;
 mod wire;
 
 use pyo3::prelude::*;

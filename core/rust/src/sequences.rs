@@ -75,25 +75,25 @@ struct Load {
     shared_blocks: u64,
     private_blocks: u128,
     prefill_tokens: u128,
-    /// Whether prefill tokens or requests may have changed since they were last read.
-    changed: bool,
     /// Keys in the order in which they were booked.
     live: BTreeMap<u64, Arc<Key>>,
 }
 
-/// Load of all ranks, in order of (worker_id, dp_rank).
+/// Load of all ranks, in order of (worker_id, dp_rank). What goes past a word reads as the most that it holds.
+#[derive(Default)]
 pub struct Columns {
-    /// Number of this reading, from 1.
-    pub reading: u64,
+    /// The same slice as at the reading before, unless other ranks are there.
     pub ranks: Arc<[Name]>,
-    /// Whether other ranks are there than at the reading before.
-    pub ranks_changed: bool,
-    /// Where prefill tokens and requests may differ from those of the reading before, if the ranks do not.
-    pub changed: Vec<usize>,
-    pub active_blocks: Vec<u128>,
-    pub prefill_tokens: Vec<u128>,
-    pub requests: Vec<usize>,
-    pub leading_active_blocks: Vec<u32>,
+    pub active_blocks: Vec<i64>,
+    pub prefill_tokens: Vec<i64>,
+    pub requests: Vec<i64>,
+    pub leading_active_blocks: Vec<i64>,
+}
+
+/// The ranks in order, with their slots.
+struct Order {
+    names: Arc<[Name]>,
+    slots: Vec<u32>,
 }
 
 /// Bookings by key, with something of the caller's for each.
@@ -103,9 +103,8 @@ pub struct Sequences<T> {
     loads: Vec<Load>,
     slots: BTreeMap<Name, u32>,
     free_slots: Vec<u32>,
-    /// The ranks in order; None where they have changed since they were last read.
-    names: Option<Arc<[Name]>>,
-    readings: u64,
+    /// None where the ranks have changed since they were last read.
+    order: Option<Order>,
     bookings: HashMap<Arc<Key>, Live<T>>,
     booked: u64,
     freed: Tombstones<Key>,
@@ -123,8 +122,7 @@ impl<T> Sequences<T> {
             loads: Vec::new(),
             slots: BTreeMap::new(),
             free_slots: Vec::new(),
-            names: None,
-            readings: 0,
+            order: None,
             bookings: HashMap::new(),
             booked: 0,
             freed: Tombstones::new(tombstones),
@@ -158,13 +156,13 @@ impl<T> Sequences<T> {
             self.loads.len() as u32 - 1
         });
         self.slots.insert(rank, slot);
-        self.names = None;
+        self.order = None;
     }
 
     /// Forgets a rank. Returns its bookings, in the order in which they were booked.
     pub fn remove_rank(&mut self, rank: Name) -> Vec<(Arc<Key>, T)> {
         let Some(slot) = self.slots.remove(&rank) else { return Vec::new() };
-        self.names = None;
+        self.order = None;
         let keys: Vec<Arc<Key>> =
             self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
         let gone =
@@ -211,7 +209,6 @@ impl<T> Sequences<T> {
         load.shared_blocks += gained;
         load.private_blocks += live.private_blocks(self.block_size);
         load.prefill_tokens += u128::from(live.prefill_tokens);
-        load.changed = true;
         let key = Arc::new(request.key);
         load.live.insert(live.order, Arc::clone(&key));
         self.bookings.insert(key, live);
@@ -241,7 +238,6 @@ impl<T> Sequences<T> {
             && let Some(load) = self.loads.get_mut(live.slot as usize)
         {
             load.prefill_tokens -= u128::from(live.prefill_tokens);
-            load.changed = true;
         }
         true
     }
@@ -272,7 +268,6 @@ impl<T> Sequences<T> {
                 load.prefill_tokens -= u128::from(live.prefill_tokens);
             }
             load.live.remove(&live.order);
-            load.changed = true;
         }
         Some(live.payload)
     }
@@ -281,15 +276,7 @@ impl<T> Sequences<T> {
     pub fn loads(&mut self, hashes: &[u64], tail: u64) -> Columns {
         let repeats = without_repeats(hashes, &self.secret);
         let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
-        let mut used = vec![(0u32, 0u32); self.loads.len()];
-        self.active.visit(distinct, |at, blocks, holders| {
-            for (slot, _) in holders {
-                if let Some((present, leading)) = used.get_mut(*slot as usize) {
-                    *present += blocks;
-                    *leading += if *leading == at { blocks } else { 0 };
-                }
-            }
-        });
+        let mut used = self.active.usage(distinct, self.loads.len());
         if let Some((_, origins)) = &repeats {
             // A run ends at the first block that is not used, which is where that block came first.
             let whole = hashes.len() as u32;
@@ -298,38 +285,35 @@ impl<T> Sequences<T> {
             }
         }
         let added = distinct.len() as u128 + u128::from(tail);
-        self.readings += 1;
-        let ranks_changed = self.names.is_none();
-        let names = self.names.get_or_insert_with(|| self.slots.keys().copied().collect());
-        let mut columns = Columns::new(self.readings, Arc::clone(names), ranks_changed);
-        for (position, slot) in self.slots.values().map(|slot| *slot as usize).enumerate() {
-            let (Some(load), Some((present, leading))) = (self.loads.get_mut(slot), used.get(slot)) else { continue };
+        let order = self.order.get_or_insert_with(|| Order {
+            names: self.slots.keys().copied().collect(),
+            slots: self.slots.values().copied().collect(),
+        });
+        let mut columns = Columns::new(Arc::clone(&order.names));
+        for slot in &order.slots {
+            let slot = *slot as usize;
+            let (Some(load), Some((present, leading))) = (self.loads.get(slot), used.get(slot)) else { continue };
             let blocks = u128::from(load.shared_blocks) + load.private_blocks + added - u128::from(*present);
-            columns.active_blocks.push(blocks);
-            columns.prefill_tokens.push(load.prefill_tokens);
-            columns.requests.push(load.live.len());
-            columns.leading_active_blocks.push(*leading);
-            if std::mem::take(&mut load.changed) {
-                columns.changed.push(position);
-            }
+            columns.active_blocks.push(word(blocks));
+            columns.prefill_tokens.push(word(load.prefill_tokens));
+            columns.requests.push(load.live.len() as i64);
+            columns.leading_active_blocks.push(i64::from(*leading));
         }
         columns
     }
 }
 
+/// A sum as a word, at most the most that it holds.
+fn word(sum: u128) -> i64 {
+    i64::try_from(sum).unwrap_or(i64::MAX)
+}
+
 impl Columns {
-    fn new(reading: u64, ranks: Arc<[Name]>, ranks_changed: bool) -> Self {
-        let count = ranks.len();
-        Self {
-            reading,
-            ranks,
-            ranks_changed,
-            changed: Vec::new(),
-            active_blocks: Vec::with_capacity(count),
-            prefill_tokens: Vec::with_capacity(count),
-            requests: Vec::with_capacity(count),
-            leading_active_blocks: Vec::with_capacity(count),
-        }
+    fn new(ranks: Arc<[Name]>) -> Self {
+        let column = || Vec::with_capacity(ranks.len());
+        let (active_blocks, prefill_tokens) = (column(), column());
+        let (requests, leading_active_blocks) = (column(), column());
+        Self { ranks, active_blocks, prefill_tokens, requests, leading_active_blocks }
     }
 }
 
@@ -354,8 +338,7 @@ mod tests {
             assert!(sequences.output_tokens(&key(name), u64::MAX));
         }
         let columns = sequences.loads(&[], 0);
-        assert_eq!(columns.active_blocks, [6 * u128::from(u64::MAX)]);
-        assert_eq!(columns.prefill_tokens, [3 * u128::from(u64::MAX)]);
+        assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![i64::MAX], vec![i64::MAX]));
         for name in ["a", "b", "c"] {
             assert!(sequences.free(Arc::new(key(name))).is_some());
         }
@@ -377,27 +360,17 @@ mod tests {
     }
 
     #[test]
-    fn a_reading_says_what_changed() {
+    fn ranks_are_read_anew_only_where_they_changed() {
         let mut sequences = Sequences::new(16, 10, 10);
         for worker in [3, 1, 2] {
             sequences.add_rank((worker, 0));
         }
-        let mut read = || {
-            let columns = sequences.loads(&[], 0);
-            (columns.reading, columns.ranks_changed, columns.changed)
-        };
-        assert_eq!((read(), read()), ((1, true, vec![]), (2, false, vec![])));
+        let before = sequences.loads(&[], 0).ranks;
         sequences.book(request("a", (2, 0), 16, Blocks::Untracked), ());
         let columns = sequences.loads(&[], 0);
-        assert_eq!((&*columns.ranks, columns.changed), ([(1, 0), (2, 0), (3, 0)].as_slice(), vec![1]));
-        assert!(sequences.loads(&[], 0).changed.is_empty());
-        sequences.prefill_complete(&key("a"));
-        assert_eq!(sequences.loads(&[], 0).changed, [1]);
-        sequences.prefill_complete(&key("a"));
-        assert!(sequences.loads(&[], 0).changed.is_empty());
-        sequences.free(Arc::new(key("a")));
-        assert_eq!(sequences.loads(&[], 0).changed, [1]);
+        assert!(Arc::ptr_eq(&before, &columns.ranks));
+        assert_eq!((&*columns.ranks, columns.requests), ([(1, 0), (2, 0), (3, 0)].as_slice(), vec![0, 1, 0]));
         sequences.remove_rank((1, 0));
-        assert!(sequences.loads(&[], 0).ranks_changed);
+        assert_eq!(&*sequences.loads(&[], 0).ranks, &[(2, 0), (3, 0)]);
     }
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvrouter.core import Booking, reference
@@ -155,3 +156,36 @@ def test_threads_read_what_is_booked() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(use, range(4)))
     assert len(sequences) == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 200))
+def test_many_ranks_that_leave_a_prompt_at_many_depths(seed: int, ranks: int) -> None:
+    """Sets of many ranks are kept and compared in another way than those of few."""
+    rng = random.Random(seed)
+    native = implementation("native", "ActiveSequences").ActiveSequences(16)
+    both = (native, reference.ActiveSequences(16))
+    for worker in range(ranks):
+        for one in both:
+            one.add_rank((worker, 0))
+    live = []
+    for number in range(3 * ranks):
+        start, end = sorted(rng.choices(range(41), k=2)) if rng.random() < 0.2 else (0, rng.randrange(41))
+        hashes = [*_LONG[start:end], *([rng.randrange(1, 100)] if rng.random() < 0.5 else [])]
+        booking = Booking((str(number), 0, 1), (rng.randrange(ranks), 0), packed(hashes), 16 * len(hashes), 0)
+        live.append(booking.key)
+        for one in both:
+            one.book(booking)
+        if rng.random() < 0.3:
+            key = live.pop(rng.randrange(len(live)))
+            for one in both:
+                one.free(key)
+    rng.shuffle(live)
+    for asked in (_LONG, _LONG[10:], [*_LONG[:5], 7, *_LONG[5:]], _LONG[::-1]):
+        assert both[0].loads(packed(asked), 16 * len(asked)) == both[1].loads(packed(asked), 16 * len(asked))
+    for number, key in enumerate(live):
+        for one in both:
+            assert one.free(key)
+        if number % 50 == 0:
+            assert both[0].loads(packed(_LONG), 640) == both[1].loads(packed(_LONG), 640)
+    assert set(both[0].loads().active_blocks) == {0}

@@ -1,16 +1,17 @@
 //! Active sequences, as Python calls them.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOverflowError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyList, PyType};
+use pyo3::types::{PyBytes, PyMemoryView, PyTuple, PyType};
 
 use super::buffers;
 use super::exclusive::Exclusive;
 use crate::ranks::Name;
-use crate::sequences::{Blocks, Booked, Columns, Key, Request, Sequences};
+use crate::sequences::{Blocks, Booked, Key, Request, Sequences};
 
 /// Blocks that take some 20 µs to book, to free or to look up, from where giving up the GIL pays.
 const LONG: usize = 512;
@@ -22,54 +23,13 @@ type Shared<T> = Arc<Py<T>>;
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ActiveSequences {
     sequences: Exclusive<Sequences<Shared<PyAny>>>,
-    lists: Mutex<Option<Lists>>,
+    ranks: Mutex<Option<Ranks>>,
 }
 
-/// What most ranks give again at the next reading, as Python has it: copying a list is many times as fast as making it.
-struct Lists {
-    reading: u64,
-    ranks: Py<PyList>,
-    prefill_tokens: Py<PyList>,
-    requests: Py<PyList>,
-    zeroes: Py<PyList>,
-}
-
-impl Lists {
-    fn new(py: Python<'_>, columns: &Columns) -> PyResult<Self> {
-        Ok(Self {
-            reading: columns.reading,
-            ranks: PyList::new(py, columns.ranks.iter())?.unbind(),
-            prefill_tokens: sums(py, &columns.prefill_tokens)?.unbind(),
-            requests: PyList::new(py, &columns.requests)?.unbind(),
-            zeroes: PyList::new(py, columns.ranks.iter().map(|_| 0u32))?.unbind(),
-        })
-    }
-
-    /// Goes on from the reading before.
-    fn update(&mut self, py: Python<'_>, columns: &Columns) -> PyResult<()> {
-        let (prefill_tokens, requests) = (self.prefill_tokens.bind(py), self.requests.bind(py));
-        for &at in &columns.changed {
-            let sum = columns.prefill_tokens.get(at).copied().unwrap_or_default();
-            match u64::try_from(sum) {
-                Ok(narrow) => prefill_tokens.set_item(at, narrow)?,
-                Err(_) => prefill_tokens.set_item(at, sum)?,
-            }
-            requests.set_item(at, columns.requests.get(at).copied().unwrap_or_default())?;
-        }
-        self.reading = columns.reading;
-        Ok(())
-    }
-
-    fn to_load_columns<'py>(&self, py: Python<'py>, columns: &Columns) -> PyResult<Bound<'py, PyAny>> {
-        let copy = |list: &Py<PyList>| list.bind(py).get_slice(0, columns.ranks.len());
-        let leading = copy(&self.zeroes);
-        for (at, blocks) in columns.leading_active_blocks.iter().enumerate().filter(|(_, blocks)| **blocks > 0) {
-            leading.set_item(at, blocks)?;
-        }
-        let active = sums(py, &columns.active_blocks)?;
-        let class = load_columns(py)?;
-        class.call1((copy(&self.ranks), active, copy(&self.prefill_tokens), copy(&self.requests), leading))
-    }
+/// The ranks as Python has them.
+struct Ranks {
+    names: Arc<[Name]>,
+    tuple: Py<PyTuple>,
 }
 
 /// Packed hashes as words.
@@ -101,34 +61,32 @@ fn load_columns(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     CLASS.import(py, "kvrouter.core.interface", "LoadColumns")
 }
 
-/// Sums as Python integers: nearly always narrow ones, which are made faster.
-fn sums<'py>(py: Python<'py>, column: &[u128]) -> PyResult<Bound<'py, PyList>> {
-    if column.iter().all(|sum| *sum <= u128::from(u64::MAX)) {
-        PyList::new(py, column.iter().map(|sum| *sum as u64))
-    } else {
-        PyList::new(py, column)
-    }
+/// A column as a buffer of words.
+fn buffer<'py>(py: Python<'py>, column: &[i64]) -> PyResult<Bound<'py, PyAny>> {
+    let bytes = PyBytes::new_with(py, size_of_val(column), |to| {
+        for (to, word) in to.chunks_exact_mut(8).zip(column) {
+            to.copy_from_slice(&word.to_ne_bytes());
+        }
+        Ok(())
+    })?;
+    PyMemoryView::from(&bytes)?.call_method1(intern!(py, "cast"), (intern!(py, "q"),))
 }
 
 impl ActiveSequences {
-    fn columns<'py>(&self, py: Python<'py>, columns: &Columns) -> PyResult<Bound<'py, PyAny>> {
-        // Making objects may run other code, which may come here again: it makes lists of its own.
-        let Ok(mut kept) = self.lists.try_lock() else {
-            return Lists::new(py, columns)?.to_load_columns(py, columns);
-        };
-        let current = match kept.take() {
-            Some(mut lists) if lists.reading + 1 == columns.reading && !columns.ranks_changed => {
-                lists.update(py, columns)?;
-                lists
-            }
-            // Another thread's later reading went on from here: that is kept.
-            Some(later) if later.reading > columns.reading => {
-                *kept = Some(later);
-                return Lists::new(py, columns)?.to_load_columns(py, columns);
-            }
-            _ => Lists::new(py, columns)?,
-        };
-        kept.insert(current).to_load_columns(py, columns)
+    /// The same tuple for the same ranks.
+    fn ranks<'py>(&self, py: Python<'py>, names: &Arc<[Name]>) -> PyResult<Bound<'py, PyTuple>> {
+        let lock = || self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ranks) = &*lock()
+            && Arc::ptr_eq(&ranks.names, names)
+        {
+            return Ok(ranks.tuple.bind(py).clone());
+        }
+        // Not under the lock: making objects may run other code, which may come here again.
+        let tuple = PyTuple::new(py, names.iter())?;
+        let made = Ranks { names: Arc::clone(names), tuple: tuple.clone().unbind() };
+        let before = lock().replace(made);
+        drop(before);
+        Ok(tuple)
     }
 }
 
@@ -141,7 +99,7 @@ impl ActiveSequences {
             return Err(PyValueError::new_err(format!("the block size is {block_size}, must be 1 to 2^64 - 1")));
         };
         let sequences = Sequences::new(size, bound(max_bookings)?, bound(tombstones)?);
-        Ok(Self { sequences: Exclusive::new(sequences), lists: Mutex::new(None) })
+        Ok(Self { sequences: Exclusive::new(sequences), ranks: Mutex::new(None) })
     }
 
     fn add_rank(&self, py: Python<'_>, rank: Name) {
@@ -156,18 +114,18 @@ impl ActiveSequences {
 
     fn book(&self, py: Python<'_>, booking: &Bound<'_, PyAny>) -> PyResult<bool> {
         let part = |name| booking.getattr(name);
-        let packed = part(pyo3::intern!(py, "sequence_hashes"))?;
+        let packed = part(intern!(py, "sequence_hashes"))?;
         let hashes = words(&packed)?;
-        let prompt_tokens = tokens(&part(pyo3::intern!(py, "prompt_tokens"))?)?;
-        let prefill_tokens = tokens(&part(pyo3::intern!(py, "prefill_tokens"))?)?;
+        let prompt_tokens = tokens(&part(intern!(py, "prompt_tokens"))?)?;
+        let prefill_tokens = tokens(&part(intern!(py, "prefill_tokens"))?)?;
         let (Some(prompt_tokens), Some(prefill_tokens)) = (prompt_tokens, prefill_tokens) else {
             return Err(PyValueError::new_err("numbers of tokens are 0 or more"));
         };
-        let key: Key = part(pyo3::intern!(py, "key"))?.extract()?;
-        let rank = part(pyo3::intern!(py, "rank"))?;
-        let blocks = if !part(pyo3::intern!(py, "track_blocks"))?.is_truthy()? {
+        let key: Key = part(intern!(py, "key"))?.extract()?;
+        let rank = part(intern!(py, "rank"))?;
+        let blocks = if !part(intern!(py, "track_blocks"))?.is_truthy()? {
             Blocks::Untracked
-        } else if part(pyo3::intern!(py, "unique_blocks"))?.is_truthy()? {
+        } else if part(intern!(py, "unique_blocks"))?.is_truthy()? {
             Blocks::Unique
         } else {
             Blocks::Shared(&hashes)
@@ -223,7 +181,13 @@ impl ActiveSequences {
             let tail = u64::from(!prompt_tokens.is_multiple_of(sequences.block_size()));
             sequences.loads(&hashes, tail)
         });
-        self.columns(py, &columns)
+        load_columns(py)?.call1((
+            self.ranks(py, &columns.ranks)?,
+            buffer(py, &columns.active_blocks)?,
+            buffer(py, &columns.prefill_tokens)?,
+            buffer(py, &columns.requests)?,
+            buffer(py, &columns.leading_active_blocks)?,
+        ))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

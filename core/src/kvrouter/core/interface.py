@@ -258,16 +258,20 @@ class PredictedIndex(Protocol):
 
 
 class LoadColumns(NamedTuple):
-    """Load of ranks, as columns: entry i of each speaks of ``ranks[i]``, in order of (worker_id, dp_rank)."""
+    """Load of ranks, as columns of signed 64-bit words (format ``q``): entry i of each speaks of ``ranks[i]``.
 
-    ranks: list[Rank]
-    active_blocks: list[int]
+    A sum that goes past a word reads as 2^63 - 1.
+    """
+
+    ranks: tuple[Rank, ...]
+    """In order of (worker_id, dp_rank). The native core gives the same tuple until other ranks are there."""
+    active_blocks: memoryview
     """Distinct blocks of requests in flight, with those of the request that was asked about, if any."""
-    prefill_tokens: list[int]
+    prefill_tokens: memoryview
     """Prefill tokens booked and not done, without those of a request that was asked about."""
-    requests: list[int]
+    requests: memoryview
     """Bookings that are not freed."""
-    leading_active_blocks: list[int]
+    leading_active_blocks: memoryview
     """Leading blocks of the request that was asked about that are active there; 0 where none was."""
 
 

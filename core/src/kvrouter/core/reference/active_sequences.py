@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.core.interface import Booking, LoadColumns, Rank
 from kvrouter.core.reference.hashing import unpack
 
 _Key = tuple[str, int, int]
+
+_LARGEST = (1 << 63) - 1
 
 
 @dataclass(slots=True)
@@ -112,23 +116,19 @@ class ActiveSequences:
         """Load of every rank."""
         places = unpack(sequence_hashes)
         tail = self._blocks(prompt_tokens) - prompt_tokens // self._block_size
-        columns = LoadColumns([], [], [], [], [])
-        for rank, load in sorted(self._loads.items()):
-            columns.ranks.append(rank)
-            columns.active_blocks.append(
+        rows = []
+        for _, load in sorted(self._loads.items()):
+            active = (
                 len(load.shared)
                 + sum(1 for place in set(places) if place not in load.shared)
                 + sum(self._private_blocks(live) for live in load.live.values())
                 + tail
             )
-            columns.prefill_tokens.append(
-                sum(live.booking.prefill_tokens for live in load.live.values() if not live.prefilled)
-            )
-            columns.requests.append(len(load.live))
-            columns.leading_active_blocks.append(
-                next((depth for depth, place in enumerate(places) if place not in load.shared), len(places))
-            )
-        return columns
+            prefill = sum(live.booking.prefill_tokens for live in load.live.values() if not live.prefilled)
+            leading = next((depth for depth, place in enumerate(places) if place not in load.shared), len(places))
+            rows.append((active, prefill, len(load.live), leading))
+        active_blocks, prefill_tokens, requests, leading_blocks = (_column(row[at] for row in rows) for at in range(4))
+        return LoadColumns(tuple(sorted(self._loads)), active_blocks, prefill_tokens, requests, leading_blocks)
 
     def __len__(self) -> int:
         """Live bookings."""
@@ -148,3 +148,7 @@ class ActiveSequences:
     def _blocks(self, tokens: int) -> int:
         """Blocks that hold the tokens, the last one perhaps in part."""
         return -(-tokens // self._block_size)
+
+
+def _column(sums: Iterable[int]) -> memoryview:
+    return memoryview(array("q", (min(one, _LARGEST) for one in sums)))
