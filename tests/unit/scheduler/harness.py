@@ -160,6 +160,7 @@ class Parts:
         decisions: int = 100,
         predicts: PredictionLimits | None = None,
         conversations: int = 100,
+        max_held: int = 100,
     ) -> None:
         self.now = 1000.0
         self.registered = Registered()
@@ -186,6 +187,7 @@ class Parts:
             clock=clock,
             predictions=None if predicts is None else Predictions(predicts, clock),
             affinity=Affinity(conversations),
+            max_held=max_held,
         )
         self.bookings = Bookings(self.ledger, self.pools, self.metrics, clock)
         self.sessions = Sessions(

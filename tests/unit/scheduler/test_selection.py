@@ -387,9 +387,9 @@ async def test_thresholds_of_the_request_and_of_the_model_go_over_those_at_start
     await parts.select(selecting("c", routing(overrides=overrides(active_prefill_tokens_threshold=128))))
 
 
-async def test_a_request_that_is_to_wait_for_a_rank_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_nothing_is_held_a_request_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv.Rule, "decide", lambda *_: Hold(1, Explanation("no room")))
-    parts = Parts(view(worker(1), worker(2)))
+    parts = Parts(view(worker(1), worker(2)), max_held=0)
     assert (await parts.select(selecting("a"))).rank.worker_id == 2
 
 

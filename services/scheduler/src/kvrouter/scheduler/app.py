@@ -13,6 +13,7 @@ from kvrouter.runtime.context import Runtime
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions
+from kvrouter.scheduler.held_figures import HeldFigures
 from kvrouter.scheduler.indexers import RemoteIndexers
 from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.load_listener import LoadListener
@@ -78,6 +79,7 @@ async def running(
         clock=clock,
         predictions=predictions,
         affinity=affinity,
+        max_held=settings.max_held,
     )
     bookings = Bookings(ledger, pools, metrics, clock)
     sessions = Sessions(
@@ -123,6 +125,9 @@ async def running(
     ]
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
+    if selector.held is not None:
+        runtime.registry.register(HeldFigures(selector.held))
+        tasks.append(runtime.spawn(selector.held.run(), "held requests"))
     try:
         yield service
     finally:

@@ -43,6 +43,8 @@ class Decided:
     prompt_blocks: int
     load_only: bool
     decided_unix_ns: int
+    held_seconds: float = 0.0
+    """Time that the request was held before."""
 
     @property
     def rows(self) -> int:
@@ -75,6 +77,7 @@ class Decided:
             prompt_blocks=self.prompt_blocks,
             load_only=self.load_only,
             attempt=self.attempt,
+            held_us=int(self.held_seconds * 1e6),
             component=common_pb2.Component(namespace=self.component.namespace, name=self.component.name),
         )
 

@@ -149,14 +149,17 @@ class HoldQueue(Generic[T]):
         if self._forced is not None and self._forced[0] == request:
             self._forced = None
 
+    def is_late(self, request: T, now: float) -> bool:
+        """Whether one that is held would miss its deadline."""
+        held = self._held[request]
+        return self._misses(held, bisect_left(self._order, (held.place, held.number)), self._between_s(now), now)
+
     def late(self, now: float) -> list[T]:
         """Those that would miss their deadline."""
         between = self._between_s(now)
         found: list[T] = []
         for index, (_, _, request) in enumerate(self._order):
-            held = self._held[request]
-            wait = (index - len(found) + 1) * between
-            if now + wait + held.work_ms / 1e3 > held.deadline:
+            if self._misses(self._held[request], index - len(found), between, now):
                 found.append(request)
         return found
 
@@ -217,6 +220,10 @@ class HoldQueue(Generic[T]):
         start = 0 if self._looked_to is None else bisect_left(self._order, self._looked_to)
         requests = [request for _, _, request in self._order[start:] + self._order[:start]]
         return requests if first is None else [first, *requests]
+
+    @staticmethod
+    def _misses(held: _Held, ahead: int, between: float, now: float) -> bool:
+        return now + (ahead + 1) * between + held.work_ms / 1e3 > held.deadline
 
     def _drop(self, request: T) -> bool:
         held = self._held.pop(request, None)

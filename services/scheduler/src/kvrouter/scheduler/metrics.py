@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_HELD_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
@@ -23,6 +24,19 @@ class SchedulerMetrics:
             "kvrouter_scheduler_select_seconds",
             "Time that a selection took, the Indexer's included.",
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self.held = Counter(
+            "kvrouter_scheduler_held_requests",
+            "Requests that the policy held, by what became of them: room, patience (sent without), late, full,"
+            " cancelled, refused.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.held_seconds = Histogram(
+            "kvrouter_scheduler_held_seconds",
+            "Time that requests were held which were sent.",
+            buckets=_HELD_SECONDS,
             registry=registry,
         )
         self.load_only = Counter(

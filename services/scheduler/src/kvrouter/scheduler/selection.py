@@ -1,7 +1,8 @@
 """A selection: the component, the prompt, the overlaps, then choice and booking in one step.
 
 Nothing is awaited between reading the loads and booking. Requests that come in one moment therefore see each other's
-load, one after another, instead of all going to the rank that was idle.
+load, one after another, instead of all going to the rank that was idle. A request that the policy holds is chosen for
+again, and booked, when it can go.
 """
 
 from __future__ import annotations
@@ -10,28 +11,39 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, KvRouterError, NoWorkers, RequestIdReused
+from kvrouter.runtime.errors import (
+    AllBusy,
+    BadRequest,
+    DeadlineExceeded,
+    KvRouterError,
+    NoWorkers,
+    RequestIdReused,
+)
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.candidates import Wanted, check_pinned
+from kvrouter.scheduler.choosing import Chosen, book, choose
 from kvrouter.scheduler.decisions import Decided, Decisions, rank_message
+from kvrouter.scheduler.held import HeldRequests
+from kvrouter.scheduler.hold_queue import MAX_HELD
 from kvrouter.scheduler.ledger import BookingFreed, Ledger, Record
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.options import RoutingOptions, overridden
 from kvrouter.scheduler.overlaps import NOT_ASKED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Explanation, Facts
-from kvrouter.scheduler.pools import Pool, Pools
+from kvrouter.scheduler.policies.interface import Explanation, Facts, Hold, rank_label
+from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import Predictions
-from kvrouter.scheduler.prompts import Prompt, read_prompt
+from kvrouter.scheduler.prompts import read_prompt
+from kvrouter.scheduler.questions import Asked, Question
 from kvrouter.scheduler.slots import Key, stage_of
-from kvrouter.scheduler.survey import Row, Survey, facts_of, survey
+from kvrouter.scheduler.survey import Row, Survey, survey
 from kvrouter.scheduler.thresholds import ThresholdBoard
 from kvrouter.v1.common_pb2 import Component, Role, Stage
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
@@ -41,16 +53,6 @@ log = structlog.get_logger(component="scheduler")
 DEFAULT_LEASE_SECONDS = 3600.0
 MAX_LEASE_SECONDS = 24 * 3600.0
 """Longest lease: a caller that forgets its bookings does not bind load for ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request, checked and ready to be decided."""
-
-    pool: Pool
-    prompt: Prompt
-    wanted: Wanted
-    options: RoutingOptions
 
 
 class Selector:
@@ -71,8 +73,9 @@ class Selector:
         clock: Callable[[], float],
         predictions: Predictions | None = None,
         affinity: Affinity | None = None,
+        max_held: int = MAX_HELD,
     ) -> None:
-        """``predictions`` stand in for Indexers in the approximate mode."""
+        """``predictions`` stand in for Indexers in the approximate mode; with ``max_held`` 0 nothing is held."""
         self._pools = pools
         self._ledger = ledger
         self._decisions = decisions
@@ -86,6 +89,8 @@ class Selector:
         self._predictions = predictions
         self._affinity = Affinity(0) if affinity is None else affinity
         self._under_way: dict[Key, asyncio.Event] = {}
+        self.held = HeldRequests(self, metrics, max_held=max_held, clock=clock) if max_held else None
+        """Those that the policy holds; ``run`` must be running. None where nothing is held."""
 
     async def select(
         self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline
@@ -203,81 +208,108 @@ class Selector:
     async def _decide(
         self, question: Question, request: SelectWorkerRequest, key: Key | None, session_id: str, deadline: Deadline
     ) -> SelectWorkerResponse:
-        pool, options = question.pool, question.options
-        lease_seconds = _lease_seconds(request.lease_ms)
-        if key is not None:
-            self._ledger.check_bookable(key, session_id)
-        if not pool.candidates:
-            raise NoWorkers(f"{pool.name} has no live worker")
-        check_pinned(pool.candidates, question.wanted)
-        asked = options.asks_indexer
-        overlaps = await self.overlaps(question, deadline, wanted=asked)
-        if overlaps.failure:
-            self._metrics.load_only.labels(reason=overlaps.failure).inc()
+        asked = Asked(question, request.request, key, session_id, _lease_seconds(request.lease_ms))
+        self._check(asked)
+        asked.overlaps = await self.overlaps(question, deadline, wanted=question.options.asks_indexer)
+        if asked.overlaps.failure:
+            self._metrics.load_only.labels(reason=asked.overlaps.failure).inc()
 
         # From here to the booking nothing is awaited.
-        current = self._pools.get(pool.name)
-        if current is not pool:
+        chosen = self.choose(asked)
+        if self.held is None or key is None or not isinstance(chosen.decided, Hold):
+            return self.settle(asked, chosen)
+        self._keep(asked, self._decisions.next_id(), None, chosen, _holding(chosen))
+        if request.time_left_ms:
+            deadline = deadline.within(request.time_left_ms / 1e3)
+        try:
+            return await self.held.hold(
+                asked, key, chosen, chosen.decided, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
+            )
+        except (AllBusy, DeadlineExceeded) as error:
+            self._keep(asked, self._decisions.next_id(), None, chosen, Explanation(str(error)))
+            raise
+
+    def choose(self, asked: Asked) -> Chosen:
+        """Chooses by what is known at this moment.
+
+        Raises:
+            KvRouterError: the request cannot be booked any more, or no rank can take it.
+        """
+        question, pool = asked.question, asked.question.pool
+        if self._pools.get(pool.name) is not pool:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
-        if key is not None:
-            self._ledger.check_bookable(key, session_id)
-        found = self.survey(question, overlaps)
-        rows = found.free
-        decision_id = self._decisions.next_id()
-        if not rows:
+        self._check(asked)
+        found = self.survey(question, asked.overlaps)
+        if not found.free:
             refusal = found.refusal(pool.name)
-            self._keep(decision_id, question, key, None, None, Explanation(str(refusal)), found, overlaps)
+            self._keep(asked, self._decisions.next_id(), None, found, Explanation(str(refusal)))
             raise refusal
-        rows = self._affinity.narrowed(pool.name, request.request, rows)
-        facts = facts_of(
-            rows,
-            question.prompt,
-            options,
-            block_size=pool.slots.block_size,
-            previous=pool.previous.get(options.mode),
-        )
-        # Who is to wait for a rank waits in its engine: this Scheduler keeps no queue of its own.
-        decided = POLICIES[options.mode].decide(facts, self._rng)
-        row = rows[decided.index]
-        response = _answer(question, row, decision_id, overlaps)
+        rows = self._affinity.narrowed(pool.name, asked.routing, found.free)
+        return choose(pool, question.prompt, question.options, found, rows, self._rng)
+
+    def settle(self, asked: Asked, chosen: Chosen, *, held_seconds: float = 0.0) -> SelectWorkerResponse:
+        """Books what was chosen in this same step, where the request is to be booked, and answers.
+
+        Raises:
+            KvRouterError: it cannot be booked.
+        """
+        question, key, candidate = asked.question, asked.key, chosen.row.candidate
+        pool, decision_id = question.pool, self._decisions.next_id()
+        response = _answer(asked, chosen, decision_id, held_seconds)
         if key is not None:
-            if not pool.slots.book(key, row.candidate.rank, question.prompt, row.new_prefill_tokens):
+            if not book(pool, key, question.prompt, chosen):
                 raise BookingFreed(key[0])
-            audited = asked and not overlaps.failure and question.wanted.stage != Stage.STAGE_DECODE
-            record = Record(key, pool.name, pool.slots, response, audited, session_id, lease_seconds)
+            response.prefill_tokens = chosen.prefill_tokens
+            asked_indexer = question.options.asks_indexer and not asked.overlaps.failure
+            audited = asked_indexer and question.wanted.stage != Stage.STAGE_DECODE
+            record = Record(key, pool.name, pool.slots, response, audited, asked.session_id, asked.lease_seconds)
             self._ledger.add(record, self._clock())
-            self._affinity.record(pool.name, request.request, row.candidate.rank)
+            self._affinity.record(pool.name, asked.routing, candidate.rank)
             if self._predictions is not None:
-                self._predictions.record(pool, row.candidate.rank, row.candidate.incarnation, question.prompt)
-        pool.previous[options.mode] = row.candidate.rank
-        self._keep(decision_id, question, key, row, facts, decided.explanation, found, overlaps)
+                self._predictions.record(pool, candidate.rank, candidate.incarnation, question.prompt)
+        pool.previous[question.options.mode] = candidate.rank
+        self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, held_seconds)
         return response
+
+    async def refresh(self, asked: Asked) -> None:
+        """Asks for the overlaps of a request anew; an answer that cannot be had leaves the old one."""
+        overlaps = await self.overlaps(asked.question, Deadline.never(), wanted=asked.question.options.asks_indexer)
+        if not overlaps.failure:
+            asked.overlaps = overlaps
+
+    def _check(self, asked: Asked) -> None:
+        pool = asked.question.pool
+        if asked.key is not None:
+            self._ledger.check_bookable(asked.key, asked.session_id)
+        if not pool.candidates:
+            raise NoWorkers(f"{pool.name} has no live worker")
+        check_pinned(pool.candidates, asked.question.wanted)
 
     def _keep(
         self,
+        asked: Asked,
         decision_id: int,
-        question: Question,
-        key: Key | None,
         row: Row | None,
-        facts: Facts | None,
+        seen: Chosen | Survey,
         explanation: Explanation,
-        found: Survey,
-        overlaps: Overlaps,
+        held_seconds: float = 0.0,
     ) -> None:
-        request_id, attempt = ("", 0) if key is None else key[:2]
+        request_id, attempt = ("", 0) if asked.key is None else asked.key[:2]
+        found, facts = (seen, None) if isinstance(seen, Survey) else (seen.found, seen.facts)
         decided = Decided(
             decision_id=decision_id,
-            component=question.pool.name,
+            component=asked.question.pool.name,
             request_id=request_id,
             attempt=attempt,
-            mode=question.options.mode,
+            mode=asked.question.options.mode,
             chosen=None if row is None else row.candidate.rank,
             facts=facts,
             explanation=explanation,
             excluded=found.excluded if facts is None else _left_out(found, facts),
-            prompt_blocks=question.prompt.blocks,
-            load_only=bool(overlaps.failure),
+            prompt_blocks=asked.question.prompt.blocks,
+            load_only=bool(asked.overlaps.failure),
             decided_unix_ns=time.time_ns(),
+            held_seconds=held_seconds,
         )
         self._decisions.add(decided)
         if facts is not None and log.is_enabled_for(logging.DEBUG):
@@ -293,6 +325,11 @@ def _left_out(found: Survey, facts: Facts) -> dict[Rank, str]:
     return found.excluded | {rank: why for rank, why in elsewhere.items() if rank not in weighed}
 
 
+def _holding(chosen: Chosen) -> Explanation:
+    why = chosen.decided.explanation
+    return replace(why, reason=f"held for {rank_label(chosen.row.candidate.rank)}: {why.reason}")
+
+
 def _lease_seconds(lease_ms: int) -> float:
     seconds = lease_ms / 1000 if lease_ms else DEFAULT_LEASE_SECONDS
     if seconds > MAX_LEASE_SECONDS:
@@ -304,18 +341,19 @@ def _lease_seconds(lease_ms: int) -> float:
     return seconds
 
 
-def _answer(question: Question, row: Row, decision_id: int, overlaps: Overlaps) -> SelectWorkerResponse:
-    pool, candidate = question.pool, row.candidate
-    held = overlaps.held.get(candidate.rank)
+def _answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float) -> SelectWorkerResponse:
+    question, candidate = asked.question, chosen.row.candidate
+    pool, held = question.pool, asked.overlaps.held.get(candidate.rank)
     return SelectWorkerResponse(
         rank=rank_message(candidate.rank),
         endpoint=candidate.endpoint,
-        overlap_blocks=row.overlap_blocks,
+        overlap_blocks=chosen.row.overlap_blocks,
         prompt_blocks=question.prompt.blocks,
         decision_id=decision_id,
-        load_only=bool(overlaps.failure),
+        load_only=bool(asked.overlaps.failure),
         component=Component(namespace=pool.name.namespace, name=pool.name.name),
         mode=question.options.mode,
+        held_us=int(held_seconds * 1e6),
         role=candidate.role,
         cursor=None if held is None else held.cursor(),
     )

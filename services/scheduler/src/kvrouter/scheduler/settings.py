@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.scheduler.hold_queue import MAX_HELD
 from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions, Thresholds
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.predictions import PredictionLimits
@@ -84,6 +85,13 @@ class SchedulerSettings(ServiceSettings):
         ge=0,
         le=1,
         description="Share of the most predicted blocks that is kept when there are more; only with --no-kv-events.",
+    )
+    max_held: int = Field(
+        default=MAX_HELD,
+        ge=0,
+        le=8192,
+        description="Most requests of a component that mode forecast holds for a worker with room; one more is refused."
+        " 0 holds none: they wait in the engines.",
     )
     decisions_kept: int = Field(default=1024, ge=1, description="Most decisions that are kept for Explain.")
 

@@ -63,6 +63,10 @@ class RankLoad(NamedTuple):
     """The prompt that the rank is at."""
 
 
+def _ignored(key: Key) -> None:
+    """Stands in where nobody follows."""
+
+
 class SlotManager:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
 
@@ -86,6 +90,8 @@ class SlotManager:
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
         self.pace = Pace()
+        self.on_progress: Callable[[Key], None] = _ignored
+        """Told of each booking that gets its first token or is freed."""
         self._clock = clock
 
     def __len__(self) -> int:
@@ -175,7 +181,9 @@ class SlotManager:
         now = self._clock()
         self._prefills.leave(booking.rank, key, now)
         self.pace.first_token(key, now)
-        return self._sequences.prefill_complete(key)
+        live = self._sequences.prefill_complete(key)
+        self.on_progress(key)
+        return live
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
         """So many tokens are generated in all. Returns whether the booking is live."""
@@ -197,6 +205,7 @@ class SlotManager:
         else:
             del self._bookings[booking.rank]
             self._forget_if_idle(booking.rank)
+        self.on_progress(key)
         return True
 
     def _tracks_blocks(self, stage: int) -> bool:
