@@ -22,7 +22,9 @@ from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
 from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, read_trace
 from kvrouter.cli.up import UpOptions, choose_port, up
+from kvrouter.publisher.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.runtime.devstack import BinaryMissing, StartFailed
+from kvrouter.v1.names import InvalidName, check_name
 from rich.console import Console
 
 MODES = ("kv", "round-robin", "random", "power-of-two")
@@ -210,6 +212,11 @@ def top_command(
     schedulers, indexers = scheduler or [], indexer or []
     if indexers and not schedulers:
         raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
+    try:
+        parse_endpoints(etcd)
+        check_name(namespace)
+    except (InvalidEndpoint, InvalidName) as error:
+        raise WrongUsage(str(error)) from None
     where = Where([_address(each) for each in schedulers], [_address(each) for each in indexers], etcd, namespace)
     if once:
         run_interruptibly(top_once(where))

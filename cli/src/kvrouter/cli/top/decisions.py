@@ -24,7 +24,7 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool) 
         table.add_column("component", no_wrap=True)
     table.add_column("rank", no_wrap=True)
     table.add_column("cached", justify="right", no_wrap=True)
-    table.add_column("why", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("why", ratio=1)
     for each in decisions:
         refused = not each.HasField("chosen")
         table.add_row(
@@ -33,7 +33,8 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool) 
             *([each.component.name] if several_components else []),
             Text("none", "red") if refused else _rank(each.chosen),
             _cached(each),
-            Text(why(each), "red" if refused else ""),
+            # The column may shrink, so that the others need not; its text is cut rather than wrapped.
+            Text(why(each), "red" if refused else "", no_wrap=True, overflow="ellipsis"),
         )
     return table
 

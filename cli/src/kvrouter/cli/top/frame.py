@@ -17,8 +17,10 @@ from rich.text import Text
 
 _LEAST_RANKS, _LEAST_DECISIONS = 3, 3
 """Rows of a table that are shown however low the terminal is."""
-_TABLE_LINES = 6
-"""Lines that a component takes besides its ranks: its head, the table's own three, the sum, an empty one."""
+_DECISIONS = 10
+"""Decisions that are shown where there is no height to fit."""
+_TABLE_LINES = 4
+"""Lines that a component takes besides its ranks: its own, the table's header and sum, and an empty one."""
 
 
 def frame(system: System, hits: HitWindow, *, width: int, height: int | None = None) -> Group:
@@ -28,7 +30,7 @@ def frame(system: System, hits: HitWindow, *, width: int, height: int | None = N
         system: What was seen.
         hits: What was found cached, that sight included.
         width: Columns of the terminal.
-        height: Its lines, which the frame is to fit into; None for as many as there are ranks and decisions.
+        height: Its lines, which the frame is to fit into; None for every rank and the last decisions.
     """
     lines: list[RenderableType] = [*_head(system), Text()]
     components = system.components
@@ -48,8 +50,12 @@ def frame(system: System, hits: HitWindow, *, width: int, height: int | None = N
         lines.append(Text())
     if not components:
         lines.append(_nothing(system))
-    elif decisions:
+    elif system.decisions():
         lines.append(decisions_table(system.decisions()[:decisions], several_components=len(components) > 1))
+    if height is not None:
+        for text in lines:
+            if isinstance(text, Text):
+                text.no_wrap, text.overflow = True, "ellipsis"
     return Group(*lines)
 
 
@@ -59,9 +65,7 @@ def _head(system: System) -> list[Text]:
         lines.append(Text(system.note, "yellow"))
     lines.extend(_scheduler_line(seen, system.at) for seen in system.schedulers)
     lines.extend(_indexer_line(seen) for seen in system.indexers)
-    if not system.schedulers:
-        lines.append(Text("no Scheduler is there", "yellow"))
-    if not system.indexers:
+    if not system.indexers and any(seen.status is not None for seen in system.schedulers):
         lines.append(Text("no Indexer is there: cached blocks are what the workers report", "yellow"))
     return lines
 
@@ -86,7 +90,7 @@ def _indexer_line(seen: IndexerSeen) -> Text:
     text = f"  {sum(each.blocks for each in components):,} blocks, {amount(behind, 'message')} behind"
     counts = [each.events for each in components]
     faulty = sum(each.gaps + each.unknown_parents + each.rejected + each.unparsable for each in counts)
-    ready = bool(components) and all(each.ready for each in components)
+    ready = all(each.ready for each in components)
     who = _who("Indexer", stats.replica_id, seen.address, ready=ready)
     return Text.assemble(*who, text, (f", {faulty:,} faulty events" if faulty else "", "yellow"))
 
@@ -126,19 +130,16 @@ def _component_line(
 def _nothing(system: System) -> Text:
     if any(seen.status is not None for seen in system.schedulers):
         return Text("no worker is registered")
-    return Text("no Scheduler answers: there is nothing to show; this goes on trying")
+    return Text("no Scheduler answers" if system.schedulers else "no Scheduler is there")
 
 
-def _room(
-    system: System, components: Sequence[ComponentName], used: int, height: int | None
-) -> tuple[int | None, int | None]:
+def _room(system: System, components: Sequence[ComponentName], used: int, height: int | None) -> tuple[int | None, int]:
     """Rows for the ranks of each component, and for decisions: decisions get a third of what is left."""
     if height is None:
-        return None, None
-    left = height - used - _TABLE_LINES * len(components)
-    decisions = max(_LEAST_DECISIONS, left // 3)
-    most = max((len(found[1].ranks) for name in components if (found := system.leading(name))), default=0)
-    ranks = max(_LEAST_RANKS, (left - decisions - 2) // max(1, len(components)))
-    if most < ranks:
-        decisions += (ranks - most) * len(components)
-    return ranks, decisions
+        return None, _DECISIONS
+    statuses = [found[1] for name in components if (found := system.leading(name)) is not None]
+    held = sum(len(held_lines(status.held)) for status in statuses)
+    left = height - used - held - _TABLE_LINES * len(statuses) - 1
+    ranks = max(_LEAST_RANKS, (left - max(_LEAST_DECISIONS, left // 3)) // max(1, len(statuses)))
+    decisions = left - sum(min(ranks, len(status.ranks)) for status in statuses)
+    return ranks, max(_LEAST_DECISIONS, decisions)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvrouter.cli.top.hits import HitRate
 from kvrouter.cli.top.seen import Rank, rank_of
-from kvrouter.cli.top.words import amount, duration, share
+from kvrouter.cli.top.words import amount, count, duration, share
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.scheduler_pb2 import HeldStatus, RankStatus
 from rich.table import Table
@@ -14,8 +14,8 @@ from rich.text import Text
 
 _BAR = 10
 """Cells of the bar of active blocks."""
-_BAR_FROM_WIDTH = 110
-"""Columns of a terminal from which there is room for it."""
+_WIDE = 110
+"""Columns of a terminal from which there is room for it, and for all digits."""
 _HIGH, _FULL = 0.7, 0.9
 """Shares of the blocks from which the bar warns."""
 
@@ -38,27 +38,26 @@ def ranks_table(
         width: Columns of the terminal.
         rows: Most ranks to show; the busiest ones where there are more. None for all.
     """
-    wide = width >= _BAR_FROM_WIDTH
+    wide = width >= _WIDE
     table = Table(box=None, pad_edge=False, show_footer=True, header_style="dim", footer_style="dim")
     shown = ranks if rows is None else _busiest(ranks, rows)
     cached = {rank_of(each.rank): _cached(each, indexed) for each in ranks}
     active, blocks = sum(each.active_blocks for each in ranks), sum(each.total_blocks for each in ranks)
-    left_out = len(ranks) - len(shown)
-    rest = f"{left_out:,} more, less loaded" if left_out else ""
-    table.add_column("rank", amount(len(ranks), "rank"), no_wrap=True)
+    every = amount(len(ranks), "rank") if wide else "all"
+    table.add_column("rank", every if len(shown) == len(ranks) else f"{len(shown):,} of {len(ranks):,}", no_wrap=True)
     if wide:
         table.add_column("", _bar(active, blocks), no_wrap=True)
-    for header, footer in (
-        ("active blocks", _of_total(active, blocks)),
-        ("prefill tokens", f"{sum(each.prefill_tokens for each in ranks):,}"),
-        ("requests", f"{sum(each.active_requests for each in ranks):,}"),
-        ("cached blocks", f"{sum(blocks for blocks in cached.values() if blocks is not None):,}"),
-        ("hits predicted", share(total.predicted)),
-        ("found", share(total.found)),
-        ("event lag", ""),
+    for header, narrow_header, footer in (
+        ("active blocks", "active", _of_total(active, blocks, short=not wide)),
+        ("prefill tokens", "prefill", count(sum(each.prefill_tokens for each in ranks), short=not wide)),
+        ("requests", "reqs", f"{sum(each.active_requests for each in ranks):,}"),
+        ("cached blocks", "cached", count(sum(cached[rank] or 0 for rank in cached), short=not wide)),
+        ("hits predicted", "hits pred.", share(total.predicted)),
+        ("found", "found", share(total.found)),
+        ("event lag", "lag", ""),
     ):
-        table.add_column(header, footer, justify="right", no_wrap=True)
-    table.add_column("state", rest, no_wrap=True, overflow="ellipsis", ratio=1)
+        table.add_column(header if wide else narrow_header, footer, justify="right", no_wrap=True)
+    table.add_column("state", ratio=1)
     for each in shown:
         rank = rank_of(each.rank)
         rate = rates.get(rank, HitRate())
@@ -68,10 +67,10 @@ def ranks_table(
         table.add_row(
             f"{each.rank.worker_id}:{each.rank.dp_rank}",
             *([_bar(each.active_blocks, each.total_blocks)] if wide else []),
-            _of_total(each.active_blocks, each.total_blocks),
-            f"{each.prefill_tokens:,}",
+            _of_total(each.active_blocks, each.total_blocks, short=not wide),
+            count(each.prefill_tokens, short=not wide),
             f"{each.active_requests:,}{held}",
-            "-" if known is None else f"{known:,}",
+            "-" if known is None else count(known, short=not wide),
             share(rate.predicted),
             share(rate.found),
             "-" if stats is None else duration(stats.lag_seconds),
@@ -118,8 +117,9 @@ def _cached(rank: RankStatus, indexed: Mapping[Rank, RankStats]) -> int | None:
     return rank.reported.cached_blocks if rank.HasField("reported") and not indexed else None
 
 
-def _of_total(active: int, total: int) -> str:
-    return f"{active:,} / {total:,}" if total else f"{active:,}"
+def _of_total(active: int, total: int, *, short: bool) -> str:
+    words = count(active, short=short)
+    return f"{words} / {count(total, short=short)}" if total else words
 
 
 def _bar(active: int, total: int) -> Text:
@@ -145,4 +145,7 @@ def _state(rank: RankStatus, stats: RankStats | None) -> Text:
         notes.append(("index not compared", "yellow"))
     if not notes:
         return Text("ok", "green")
-    return Text(", ").join(Text(words, style) for words, style in notes)
+    state = Text(", ").join(Text(words, style) for words, style in notes)
+    # The column may shrink, so that the figures need not; its text is cut rather than wrapped.
+    state.no_wrap, state.overflow = True, "ellipsis"
+    return state

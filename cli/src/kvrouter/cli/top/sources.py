@@ -73,7 +73,7 @@ class Sources:
     def _note(self) -> str:
         if self._directory is None or self._directory.is_synced:
             return ""
-        return f"etcd at {self._where.etcd} does not answer; this goes on trying"
+        return f"etcd at {self._where.etcd} does not answer"
 
     async def _ask_scheduler(self, address: str) -> SchedulerSeen:
         scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))

@@ -10,6 +10,16 @@ def amount(number: int, of: str) -> str:
     return f"{number:,} {of}{'' if number == 1 else 's'}"
 
 
+def count(number: int, *, short: bool) -> str:
+    """``33,275``; short: ``33.3k``, ``505k``, ``2.1M``."""
+    if not short or number < 10_000:
+        return f"{number:,}"
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number / 1e3:.1f}k" if number < 100_000 else f"{number / 1e3:.0f}k"
+
+
 def duration(seconds: float) -> str:
     """``3 ms``, ``1.2 s``, ``48 s``, ``5 min``, ``3.5 h``, ``12 d``."""
     if seconds < 1:

@@ -1,0 +1,247 @@
+"""A frame of ``kvrouter top``, out of answers of Schedulers and Indexers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from kvrouter.cli.top.frame import frame
+from kvrouter.cli.top.hits import HitRate, HitWindow
+from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.words import count, duration
+from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    BusyThresholds,
+    CandidateTerms,
+    ComponentStatus,
+    Decision,
+    GetStatusResponse,
+    HeldRequest,
+    HeldStatus,
+    HitCounts,
+    RankStatus,
+)
+from rich.console import Console
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+NOW_NS = int(NOW.timestamp() * 1e9)
+POOL = ComponentName("ns", "pool")
+
+
+def component(name: str = "pool") -> Component:
+    return Component(namespace="ns", name=name)
+
+
+def rank(worker_id: int, **fields: Any) -> RankStatus:
+    known: dict[str, Any] = {"registered": True, "total_blocks": 1000}
+    return RankStatus(rank=Rank(worker_id=worker_id), **(known | fields))
+
+
+def pool(*ranks: RankStatus, name: str = "pool", **fields: Any) -> ComponentStatus:
+    return ComponentStatus(component=component(name), model="m", mode="kv", ranks=ranks, **fields)
+
+
+def scheduler(*components: ComponentStatus, name: str = "s-1", **fields: Any) -> SchedulerSeen:
+    known: dict[str, Any] = {"ready": True, "started_unix_ns": NOW_NS - 90 * 10**9}
+    status = GetStatusResponse(scheduler_id=name, components=components, **(known | fields))
+    return SchedulerSeen(f"{name}:1", status)
+
+
+def indexer(*ranks: RankStats, name: str = "i-1", ready: bool = True) -> IndexerSeen:
+    stats = ComponentStats(component=component(), ready=ready, blocks=sum(each.blocks for each in ranks), ranks=ranks)
+    return IndexerSeen(f"{name}:1", GetStatsResponse(replica_id=name, components=[stats]))
+
+
+def system(schedulers: Sequence[SchedulerSeen], indexers: Sequence[IndexerSeen] = (), note: str = "") -> System:
+    return System(NOW, schedulers, indexers, note)
+
+
+def lines(seen: System, *, width: int = 160, height: int | None = None) -> list[str]:
+    hits = HitWindow(60)
+    hits.take(seen, 0.0)
+    out = io.StringIO()
+    Console(file=out, width=width).print(frame(seen, hits, width=width, height=height))
+    return out.getvalue().splitlines()
+
+
+def line(found: list[str], start: str) -> str:
+    return next(each for each in found if each.startswith(start))
+
+
+def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
+    loaded = rank(
+        1,
+        active_blocks=250,
+        prefill_tokens=1234,
+        active_requests=3,
+        hits=HitCounts(prompt_tokens=100, cached_tokens=60, predicted_prompt_tokens=100, predicted_cached_tokens=64),
+    )
+    known = RankStats(rank=Rank(worker_id=1), blocks=900, lag_seconds=0.0031, verified=True)
+    found = lines(system([scheduler(pool(loaded, rank(2)), bookings=3, sessions=1)], [indexer(known)]))
+    assert "s-1 at s-1:1 ready  3 bookings, 1 session, up 2 min" in line(found, "Scheduler")
+    assert "i-1 at i-1:1 ready  900 blocks, 0 messages behind" in line(found, "Indexer")
+    assert "model m, mode kv; hit rates since the start" in line(found, "ns/pool")
+    row = line(found, "1:0").split()
+    assert row[1] == "███░░░░░░░"
+    assert row[2:] == ["250", "/", "1,000", "1,234", "3", "900", "64", "%", "60", "%", "3", "ms", "ok"]
+    assert line(found, "2:0").split()[2:] == ["0", "/", "1,000", "0", "0", "-", "-", "-", "-", "ok"]
+    assert line(found, "2 ranks").split()[3:] == ["250", "/", "2,000", "1,234", "3", "900", "64", "%", "60", "%"]
+
+
+@pytest.mark.parametrize(
+    ("status", "stats", "state"),
+    [
+        (rank(1, busy="busy: 9 prefill tokens, above 8"), None, "busy: 9 prefill tokens, above 8"),
+        (rank(1, draining=True), None, "draining"),
+        (rank(1, registered=False), None, "gone, with bookings"),
+        (rank(1), RankStats(rank=Rank(worker_id=1), partial=True), "index partial"),
+        (rank(1), RankStats(rank=Rank(worker_id=1)), "index not compared"),
+    ],
+)
+def test_what_is_unusual_about_a_rank_is_said(status: RankStatus, stats: RankStats | None, state: str) -> None:
+    indexers = [] if stats is None else [indexer(stats)]
+    assert line(lines(system([scheduler(pool(status))], indexers)), "1:0").rstrip().endswith(state)
+
+
+def test_without_an_indexer_cached_blocks_are_what_the_worker_reports() -> None:
+    told = rank(1, reported=LoadReport(cached_blocks=77))
+    found = lines(system([scheduler(pool(told))], [IndexerSeen("i-1:1", failure="refused")]))
+    assert line(found, "Indexer") == "Indexer   at i-1:1 does not answer: refused"
+    assert line(found, "1:0").split()[-5] == "77"
+    assert any("no Indexer is there" in each for each in lines(system([scheduler(pool(told))])))
+
+
+def test_a_decision_shows_the_next_cheapest_and_why() -> None:
+    decision = Decision(
+        component=component(),
+        request_id="a-conversation-with-a-long-name-17~5eed",
+        mode="kv",
+        chosen=Rank(worker_id=1),
+        decided_unix_ns=NOW_NS,
+        prompt_blocks=40,
+        reason="lowest cost",
+        load_only=True,
+        candidates=[
+            CandidateTerms(rank=Rank(worker_id=1), cost=125.5, overlap_blocks=12),
+            CandidateTerms(rank=Rank(worker_id=3), cost=2130, overlap_blocks=1),
+        ],
+    )
+    refused = Decision(component=component(), mode="kv", decided_unix_ns=NOW_NS - 1, reason="all workers are busy")
+    found = lines(system([scheduler(pool(rank(1)), decisions=[refused, decision])]))
+    first, second = found[-2:]
+    assert "a-conver…-a-long-name-17  1:0   12 / 40" in first
+    assert "kv: lowest cost 125.5; next 3:0 2,130.0 (1 cached); on load alone" in first
+    assert "(not booked)" in second
+    assert second.rstrip().endswith("kv: all workers are busy")
+
+
+def test_held_requests_are_shown_with_the_longest() -> None:
+    waiting = HeldRequest(request_id="r", rank=Rank(worker_id=2), age_ms=1200, reason="cheapest once it has room")
+    held = HeldStatus(requests=1, capacity=64, oldest_age_ms=1200, refused_full=2, longest=[waiting])
+    found = lines(system([scheduler(pool(rank(2, held_requests=1), held=held))]))
+    assert "held 1 of at most 64, the oldest for 1.2 s; refused 2 for lack of room, 0 too late anyway" in found
+    assert "  r for 1.2 s, for rank 2:0: cheapest once it has room" in found
+    assert "+1 held" in line(found, "2:0")
+
+
+def test_the_view_of_the_scheduler_that_decides_counts() -> None:
+    old = Decision(component=component(), decided_unix_ns=NOW_NS - 5)
+    new = Decision(component=component(), decided_unix_ns=NOW_NS)
+    idle = scheduler(pool(rank(1)), name="s-1", decisions=[old])
+    deciding = scheduler(pool(rank(1, active_requests=9)), name="s-2", decisions=[new])
+    away = SchedulerSeen("s-3:1", failure="refused")
+    found = lines(system([idle, deciding, away]))
+    assert line(found, "Scheduler at s-3:1") == "Scheduler at s-3:1 does not answer: refused"
+    assert "load as s-2 sees it" in line(found, "ns/pool")
+    assert line(found, "1:0").split()[5:7] == ["0", "9"]
+
+
+def test_each_component_has_its_ranks() -> None:
+    thresholds = BusyThresholds(active_decode_blocks_threshold=0.85, active_prefill_tokens_threshold=8192)
+    decision = Decision(component=component("other"), decided_unix_ns=NOW_NS)
+    both = scheduler(pool(rank(1)), pool(rank(7), name="other", thresholds=thresholds), decisions=[decision])
+    found = lines(system([both]))
+    assert "busy above 85% of the blocks active or 8,192 prefill tokens" in line(found, "ns/other")
+    assert found.index(line(found, "ns/other")) < found.index(line(found, "7:0")) < found.index(line(found, "1:0"))
+    assert " other " in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (system([], note="etcd at e:1 does not answer"), ["etcd at e:1 does not answer", "no Scheduler is there"]),
+        (system([SchedulerSeen("s:1", failure="refused")]), ["no Scheduler answers"]),
+        (system([scheduler()]), ["no worker is registered"]),
+    ],
+)
+def test_an_absence_is_said(seen: System, words: list[str]) -> None:
+    found = lines(seen)
+    assert all(each in found for each in words)
+
+
+@pytest.mark.parametrize("height", [16, 24, 60])
+@pytest.mark.parametrize("width", [70, 100, 200])
+def test_a_frame_fits_the_terminal(width: int, height: int) -> None:
+    ranks = [
+        rank(number, active_blocks=number * 10_000, total_blocks=100_000, prefill_tokens=10**6, busy="so " * 40)
+        for number in range(1, 101)
+    ]
+    decisions = [Decision(component=component(), decided_unix_ns=NOW_NS + n, reason="so " * 80) for n in range(50)]
+    found = lines(system([scheduler(pool(*ranks), decisions=decisions)]), width=width, height=height)
+    assert len(found) <= height
+    assert all(len(each) <= width for each in found)
+    assert any(each.startswith("100:0") for each in found)  # the busiest one
+    assert any(" of 100 " in each for each in found) == (height < 60 or len(found) < 100)
+
+
+def hits(prompt: int, cached: int) -> HitCounts:
+    return HitCounts(
+        prompt_tokens=prompt, cached_tokens=cached, predicted_prompt_tokens=prompt, predicted_cached_tokens=cached
+    )
+
+
+def counted(*schedulers: tuple[str, int, HitCounts]) -> System:
+    return system(
+        [scheduler(pool(rank(1, hits=sums)), name=name, started_unix_ns=start) for name, start, sums in schedulers]
+    )
+
+
+def test_hit_rates_are_over_the_window_and_all_schedulers() -> None:
+    window = HitWindow(60)
+    window.take(counted(("a", 1, hits(100, 100))), 0.0)
+    assert window.rate(POOL) == HitRate(1.0, 1.0)
+    window.take(counted(("a", 1, hits(200, 150)), ("b", 1, hits(100, 0))), 10.0)
+    assert window.rates(POOL) == {(1, 0): HitRate(0.25, 0.25)}
+    window.take(counted(("a", 1, hits(200, 150)), ("b", 1, hits(100, 0))), 71.0)
+    assert window.rate(POOL) == HitRate(None, None)
+
+
+def test_a_scheduler_that_restarts_counts_from_its_start() -> None:
+    window = HitWindow(60)
+    window.take(counted(("a", 1, hits(1000, 1000))), 0.0)
+    window.take(system([SchedulerSeen("a:1", failure="refused")]), 1.0)
+    window.take(counted(("a", 2, hits(10, 5))), 2.0)
+    assert window.rate(POOL) == HitRate(0.5, 0.5)
+
+
+def test_a_rank_that_was_forgotten_in_between_counts_from_then() -> None:
+    window = HitWindow(60)
+    window.take(counted(("a", 1, hits(1000, 1000))), 0.0)
+    window.take(counted(("a", 1, hits(10, 5))), 1.0)
+    assert window.rate(POOL) == HitRate(0.5, 0.5)
+
+
+def test_figures_in_words() -> None:
+    assert [duration(seconds) for seconds in (0.0031, 1.24, 48.2, 300, 12_600, 10**6)] == [
+        *("3 ms", "1.2 s", "48 s", "5 min", "3.5 h", "12 d")
+    ]
+    assert [count(number, short=True) for number in (9999, 33_275, 505_000, 2_100_000, 5 * 10**9)] == [
+        *("9,999", "33.3k", "505k", "2.1M", "5.0G")
+    ]
+    assert count(2_100_000, short=False) == "2,100,000"
