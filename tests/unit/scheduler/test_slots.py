@@ -47,7 +47,6 @@ class Load(RuleBasedStateMachine):
         super().__init__()
         self.slots = SlotManager(BLOCK, Accounting())
         self.live: dict[Key, Booked] = {}
-        self.freed: set[Key] = set()
         self.registered: set[Rank] = set()
 
     @rule(ranks=st.sets(ranks))
@@ -58,7 +57,7 @@ class Load(RuleBasedStateMachine):
     @rule(number=keys, rank=ranks, blocks=st.integers(0, 4), seed=st.integers(0, 1), tail=st.integers(1, BLOCK - 1))
     def book(self, number: int, rank: Rank, blocks: int, seed: int, tail: int) -> None:
         wanted = prompt(blocks, seed=seed, tail=tail)
-        fresh = key(number) not in self.live and key(number) not in self.freed
+        fresh = key(number) not in self.live
         assert self.slots.book(key(number), rank, wanted, wanted.tokens) == fresh
         if fresh:
             self.live[key(number)] = Booked(rank, wanted, wanted.tokens)
@@ -81,8 +80,6 @@ class Load(RuleBasedStateMachine):
     def free(self, number: int) -> None:
         booked = self.live.pop(key(number), None)
         assert self.slots.free(key(number)) == (booked is not None)
-        if booked:
-            self.freed.add(key(number))
 
     @invariant()
     def loads_are_sums(self) -> None:

@@ -33,21 +33,24 @@ class Affinity:
         """The row of the conversation's rank alone, where it is among the rows; else all rows."""
         if not request.conversation_id:
             return rows
-        rank = self._ranks.get(_key(component, request))
+        rank = self._ranks.get((component, conversation_of(request)))
         return next(([row] for row in rows if row.candidate.rank == rank), rows)
 
-    def record(self, component: ComponentName, request: RoutingRequest, rank: Rank) -> None:
-        """A request was booked on a rank."""
-        if not request.conversation_id:
+    def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
+        """A request was booked on a rank, of a conversation as ``conversation_of`` names it."""
+        if not conversation:
             return
-        key = _key(component, request)
+        key = (component, conversation)
         self._ranks[key] = rank
         self._ranks.move_to_end(key)
         if len(self._ranks) > self._capacity:
             self._ranks.popitem(last=False)
 
 
-def _key(component: ComponentName, request: RoutingRequest) -> _Key:
+def conversation_of(request: RoutingRequest) -> bytes:
+    """The digest of a request's conversation, 16 bytes; empty where it is of none."""
+    if not request.conversation_id:
+        return b""
     # A digest, so that an id of any length takes as much memory; tenants name their conversations independently.
     tenant, conversation = request.scope.tenant.encode(), request.conversation_id.encode()
-    return component, blake2b(len(tenant).to_bytes(8, "little") + tenant + conversation, digest_size=16).digest()
+    return blake2b(len(tenant).to_bytes(8, "little") + tenant + conversation, digest_size=16).digest()

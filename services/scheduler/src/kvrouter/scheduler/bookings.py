@@ -9,9 +9,9 @@ from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.ledger import Ledger, Record
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.pools import Pools
-from kvrouter.scheduler.prompts import Prompt, pack_hashes
 from kvrouter.scheduler.slots import Key, key_of
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.scheduler.told import book_told
+from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.scheduler_pb2 import (
     BookingReasserted,
     FreeRequest,
@@ -21,19 +21,19 @@ from kvrouter.v1.scheduler_pb2 import (
     ReassertBooking,
     ReportOutputRequest,
     ReportOutputResponse,
-    SelectWorkerResponse,
 )
 
 log = structlog.get_logger(component="scheduler")
 
 MAX_REQUEST_ID_BYTES = 128
+_STAGES = frozenset(Stage.values())
 
 
 def checked_key(booking: BookingKey) -> Key:
     """The key of a booking.
 
     Raises:
-        BadRequest: the request id is empty or too long.
+        BadRequest: the request id is empty or too long, or there is no such stage.
     """
     size = len(booking.request_id.encode())
     if not 1 <= size <= MAX_REQUEST_ID_BYTES:
@@ -41,6 +41,10 @@ def checked_key(booking: BookingKey) -> Key:
             f"the request id has {size} bytes",
             field="booking.request_id",
             advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes.",
+        )
+    if booking.stage not in _STAGES:
+        raise BadRequest(
+            f"there is no stage {booking.stage}", field="booking.stage", advice="Send one of those in the contract."
         )
     return key_of(booking)
 
@@ -57,13 +61,16 @@ class Bookings:
     def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
         """The prompt is computed."""
         record = self._find(request.booking)
-        return MarkPrefillCompleteResponse(known=record is not None and record.slots.prefill_complete(record.key))
+        if record is not None:
+            self._ledger.prefill_complete(record)
+        return MarkPrefillCompleteResponse(known=record is not None)
 
     def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
         """So many tokens are generated."""
         record = self._find(request.booking)
-        known = record is not None and record.slots.output_tokens(record.key, request.output_tokens)
-        return ReportOutputResponse(known=known)
+        if record is not None:
+            self._ledger.generated(record, request.output_tokens)
+        return ReportOutputResponse(known=record is not None)
 
     def free(self, request: FreeRequest) -> FreeResponse:
         """Releases a booking, and holds its prediction against what the worker says."""
@@ -93,8 +100,9 @@ class Bookings:
             record = self._book_again(key, request, session_id, now)
         if record is not None:
             if request.prefill_complete:
-                record.slots.prefill_complete(key)
-            record.slots.output_tokens(key, request.output_tokens)
+                self._ledger.prefill_complete(record)
+            if request.output_tokens:
+                self._ledger.generated(record, request.output_tokens)
         return BookingReasserted(known=known)
 
     def expire(self) -> None:
@@ -131,28 +139,10 @@ class Bookings:
 
     def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Record | None:
         pool = self._pools.named(request.component.namespace, request.component.name)
-        hashes = pack_hashes(request.sequence_hashes)
-        block_size = pool.slots.block_size
-        if request.prompt_tokens == 0 or len(hashes) // 8 != request.prompt_tokens // block_size:
-            raise BadRequest(
-                f"{len(hashes) // 8} hashes do not fit {request.prompt_tokens} prompt tokens in blocks of {block_size}",
-                field="sequence_hashes",
-                advice="Send one hash for each full block of the prompt.",
-            )
-        prompt = Prompt(request.prompt_tokens, b"", hashes)
-        rank = (request.rank.worker_id, request.rank.dp_rank)
-        if not pool.slots.book(key, rank, prompt, min(request.prefill_tokens, prompt.tokens)):
+        record = book_told(pool, key, request)
+        if record is None:
             return None
         self._metrics.reasserted.inc()
-        endpoint = next((each.endpoint for each in pool.candidates if each.rank == rank), "")
-        outcome = SelectWorkerResponse(
-            rank=request.rank,
-            endpoint=endpoint,
-            overlap_blocks=max(0, request.prompt_tokens - request.prefill_tokens) // block_size,
-            prompt_blocks=prompt.blocks,
-            component=request.component,
-            role=pool.role,
-        )
-        record = Record(key, pool.name, pool.slots, outcome, audited=False, session_id=session_id)
+        record.session_id = session_id
         self._ledger.add(record, now)
         return record

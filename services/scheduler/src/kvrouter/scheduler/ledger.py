@@ -1,20 +1,23 @@
 """Who owns the bookings, and when they go: with their session after a grace, at the end of a lease, or when freed.
 
-The one place that knows every booking of this Scheduler, over all components. Time is handed in, seconds of a monotonic
-clock.
+The one place that knows every owner at this Scheduler, over all components. Time is handed in, seconds of a monotonic
+clock. What happens here to a booking is told to a witness, which tells the other Schedulers.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
-from kvrouter.scheduler.slots import Key, SlotManager
+from kvrouter.scheduler.records import Life, Record, Records
+from kvrouter.scheduler.slots import Key
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+
+__all__ = ["BookingFreed", "EndedSession", "Expired", "Ledger", "Record", "Witness"]
 
 _LEAST_SWEEP = 1024
 """Entries of the heap of leases below which a sweep is not worth it."""
@@ -28,22 +31,45 @@ class BookingFreed(RequestIdReused):
         self.args = (f"this booking of the request id {request_id[:128]!r} was freed already",)
 
 
-@dataclass(slots=True)
-class Record:
-    """A live booking."""
+class Witness(Protocol):
+    """Is told of what happens to bookings at this Scheduler, after it has happened."""
 
-    key: Key
-    component: ComponentName
-    slots: SlotManager = field(repr=False)
-    outcome: SelectWorkerResponse
-    """What the selection answered."""
-    audited: bool
-    """Whether its overlap was predicted by an Indexer, so that the worker's count can be held against it."""
-    session_id: str = ""
-    """Session that owns it; empty for a lease."""
-    lease_seconds: float = 0.0
-    """Time for which it lives after the last call that named it; without meaning in a session."""
-    lease_until: float = 0.0
+    def held(self, record: Record) -> None:
+        """It was booked here, or has another owner here."""
+        ...
+
+    def prefilled(self, record: Record) -> None:
+        """Its prompt is computed."""
+        ...
+
+    def generated(self, record: Record) -> None:
+        """It has generated more tokens."""
+        ...
+
+    def freed(self, key: Key, component: ComponentName | None) -> None:
+        """It has ended; without a component where the key is unknown here."""
+        ...
+
+    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
+        """A session's grace is over; it had bookings in these components."""
+        ...
+
+
+class _NobodyListens:
+    def held(self, record: Record) -> None:
+        pass
+
+    def prefilled(self, record: Record) -> None:
+        pass
+
+    def generated(self, record: Record) -> None:
+        pass
+
+    def freed(self, key: Key, component: ComponentName | None) -> None:
+        pass
+
+    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -64,7 +90,7 @@ class EndedSession:
     session_id: str
     client_name: str
     bookings: int
-    """Bookings that went with it."""
+    """Bookings that it owned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +102,21 @@ class Expired:
 
 
 class Ledger:
-    """Bookings by key, with their owners. A booking is released exactly once."""
+    """Bookings by key, with their owners here."""
 
-    def __init__(self, *, session_grace_seconds: float, tombstones: int = 1 << 16) -> None:
-        """``tombstones`` is how many freed keys are remembered, so that a late call books none of them again."""
+    def __init__(self, *, session_grace_seconds: float, tombstones: int = 1 << 16, life: Life = (0, "")) -> None:
+        """Nothing is booked.
+
+        Args:
+            session_grace_seconds: How long bookings outlive the stream of their session.
+            tombstones: Freed keys that are remembered, so that a late call books none of them again.
+            life: Life of this Scheduler.
+        """
+        self.records = Records(life, self._disown, tombstones=tombstones)
+        """Every live booking, those that only other Schedulers hold among them."""
+        self.witness: Witness = _NobodyListens()
         self._grace = session_grace_seconds
-        self._records: dict[Key, Record] = {}
         self._sessions: dict[str, _Session] = {}
-        self._freed: OrderedDict[Key, None] = OrderedDict()
-        self._max_freed = tombstones
         # An entry holds where a lease was to end when it was pushed; renewals are seen when it comes up.
         self._leases: list[tuple[float, int, Key]] = []
         self._order = itertools.count()
@@ -92,7 +124,7 @@ class Ledger:
 
     def __len__(self) -> int:
         """Live bookings."""
-        return len(self._records)
+        return len(self.records)
 
     @property
     def sessions(self) -> int:
@@ -101,23 +133,23 @@ class Ledger:
 
     def find(self, key: Key, now: float) -> Record | None:
         """The live booking of a key, its lease renewed."""
-        record = self._records.get(key)
+        record = self.records.get(key)
         if record is not None and not record.session_id:
             record.lease_until = now + record.lease_seconds
         return record
 
     def was_freed(self, key: Key) -> bool:
-        """Whether the key is remembered as freed."""
-        return key in self._freed
+        """Whether the key is remembered as freed. One that went with its owner was not: that may come back."""
+        return self.records.was_freed(key)
 
     def check_bookable(self, key: Key, session_id: str) -> None:
         """Accepts a key that is to be booked.
 
         Raises:
-            BookingFreed: it was freed.
+            BookingFreed: it was freed, or went with its owner.
             SessionLost: there is no such open session.
         """
-        if key in self._freed:
+        if self.records.is_gone(key):
             raise BookingFreed(key[0])
         session = self._sessions.get(session_id)
         if session_id and (session is None or not session.open):
@@ -125,24 +157,51 @@ class Ledger:
 
     def add(self, record: Record, now: float) -> None:
         """Takes a booking in whose key passed ``check_bookable`` and is booked in its slots."""
-        self._records[record.key] = record
-        if record.session_id:
-            self._sessions[record.session_id].keys.add(record.key)
-        else:
-            self._push_lease(record, now)
+        self.records.add(record, self.records.here)
+        self._own(record, now)
+
+    def claim(self, record: Record, session_id: str, lease_seconds: float, now: float) -> None:
+        """Makes a session, or a lease, own a booking that was known through other Schedulers only.
+
+        Raises:
+            SessionLost: there is no such open session.
+        """
+        if self.records.is_here(record):
+            return
+        self.check_bookable(record.key, session_id)
+        self.records.hold(record, self.records.here)
+        record.session_id, record.lease_seconds = session_id, lease_seconds
+        self._own(record, now)
 
     def adopt(self, record: Record, session_id: str) -> None:
         """Makes an open session the owner of a booking."""
-        owner = self._sessions.get(record.session_id)
-        if owner is not None:
-            owner.keys.discard(record.key)
+        if self.records.is_here(record) and record.session_id == session_id:
+            return
+        self._disown(record)
+        self.records.hold(record, self.records.here)
         record.session_id = session_id
         self._sessions[session_id].keys.add(record.key)
+        self.witness.held(record)
+
+    def prefill_complete(self, record: Record) -> None:
+        """The prompt of a live booking is computed."""
+        self._note_told(record)
+        self.records.prefill_complete(record)
+        self.witness.prefilled(record)
+
+    def generated(self, record: Record, output_tokens: int) -> None:
+        """A live booking has generated so many tokens."""
+        self._note_told(record)
+        self.records.generated(record, output_tokens)
+        self.witness.generated(record)
 
     def free(self, key: Key) -> Record | None:
         """Releases a booking. A key that is unknown is remembered as freed all the same."""
-        self._remember_freed(key)
-        return self._release(key)
+        known_before = self.records.was_freed(key)
+        record = self.records.free(key)
+        if record is not None or not known_before:
+            self.witness.freed(key, None if record is None else record.component)
+        return record
 
     def open_session(self, session_id: str, client_name: str) -> int:
         """Opens a session, or takes over one of that id with its bookings. Returns the token to close it with."""
@@ -173,8 +232,8 @@ class Ledger:
         expired = []
         while self._leases and self._leases[0][0] <= now:
             _, _, key = heapq.heappop(self._leases)
-            record = self._records.get(key)
-            if record is None or record.session_id:
+            record = self.records.get(key)
+            if record is None or not self._is_leased(key):
                 continue
             if record.lease_until > now:
                 heapq.heappush(self._leases, (record.lease_until, next(self._order), key))
@@ -188,36 +247,38 @@ class Ledger:
         ended = []
         for session_id in due:
             session = self._sessions.pop(session_id)
-            for key in session.keys:
-                self._remember_freed(key)
-                self._records.pop(key).slots.free(key)
+            went = [self.records.let_go(key, self.records.here) for key in session.keys]
+            for record in went:
+                if record is not None:
+                    record.session_id = ""
+            if session.keys:
+                self.witness.session_ended(session_id, {record.component for record in went if record is not None})
             ended.append(EndedSession(session_id, session.client_name, len(session.keys)))
         return ended
 
-    def _release(self, key: Key) -> Record | None:
-        record = self._records.pop(key, None)
-        if record is None:
-            return None
-        record.slots.free(key)
+    def _own(self, record: Record, now: float) -> None:
+        if record.session_id:
+            self._sessions[record.session_id].keys.add(record.key)
+        else:
+            self._push_lease(record, now)
+        self.witness.held(record)
+
+    def _disown(self, record: Record) -> None:
         session = self._sessions.get(record.session_id)
         if session is not None:
-            session.keys.discard(key)
-        return record
+            session.keys.discard(record.key)
+
+    def _note_told(self, record: Record) -> None:
+        record.told = record.told or not self.records.is_here(record)
 
     def _push_lease(self, record: Record, now: float) -> None:
         record.lease_until = now + record.lease_seconds
         heapq.heappush(self._leases, (record.lease_until, next(self._order), record.key))
         # Bookings are mostly freed long before their lease ends; what they leave behind is swept out now and then.
-        if len(self._leases) > 2 * len(self._records) + _LEAST_SWEEP:
+        if len(self._leases) > 2 * len(self.records) + _LEAST_SWEEP:
             self._leases = [entry for entry in self._leases if self._is_leased(entry[2])]
             heapq.heapify(self._leases)
 
     def _is_leased(self, key: Key) -> bool:
-        record = self._records.get(key)
-        return record is not None and not record.session_id
-
-    def _remember_freed(self, key: Key) -> None:
-        self._freed[key] = None
-        self._freed.move_to_end(key)
-        if len(self._freed) > self._max_freed:
-            self._freed.popitem(last=False)
+        record = self.records.get(key)
+        return record is not None and not record.session_id and self.records.is_here(record)

@@ -25,7 +25,7 @@ from kvrouter.runtime.errors import (
     NoWorkers,
     RequestIdReused,
 )
-from kvrouter.scheduler.affinity import Affinity
+from kvrouter.scheduler.affinity import Affinity, conversation_of
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.candidates import Wanted, check_pinned
 from kvrouter.scheduler.choosing import Chosen, book, choose
@@ -173,7 +173,7 @@ class Selector:
     ) -> SelectWorkerResponse:
         """The first outcome for a key, however often and however concurrently it is asked for."""
         while True:
-            repeated = self._repeated(key, question)
+            repeated = self._repeated(key, question, session_id, _lease_seconds(request.lease_ms))
             if repeated is not None:
                 return repeated
             under_way = self._under_way.get(key)
@@ -187,8 +187,11 @@ class Selector:
             del self._under_way[key]
             done.set()
 
-    def _repeated(self, key: Key, question: Question) -> SelectWorkerResponse | None:
-        record = self._ledger.find(key, self._clock())
+    def _repeated(
+        self, key: Key, question: Question, session_id: str, lease_seconds: float
+    ) -> SelectWorkerResponse | None:
+        now = self._clock()
+        record = self._ledger.find(key, now)
         if record is None:
             return None
         booking = record.slots.booking(key)
@@ -199,6 +202,8 @@ class Selector:
             or booking.prompt_tokens != question.prompt.tokens
         ):
             raise RequestIdReused(key[0])
+        # Booked at another Scheduler, whose caller has come here.
+        self._ledger.claim(record, session_id, lease_seconds, now)
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(record.outcome)
@@ -258,18 +263,28 @@ class Selector:
         response = _answer(asked, chosen, decision_id, held_seconds)
         if key is not None:
             if not book(pool, key, question.prompt, chosen):
-                raise BookingFreed(key[0])
+                return self._booked_meanwhile(asked, key)
             response.prefill_tokens = chosen.prefill_tokens
             asked_indexer = question.options.asks_indexer and not asked.overlaps.failure
             audited = asked_indexer and question.wanted.stage != Stage.STAGE_DECODE
             record = Record(key, pool.name, pool.slots, response, audited, asked.session_id, asked.lease_seconds)
+            record.conversation = conversation_of(asked.routing)
+            if self._predictions is not None:
+                record.local_hashes = question.prompt.local_hashes
             self._ledger.add(record, self._clock())
-            self._affinity.record(pool.name, asked.routing, candidate.rank)
+            self._affinity.note(pool.name, record.conversation, candidate.rank)
             if self._predictions is not None:
                 self._predictions.record(pool, candidate.rank, candidate.incarnation, question.prompt)
         pool.previous[question.options.mode] = candidate.rank
         self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, held_seconds)
         return response
+
+    def _booked_meanwhile(self, asked: Asked, key: Key) -> SelectWorkerResponse:
+        """The outcome at another Scheduler, heard of while the request was decided here."""
+        repeated = self._repeated(key, asked.question, asked.session_id, asked.lease_seconds)
+        if repeated is None:
+            raise BookingFreed(key[0])
+        return repeated
 
     async def refresh(self, asked: Asked) -> None:
         """Asks for the overlaps of a request anew; an answer that cannot be had leaves the old one."""

@@ -85,7 +85,8 @@ class SlotManager:
         """``clock`` tells seconds."""
         self.block_size = block_size
         self._accounting = accounting
-        self._sequences = ActiveSequences(block_size, max_bookings=max_bookings)
+        # Which keys were freed, and may not come back, is known over all components: see ``records``.
+        self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
         self._registered: frozenset[Rank] = frozenset()
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
@@ -135,7 +136,7 @@ class SlotManager:
     def book(
         self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None
     ) -> bool:
-        """Books a request. Returns False, and changes nothing, if the key is booked or was freed.
+        """Books a request. Returns False, and changes nothing, if the key is booked.
 
         ``forecast_ms`` is the time to its first token, where a forecast of it is fit to be compared.
 

@@ -1,0 +1,77 @@
+"""Bookings as messages: what one Scheduler or a client tells of a booking, and such a booking booked here."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.pools import Pool
+from kvrouter.scheduler.prompts import Prompt, pack_hashes
+from kvrouter.scheduler.records import Record, booking_of
+from kvrouter.scheduler.slots import Key
+from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
+from kvrouter.v1.sync_pb2 import AddRequest
+
+
+def key_message(key: Key) -> BookingKey:
+    """A key as the contract has it."""
+    request_id, attempt, stage = key
+    return BookingKey(request_id=request_id, attempt=attempt, stage=cast(Stage, stage))
+
+
+def component_message(name: ComponentName) -> Component:
+    """A component as the contract has it."""
+    return Component(namespace=name.namespace, name=name.name)
+
+
+def add_request(record: Record, now: float) -> AddRequest:
+    """A live booking as other Schedulers are told of it."""
+    booking = booking_of(record)
+    lease_left = 0.0 if record.session_id else record.lease_until - now
+    return AddRequest(
+        booking=key_message(record.key),
+        rank=Rank(worker_id=booking.rank[0], dp_rank=booking.rank[1]),
+        sequence_hashes=memoryview(booking.sequence_hashes).cast("Q").tolist(),
+        local_hashes=memoryview(record.local_hashes).cast("Q").tolist(),
+        prompt_tokens=booking.prompt_tokens,
+        prefill_tokens=booking.prefill_tokens,
+        overlap_blocks=record.outcome.overlap_blocks,
+        session_id=record.session_id,
+        lease_until_unix_ns=time.time_ns() + int(lease_left * 1e9) if not record.session_id else 0,
+        tracks_active_blocks=booking.track_blocks,
+        conversation=record.conversation,
+    )
+
+
+def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Record | None:
+    """Books what was told. Returns its record, without an owner, or None where the key is booked already.
+
+    Raises:
+        BadRequest: the hashes do not fit the prompt, as where blocks have another size.
+        TooLarge: there are as many bookings as may be.
+    """
+    hashes = pack_hashes(told.sequence_hashes)
+    block_size = pool.slots.block_size
+    if told.prompt_tokens == 0 or len(hashes) // 8 != told.prompt_tokens // block_size:
+        raise BadRequest(
+            f"{len(hashes) // 8} hashes do not fit {told.prompt_tokens} prompt tokens in blocks of {block_size}",
+            field="sequence_hashes",
+            advice="Send one hash for each full block of the prompt.",
+        )
+    prompt = Prompt(told.prompt_tokens, b"", hashes)
+    rank = (told.rank.worker_id, told.rank.dp_rank)
+    if not pool.slots.book(key, rank, prompt, min(told.prefill_tokens, prompt.tokens)):
+        return None
+    endpoint = next((each.endpoint for each in pool.candidates if each.rank == rank), "")
+    outcome = SelectWorkerResponse(
+        rank=told.rank,
+        endpoint=endpoint,
+        overlap_blocks=max(0, told.prompt_tokens - told.prefill_tokens) // block_size,
+        prompt_blocks=prompt.blocks,
+        component=component_message(pool.name),
+        role=pool.role,
+    )
+    return Record(key, pool.name, pool.slots, outcome, audited=False)
