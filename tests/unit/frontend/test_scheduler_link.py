@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import grpc
+import pytest
+from kvrouter.frontend import scheduler_link
 from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import NotFound
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     BookingReasserted,
     CallFailed,
     ReassertBooking,
+    SelectWorkerRequest,
     SelectWorkerResponse,
     SessionOpened,
     SessionRequest,
@@ -28,16 +32,23 @@ COMPONENT = ComponentName("test", "workers")
 
 
 class Refusing:
-    """A Scheduler's session that refuses a booking so many times with one code; it is its own source."""
+    """A Scheduler's session that refuses so many bookings or selections with one code; it is its own source."""
 
     def __init__(self, refusals: int, code: grpc.StatusCode = grpc.StatusCode.NOT_FOUND) -> None:
         self.refusals = refusals
         self.code = code
         self.asserted: list[ReassertBooking] = []
+        self.selected: list[SelectWorkerRequest] = []
+        self.ends_with_selections = 0
         self.opened = asyncio.Event()
 
-    def pick(self, component: ComponentName, avoid: Collection[str] = ()) -> tuple[str, Scheduler] | None:
+    def pick(
+        self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
+    ) -> tuple[str, Scheduler] | None:
         return "one", cast(Scheduler, self)
+
+    def count(self) -> int:
+        return 1
 
     def is_live(self, scheduler_id: str) -> bool:
         return True
@@ -59,6 +70,15 @@ class Refusing:
                     response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
                 else:
                     response.reasserted.CopyFrom(BookingReasserted())
+            elif request.HasField("select"):
+                self.selected.append(request.select)
+                if self.ends_with_selections:
+                    self.ends_with_selections -= 1
+                    return
+                if self.refusals >= len(self.selected):
+                    response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
+                else:
+                    response.select.CopyFrom(SelectWorkerResponse(spread_advised=True))
             yield response
 
 
@@ -68,8 +88,8 @@ def booking(request_id: str) -> LiveBooking:
 
 
 @asynccontextmanager
-async def linked(scheduler: Refusing) -> AsyncIterator[SchedulerLink]:
-    link = SchedulerLink(COMPONENT, scheduler, session_id="session", client_name="test")
+async def linked(scheduler: Refusing, **settings: Any) -> AsyncIterator[SchedulerLink]:
+    link = SchedulerLink(COMPONENT, scheduler, session_id="session", client_name="test", **settings)
     running = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(10):
@@ -109,3 +129,43 @@ async def test_what_changes_while_a_session_opens_is_told() -> None:
         await until_asserted(scheduler, 1)
         await link.wait_ready()
     assert [(each.booking.request_id, each.prefill_complete) for each in scheduler.asserted] == [("done", True)]
+
+
+def selection(**fields: Any) -> SelectWorkerRequest:
+    return SelectWorkerRequest(booking=BookingKey(request_id="a"), **fields)
+
+
+async def test_a_selection_that_moves_keeps_its_arrival_and_what_is_left_of_its_time() -> None:
+    scheduler = Refusing(0)
+    scheduler.opened.set()
+    scheduler.ends_with_selections = 1
+    async with linked(scheduler) as link:
+        await link.select(selection(arrived_unix_ns=77), deadline=Deadline.after(9))
+    first, second = scheduler.selected
+    assert first.arrived_unix_ns == second.arrived_unix_ns == 77
+    assert 9000 >= first.time_left_ms > second.time_left_ms > 0
+
+
+async def test_a_component_that_the_scheduler_has_not_discovered_yet_is_asked_for_again() -> None:
+    scheduler = Refusing(2)
+    scheduler.opened.set()
+    async with linked(scheduler) as link:
+        await link.select(selection(), deadline=Deadline.never())
+    assert len(scheduler.selected) == 3
+
+
+async def test_one_that_it_does_not_have_after_a_while_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_link, "_YOUNG_SECONDS", 0.0)
+    scheduler = Refusing(2)
+    scheduler.opened.set()
+    async with linked(scheduler) as link:
+        with pytest.raises(NotFound):
+            await link.select(selection(), deadline=Deadline.never())
+
+
+async def test_advice_to_spread_is_passed_on() -> None:
+    scheduler, advised = Refusing(0), asyncio.Event()
+    scheduler.opened.set()
+    async with linked(scheduler, on_spread_advised=advised.set) as link:
+        await link.select(selection(), deadline=Deadline.never())
+    assert advised.is_set()

@@ -14,8 +14,8 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits
 from kvrouter.frontend.recording import Recorder
 from kvrouter.frontend.recording_file import RecordingFile
-from kvrouter.frontend.scheduler_link import SchedulerSource
-from kvrouter.frontend.schedulers import SchedulerLinks
+from kvrouter.frontend.scheduler_links import SchedulerLinks
+from kvrouter.frontend.scheduler_source import SchedulerSource
 from kvrouter.frontend.service import FrontendService, GatewayOptions
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers import WorkerPool
@@ -31,7 +31,7 @@ async def running(
 ) -> AsyncIterator[FrontendService]:
     """A Frontend's object with its links to Schedulers, while the context lasts."""
     metrics = FrontendMetrics(runtime.registry)
-    links = SchedulerLinks(runtime.directory, schedulers, instance_id=runtime.instance_id)
+    links = SchedulerLinks(runtime.directory, schedulers, instance_id=runtime.instance_id, spread=settings.spread)
     workers = WorkerPool()
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds)

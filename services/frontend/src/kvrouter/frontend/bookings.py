@@ -48,7 +48,9 @@ class LiveBooking:
             rank=selection.rank,
             sequence_hashes=sequence_hashes,
             prompt_tokens=prompt_tokens,
-            prefill_tokens=max(0, prompt_tokens - selection.overlap_blocks * block_size),
+            prefill_tokens=selection.prefill_tokens
+            if selection.HasField("prefill_tokens")
+            else max(0, prompt_tokens - selection.overlap_blocks * block_size),
             block_size=block_size,
         )
 

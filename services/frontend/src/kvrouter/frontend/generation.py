@@ -19,7 +19,7 @@ from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording_file import Outline
-from kvrouter.frontend.scheduler_link import SchedulerLink
+from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.workers import WorkerPool
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView
@@ -76,7 +76,7 @@ class Generation:
         self,
         request: FrontendServiceGenerateRequest,
         view: ComponentView,
-        link: SchedulerLink,
+        links: SchedulerLinks,
         workers: WorkerPool,
         metrics: FrontendMetrics,
         *,
@@ -84,7 +84,6 @@ class Generation:
     ) -> None:
         self._request = request
         self._block_size = view.descriptor.block_size
-        self._link = link
         self._workers = workers
         self._metrics = metrics
         self._max_attempts = max_attempts
@@ -98,6 +97,7 @@ class Generation:
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
         local = self._local_hashes = local_hashes(list(request.token_ids), self._block_size, scope, multimodal)
         self._sequence_hashes = sequence_hashes(local)
+        self._link = links.link(view.name, self._sequence_hashes, request.conversation_id)
         self._routing = RoutingRequest(
             model=request.model,
             component=view.descriptor.component,

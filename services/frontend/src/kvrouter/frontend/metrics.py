@@ -43,6 +43,11 @@ class FrontendMetrics:
             "kvrouter_frontend_output_tokens", "Tokens generated and passed on.", registry=registry
         )
         self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings that are not freed.", registry=registry)
+        self.spread_components = Gauge(
+            "kvrouter_frontend_spread_components",
+            "Components whose requests are split over several Schedulers.",
+            registry=registry,
+        )
         self.worker_channels = Gauge(
             "kvrouter_frontend_worker_channels", "Open channels to workers.", registry=registry
         )

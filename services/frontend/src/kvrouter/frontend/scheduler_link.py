@@ -2,8 +2,9 @@
 
 A link keeps one session open: selections and what becomes of bookings travel on it. When the Scheduler goes away, or
 another one becomes the component's, the link opens a session there and tells it of the bookings that are live, so that
-no load is lost and none is counted twice. Selections wait for that up to their deadline. What the new Scheduler cannot
-take yet, because it has not discovered the workers, it is told again until it does.
+no load is lost and none is counted twice. Selections wait for that up to their deadline, and keep the time of their
+arrival. What the new Scheduler cannot take yet, because it has not discovered the workers, it is told again until it
+does; a selection that it cannot answer yet is asked again as well, while the component is young.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
 
 import grpc
 import structlog
 from kvrouter.frontend.bookings import Key, LiveBooking, key_of
+from kvrouter.frontend.scheduler_source import SchedulerSource
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterError, from_parts
+from kvrouter.runtime.errors import (
+    DeadlineExceeded,
+    DependencyAway,
+    KvRouterError,
+    NotFound,
+    NoWorkers,
+    UnknownModel,
+    from_parts,
+)
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -46,26 +55,9 @@ _OPENING_SECONDS = 5.0
 _AVOIDED_SECONDS = 15.0
 """Time for which a Scheduler that opened no session is left alone: a dead one's lease has ended by then."""
 _REASSERT_SECONDS = 0.1
-"""Pause before a booking that was refused is asserted again: about what a Scheduler takes to discover a component."""
-
-
-class SchedulerSource(Protocol):
-    """Where the Scheduler of a component is to be had."""
-
-    def pick(self, component: ComponentName, avoid: Collection[str] = ()) -> tuple[str, Scheduler] | None:
-        """The id of the component's Scheduler, and the object or stub; None where none is live.
-
-        Those to ``avoid`` are picked only where there is no other.
-        """
-        ...
-
-    def is_live(self, scheduler_id: str) -> bool:
-        """Whether a Scheduler of that id may be picked."""
-        ...
-
-    async def changed(self) -> None:
-        """Returns when ``pick`` may give another answer."""
-        ...
+"""Pause before what was refused is told or asked again: about what a Scheduler takes to discover a component."""
+_YOUNG_SECONDS = 2.0
+"""Age of a link up to which its Scheduler may not have discovered the component: many times what that takes."""
 
 
 class _SessionEnded(Exception):
@@ -79,8 +71,21 @@ class _NotOpened(Exception):
 class SchedulerLink:
     """Books load at the Scheduler of one component. ``run`` must be running; the other methods are for its clients."""
 
-    def __init__(self, component: ComponentName, source: SchedulerSource, *, session_id: str, client_name: str) -> None:
+    def __init__(
+        self,
+        component: ComponentName,
+        source: SchedulerSource,
+        *,
+        session_id: str,
+        client_name: str,
+        shard: int = 0,
+        on_spread_advised: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``shard`` is the part of the component's requests; ``on_spread_advised`` hears that they are too many."""
         self._component = component
+        self._shard = shard
+        self._on_spread_advised = on_spread_advised
+        self._young_until = time.monotonic() + _YOUNG_SECONDS
         self._source = source
         self._session_id = session_id
         self._client_name = client_name
@@ -115,7 +120,6 @@ class SchedulerLink:
             KvRouterError: what the Scheduler answered.
             DependencyAway: no Scheduler was to be had before the deadline.
         """
-        request = SelectWorkerRequest(request=request.request, booking=request.booking, session_id=self._session_id)
         sent = False
         try:
             async with asyncio.timeout(deadline.remaining()):
@@ -123,9 +127,17 @@ class SchedulerLink:
                     await self._open.wait()
                     sent = True
                     try:
-                        return (await self._call(SessionRequest(select=request))).select
+                        selected = (await self._call(self._selecting(request, deadline))).select
                     except _SessionEnded:
                         continue
+                    except (NotFound, UnknownModel, NoWorkers):
+                        if time.monotonic() >= self._young_until:
+                            raise
+                        await asyncio.sleep(_REASSERT_SECONDS)
+                        continue
+                    if selected.spread_advised:
+                        self._on_spread_advised()
+                    return selected
         except asyncio.CancelledError:
             if sent:
                 self._release(request.booking)
@@ -136,6 +148,17 @@ class SchedulerLink:
             if self.ready:
                 raise DeadlineExceeded("the Scheduler did not answer before the deadline") from None
             raise DependencyAway(f"no Scheduler of {self._component} is live") from None
+
+    def _selecting(self, request: SelectWorkerRequest, deadline: Deadline) -> SessionRequest:
+        remaining = deadline.remaining()
+        select = SelectWorkerRequest(
+            request=request.request,
+            booking=request.booking,
+            session_id=self._session_id,
+            arrived_unix_ns=request.arrived_unix_ns,
+            time_left_ms=0 if remaining is None else max(1, int(remaining * 1e3)),
+        )
+        return SessionRequest(select=select)
 
     def keep(self, booking: LiveBooking) -> None:
         """Remembers a booking until it is freed, to re-assert it at another Scheduler."""
@@ -186,7 +209,7 @@ class SchedulerLink:
     def _pick(self) -> tuple[str, Scheduler] | None:
         now, live = time.monotonic(), self._source.is_live
         self._unreachable = {each: until for each, until in self._unreachable.items() if now < until and live(each)}
-        return self._source.pick(self._component, self._unreachable)
+        return self._source.pick(self._component, self._unreachable, self._shard)
 
     async def _other_pick(self) -> None:
         """Returns when ``_pick`` may give another answer."""

@@ -13,7 +13,7 @@ from kvrouter.frontend.generation import Generation, Piece
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits, check_overrides, check_request, component_of_model, describe_models
 from kvrouter.frontend.recording import Recorder
-from kvrouter.frontend.schedulers import SchedulerLinks
+from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.workers import WorkerPool
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView, Directory
@@ -76,6 +76,7 @@ class FrontendService:
         self._metrics = metrics
         self._recorder = recorder
         metrics.live_bookings.set_function(lambda: links.live_bookings)
+        metrics.spread_components.set_function(lambda: links.spread_components)
         metrics.worker_channels.set_function(lambda: len(workers))
 
     def ready(self) -> bool:
@@ -120,7 +121,7 @@ class FrontendService:
             generation = Generation(
                 request,
                 view,
-                self._links.link(view.name),
+                self._links,
                 self._workers,
                 self._metrics,
                 max_attempts=self.options.max_attempts,

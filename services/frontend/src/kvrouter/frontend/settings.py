@@ -36,6 +36,11 @@ class FrontendSettings(ServiceSettings):
         default=1 << 20, ge=1, description="Most tokens in a prompt, whatever the model allows."
     )
     max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most tokens that a request may ask for.")
+    spread: bool | None = Field(
+        default=None,
+        description="Whether each component's requests are split over its Schedulers by prompt prefix; where it is not"
+        " said, while the Scheduler says that it cannot keep up.",
+    )
     max_attempts: int = Field(
         default=3, ge=1, le=16, description="Workers that a request is tried on while it has no token."
     )
