@@ -15,6 +15,7 @@ from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions
 from kvrouter.scheduler.held_figures import HeldFigures
 from kvrouter.scheduler.indexers import RemoteIndexers
+from kvrouter.scheduler.keeping_up import KeepingUp
 from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.load_listener import LoadListener
 from kvrouter.scheduler.metrics import SchedulerMetrics
@@ -64,6 +65,7 @@ async def running(
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
+    keeping_up = KeepingUp(settings.spread_lag_ms)
     if settings.ignored_options():
         log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
     selector = Selector(
@@ -80,6 +82,7 @@ async def running(
         predictions=predictions,
         affinity=affinity,
         max_held=settings.max_held,
+        is_behind=lambda: keeping_up.behind,
     )
     bookings = Bookings(ledger, pools, metrics, clock)
     sessions = Sessions(
@@ -91,6 +94,8 @@ async def running(
         clock=clock,
     )
     listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock)
+    metrics.late_ms.set_function(lambda: keeping_up.late_ms)
+    metrics.behind.set_function(lambda: keeping_up.behind)
     metrics.bookings.set_function(lambda: len(ledger))
     metrics.sessions.set_function(lambda: ledger.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
@@ -122,6 +127,7 @@ async def running(
         runtime.spawn(shared_thresholds.run(), "thresholds"),
         runtime.spawn(listener.run(), "load reports"),
         runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
+        runtime.spawn(keeping_up.run(), "keeping up"),
     ]
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))

@@ -39,6 +39,16 @@ class SchedulerMetrics:
             buckets=_HELD_SECONDS,
             registry=registry,
         )
+        self.late_ms = Gauge(
+            "kvrouter_scheduler_loop_late_ms",
+            "Mean lateness of the event loop, milliseconds: how far the Scheduler is from keeping up.",
+            registry=registry,
+        )
+        self.behind = Gauge(
+            "kvrouter_scheduler_spread_advised",
+            "Whether clients are told to spread their requests over all Schedulers.",
+            registry=registry,
+        )
         self.load_only = Counter(
             "kvrouter_scheduler_load_only",
             "Selections that rest on load alone because overlaps were not to be had, by reason.",

@@ -74,8 +74,12 @@ class Selector:
         predictions: Predictions | None = None,
         affinity: Affinity | None = None,
         max_held: int = MAX_HELD,
+        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``predictions`` stand in for Indexers in the approximate mode; with ``max_held`` 0 nothing is held."""
+        """``predictions`` stand in for Indexers in the approximate mode; with ``max_held`` 0 nothing is held.
+
+        ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
+        """
         self._pools = pools
         self._ledger = ledger
         self._decisions = decisions
@@ -88,6 +92,7 @@ class Selector:
         self._clock = clock
         self._predictions = predictions
         self._affinity = Affinity(0) if affinity is None else affinity
+        self._is_behind = is_behind
         self._under_way: dict[Key, asyncio.Event] = {}
         self.held = HeldRequests(self, metrics, max_held=max_held, clock=clock) if max_held else None
         """Those that the policy holds; ``run`` must be running. None where nothing is held."""
@@ -261,6 +266,7 @@ class Selector:
         question, key, candidate = asked.question, asked.key, chosen.row.candidate
         pool, decision_id = question.pool, self._decisions.next_id()
         response = _answer(asked, chosen, decision_id, held_seconds)
+        response.spread_advised = self._is_behind()
         if key is not None:
             if not book(pool, key, question.prompt, chosen):
                 return self._booked_meanwhile(asked, key)

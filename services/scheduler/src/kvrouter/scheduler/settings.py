@@ -93,6 +93,13 @@ class SchedulerSettings(ServiceSettings):
         description="Most requests of a component that mode forecast holds for a worker with room; one more is refused."
         " 0 holds none: they wait in the engines.",
     )
+    spread_lag_ms: float = Field(
+        default=20.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Mean lateness of the event loop, milliseconds, above which clients are told to spread their"
+        " requests over all Schedulers; 0 for never.",
+    )
     decisions_kept: int = Field(default=1024, ge=1, description="Most decisions that are kept for Explain.")
 
     @field_validator("router_mode")
