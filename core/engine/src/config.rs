@@ -20,7 +20,7 @@ impl TimeModel {
             ms += (self.prefill_n2_ms * n + self.prefill_n1_ms) * n + self.prefill_n0_ms;
         }
         if decode_tokens > 0 {
-            let share = decode_tokens as f64 / capacity_tokens as f64;
+            let share = (decode_tokens as f64 / capacity_tokens as f64).min(1.0);
             let curve = (self.decode_p2_ms * share + self.decode_p1_ms) * share + self.decode_p0_ms;
             ms += if curve > self.decode_floor_ms { curve } else { self.decode_floor_ms };
         }

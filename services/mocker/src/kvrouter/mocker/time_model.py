@@ -1,12 +1,13 @@
 """How long an engine step takes.
 
     prefill(n) = n2·n² + n1·n + n0          n = prompt tokens computed in the step, over all requests; 0 ms when n = 0
-    decode(p)  = max(floor, p2·p² + p1·p + p0)   p = context tokens of the decoding sequences / KV capacity in tokens;
-                                            0 ms when nothing decodes
+    decode(p)  = max(floor, p2·p² + p1·p + p0)   p = context tokens of the decoding sequences / KV capacity in tokens,
+                                            at most 1; 0 ms when nothing decodes
     step       = prefill(n) + decode(p)     a sum, not a maximum: one step does both kinds of work
 
 All terms are milliseconds at speed 1. p counts the contexts of the sequences that decode, shared blocks once per
-sequence, and not the blocks in use: attention reads every context.
+sequence, and not the blocks in use: attention reads every context. Where much is shared it would be above 1; the curve
+is a fit up to 1, and falls beyond.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class TimeModel:
     decode_p0_ms: float = 5.74
     """ms per step that decodes anything."""
     decode_floor_ms: float = 1.0
-    """The least that a decode takes, ms: the parabola falls once the share is well above 1 (shared prefixes)."""
+    """The least that a decode takes, ms: no two tokens of a request come out at one moment."""
 
     def step_seconds(self, prefill_tokens: int, decode_tokens: int, capacity_tokens: int) -> float:
         """Seconds that a step takes at speed 1.
@@ -41,6 +42,6 @@ class TimeModel:
         if prefill_tokens:
             ms += (self.prefill_n2_ms * prefill_tokens + self.prefill_n1_ms) * prefill_tokens + self.prefill_n0_ms
         if decode_tokens:
-            share = decode_tokens / capacity_tokens
+            share = min(decode_tokens / capacity_tokens, 1.0)
             ms += max(self.decode_floor_ms, (self.decode_p2_ms * share + self.decode_p1_ms) * share + self.decode_p0_ms)
         return ms / 1e3
