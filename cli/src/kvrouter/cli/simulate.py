@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import fields
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from kvrouter.cli.faults import WrongUsage
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions
-from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.mocker.time_model import TimeModel
 from kvrouter.simulator import report, traces
 from kvrouter.simulator.generators import GENERATORS, generate
-from kvrouter.simulator.outcome import figures
-from kvrouter.simulator.simulation import Setting, simulate
-from kvrouter.simulator.workload import Prompts, Workload
+from kvrouter.simulator.plan import Plan, routing_options, run_plan
+from kvrouter.simulator.replicas import Sync
+from kvrouter.simulator.workload import Workload
 from rich.console import Console
 
 DEFAULT_GENERATED = 8000
 _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
-
+_PICTURES = (".png", ".svg", ".pdf")
 
 OfModel = Annotated[
     str | None, typer.Option(help="Of a recording of several models: the one whose requests are taken.")
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is run: each policy at each load with each seed."""
-
-    workload: Workload
-    engines: Sequence[EngineConfig]
-    policies: Sequence[str]
-    loads: Sequence[float]
-    seeds: Sequence[int]
-    event_lag_s: float
-    pace: float
-    restarts: Sequence[tuple[float, int]]
-    slo_ttft_s: float
-    slo_itl_s: float
-    temperature: float = 0.0
-    regret: bool = True
 
 
 def simulate_command(
@@ -76,29 +58,55 @@ def simulate_command(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that a step computes at most.")] = 8192,
     sequences: Annotated[int, typer.Option(min=1, help="Requests that run at once on an engine.")] = 256,
+    prefill_ms: Annotated[
+        str | None, typer.Option(help="A,B,C: computing n prompt tokens takes A·n² + B·n + C ms of a step.")
+    ] = None,
+    decode_ms: Annotated[
+        str | None,
+        typer.Option(help="A,B,C: decoding takes A·p² + B·p + C ms of a step, p the share of the KV cache it reads."),
+    ] = None,
     speed: Annotated[
         str, typer.Option(help="Speeds of the engines, repeated as needed: 1,0.5 makes every other one half as fast.")
     ] = "1",
     restart: Annotated[
         list[str] | None, typer.Option(help="SECONDS:ENGINE, engine from 0: it loses its cache and its requests then.")
     ] = None,
-    event_lag_ms: Annotated[float, typer.Option(min=0, help="Time until the index knows of a change in a cache.")] = 0,
+    event_lag_ms: Annotated[float, typer.Option(help="Time until the index knows of a change in a cache.")] = 0,
     pace: Annotated[
         float, typer.Option(help="How wrong the router's time model is: at 3 it takes engines to be a third as fast.")
     ] = 1.0,
-    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Objective for the time to first token.")] = 2000,
-    slo_itl_ms: Annotated[float, typer.Option(min=0, help="Objective for a request's mean time between tokens.")] = 50,
+    temperature: Annotated[float, typer.Option(help="Of kv: 0 takes the lowest cost, above it samples.")] = 0.0,
+    schedulers: Annotated[
+        int, typer.Option(min=1, help="Replicas of the Scheduler; each decides on a part of the requests, at random.")
+    ] = 1,
+    sync_lag_ms: Annotated[
+        float | None,
+        typer.Option(help="Time until a replica knows of another's bookings; without it, it never does."),
+    ] = None,
+    sync_loss: Annotated[float, typer.Option(help="Share of the replicas' messages that are lost, 0 to 1.")] = 0.0,
+    sync_repair_ms: Annotated[
+        float, typer.Option(help="Time from the discovery of a lost message until a replica knows what it missed.")
+    ] = 100.0,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token.")] = 2000,
+    slo_itl_ms: Annotated[float, typer.Option(help="Objective for a request's mean time between tokens.")] = 50,
     regret: Annotated[bool, typer.Option(help="Compare each choice with the others in hindsight.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures of every run.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File for a picture: .png, .svg or .pdf.")] = None,
     save: Annotated[Path | None, typer.Option(help="File to write the workload to; nothing is run then.")] = None,
 ) -> None:
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
-    workload = _workload(trace, requests, seed, of_model)
-    if save is not None:
-        save.write_text("".join(traces.lines(workload.faster(load))), encoding="utf-8")
-        return
+    for path in (json_file, picture, save):
+        _check_writable(path)
+    if picture is not None and picture.suffix not in _PICTURES:
+        raise WrongUsage(f"--picture is {picture}: its name must end in {', '.join(_PICTURES)}")
+    loads = _numbers("--sweep", sweep) if sweep is not None else [_number("--load", str(load), above=0)]
+    policies = [name.strip() for name in (compare if compare is not None else policy).split(",")]
+    if len(set(policies)) < len(policies) or len(set(loads)) < len(loads):
+        raise WrongUsage("a policy or a load is given twice")
+    for name in policies:
+        routing_options(name)
     speeds = _numbers("--speed", speed)
+    time_model = _time_model(prefill_ms, decode_ms, budget)
     try:
         engines = [
             EngineConfig(
@@ -108,81 +116,42 @@ def simulate_command(
                 max_sequences=sequences,
                 speed=speeds[number % len(speeds)],
                 hash_seed=number,
+                time_model=time_model,
             )
             for number in range(workers)
         ]
     except ValueError as error:
         raise WrongUsage(str(error)) from None
-    if not 0 < pace < float("inf"):
-        raise WrongUsage(f"--pace is {pace}, must be above 0")
-    plan = Plan(
-        workload=workload,
-        engines=engines,
-        policies=[name.strip() for name in (compare or policy).split(",")],
-        loads=_numbers("--sweep", sweep) if sweep else _numbers("--load", str(load)),
-        seeds=range(seed, seed + seeds),
-        event_lag_s=event_lag_ms / 1e3,
-        pace=pace,
-        restarts=[_restart(text, workers) for text in restart or []],
-        slo_ttft_s=slo_ttft_ms / 1e3,
-        slo_itl_s=slo_itl_ms / 1e3,
-        regret=regret,
+    if not 0 <= sync_loss < 1:
+        raise WrongUsage(f"--sync-loss is {sync_loss:g}, must be 0 or more and below 1")
+    sync = (
+        Sync(_seconds("--sync-lag-ms", sync_lag_ms), sync_loss, _seconds("--sync-repair-ms", sync_repair_ms))
+        if sync_lag_ms is not None
+        else None
     )
+    plan = Plan(
+        workload=_workload(trace, requests, seed, of_model),
+        engines=engines,
+        policies=policies,
+        loads=loads,
+        seeds=range(seed, seed + seeds),
+        event_lag_s=_seconds("--event-lag-ms", event_lag_ms),
+        pace=_number("--pace", str(pace), above=0),
+        restarts=[_restart(text, workers) for text in restart or []],
+        slo_ttft_s=_seconds("--slo-ttft-ms", slo_ttft_ms),
+        slo_itl_s=_seconds("--slo-itl-ms", slo_itl_ms),
+        temperature=_number("--temperature", str(temperature)),
+        regret=regret,
+        schedulers=schedulers,
+        sync=sync,
+    )
+    if save is not None:
+        save.write_text("".join(traces.lines(plan.workload.faster(loads[0]))), encoding="utf-8")
+        return
     _check_lengths(plan)
     # Where nobody looks at it through a window, a row stays a line.
     console = Console()
     _report(plan, console if console.is_terminal else Console(width=_WIDTH), json_file, picture)
-
-
-def run_plan(
-    plan: Plan, console: Console | None = None
-) -> tuple[list[report.Run], dict[tuple[float, str], list[float]]]:
-    """Every run, and the sorted times to first token (s) of the last seed of each."""
-    prompts = Prompts(plan.workload, plan.engines[0].block_size)
-    options = {name: routing_options(name) for name in plan.policies}
-    runs: list[report.Run] = []
-    waits: dict[tuple[float, str], list[float]] = {}
-    for load in plan.loads:
-        workload = plan.workload.faster(load)
-        for name in plan.policies:
-            for seed in plan.seeds:
-                started = time.perf_counter()
-                setting = Setting(
-                    engines=plan.engines,
-                    options=options[name],
-                    seed=seed,
-                    event_lag_s=plan.event_lag_s,
-                    pace=plan.pace,
-                    restarts=plan.restarts,
-                    regret=plan.regret,
-                )
-                outcome = simulate(workload, setting, prompts)
-                summed = figures(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
-                runs.append(report.Run(name, load, seed, summed, time.perf_counter() - started))
-                waits[load, name] = sorted(request.ttft_s for request in outcome.served if not request.failed)
-                if console is not None and console.is_terminal:
-                    console.print(f"[dim]x{load:g} {name} seed {seed}: {runs[-1].wall_s:.1f} s[/dim]", highlight=False)
-    return runs, waits
-
-
-def routing_options(name: str) -> RoutingOptions:
-    """A policy as it is named on the command line.
-
-    Raises:
-        WrongUsage: there is none of that name, or its weight is no weight.
-    """
-    mode, colon, weight = name.partition(":")
-    if mode not in POLICIES or POLICIES[mode].needs_worker:
-        known = ", ".join(mode for mode, policy in POLICIES.items() if not policy.needs_worker)
-        raise WrongUsage(f"policy {mode!r} is not known: {known}")
-    if not colon:
-        return RoutingOptions(mode)
-    if mode != "kv":
-        raise WrongUsage(f"policy {mode} has no weight; only kv has")
-    value = _number("weight", weight)
-    if not 0 <= value <= MAX_WEIGHT:
-        raise WrongUsage(f"weight is {weight}, must be 0 to {MAX_WEIGHT:g}")
-    return RoutingOptions(mode, overlap_score_weight=value)
 
 
 def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path | None) -> None:
@@ -193,35 +162,22 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
         f"{first.num_blocks:,} blocks of {first.block_size} tokens"
     )
     console.print(report.table(runs, title))
-    console.print(
-        f"within {plan.slo_ttft_s * 1e3:g} ms to the first token and {plan.slo_itl_s * 1e3:g} ms between tokens; "
-        f"{'medians of ' + str(len(plan.seeds)) + ' seeds; ' if len(plan.seeds) > 1 else ''}"
+    for words in (
+        report.knee_words(runs),
+        f"objectives: {plan.slo_ttft_s * 1e3:g} ms to the first token, {plan.slo_itl_s * 1e3:g} ms between tokens",
+        f"medians of {len(plan.seeds)} seeds" if len(plan.seeds) > 1 else "",
         f"{sum(run.wall_s for run in runs):.1f} s, engine model: {IMPLEMENTATION}",
-        style="dim",
-        highlight=False,
-    )
+    ):
+        if words:
+            console.print(words, style="dim", highlight=False)
     if json_file is not None:
-        report.write_json(json_file, _setting(plan), runs)
+        report.write_json(json_file, plan.described(), runs)
         console.print(f"figures: {json_file}", highlight=False)
     if picture is not None:
         from kvrouter.simulator.picture import draw  # only here: it takes long to import
 
         draw(picture, title, runs, waits)
         console.print(f"picture: {picture}", highlight=False)
-
-
-def _setting(plan: Plan) -> Mapping[str, Any]:
-    return {
-        "workload": plan.workload.name,
-        "requests": len(plan.workload.requests),
-        "engines": [asdict(config) for config in plan.engines],
-        "event_lag_s": plan.event_lag_s,
-        "pace": plan.pace,
-        "restarts": list(plan.restarts),
-        "slo_ttft_s": plan.slo_ttft_s,
-        "slo_itl_s": plan.slo_itl_s,
-        "engine_model": IMPLEMENTATION,
-    }
 
 
 def _workload(trace: str | None, requests: int | None, seed: int, of_model: str | None) -> Workload:
@@ -241,23 +197,53 @@ def _check_lengths(plan: Plan) -> None:
             raise WrongUsage(f"request {number} has {length} tokens, an engine holds {limit}: give it more --blocks")
 
 
+def _check_writable(path: Path | None) -> None:
+    """Before a run of minutes, not after it."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise WrongUsage(f"{path} cannot be written")
+
+
+def _time_model(prefill_ms: str | None, decode_ms: str | None, budget: int) -> TimeModel:
+    names = [field.name for field in fields(TimeModel)]
+    given: dict[str, float] = {}
+    for option, text, first in (("--prefill-ms", prefill_ms, 0), ("--decode-ms", decode_ms, 3)):
+        if text is None:
+            continue
+        terms = [_number(option, part, above=-math.inf) for part in text.split(",")]
+        if len(terms) != 3:
+            raise WrongUsage(f"{option} is {text!r}: write A,B,C")
+        given |= dict(zip(names[first : first + 3], terms, strict=True))
+    model = TimeModel(**given)
+    # A parabola is least at its ends, or at its vertex.
+    square, linear = model.prefill_n2_ms, model.prefill_n1_ms
+    vertex = min(max(round(-linear / 2 / square), 1), budget) if square > 0 else 1
+    for tokens in (1, vertex, budget):
+        if model.step_seconds(tokens, 0, 1) <= 0:
+            raise WrongUsage(f"--prefill-ms is {prefill_ms}: at {tokens} tokens that is not above 0")
+    return model
+
+
 def _restart(text: str, workers: int) -> tuple[float, int]:
     at, _, engine = text.partition(":")
-    if not engine.isdigit() or int(engine) >= workers:
+    if not engine.isdecimal() or int(engine) >= workers:
         raise WrongUsage(f"--restart is {text!r}: write SECONDS:ENGINE, engine 0 to {workers - 1}")
     return _number("--restart", at), int(engine)
 
 
-def _numbers(name: str, text: str) -> list[float]:
-    values = [_number(name, part) for part in text.split(",")]
-    for value in values:
-        if not 0 < value < float("inf"):
-            raise WrongUsage(f"{name} is {text}, must be above 0")
-    return values
+def _numbers(option: str, text: str) -> Sequence[float]:
+    return [_number(option, part, above=0) for part in text.split(",")]
 
 
-def _number(name: str, text: str) -> float:
+def _seconds(option: str, milliseconds: float) -> float:
+    return _number(option, str(milliseconds)) / 1e3
+
+
+def _number(option: str, text: str, above: float | None = None) -> float:
+    """A finite number, 0 or more, or more than ``above``."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise WrongUsage(f"{name} is {text!r}, must be a number") from None
+        raise WrongUsage(f"{option} is {text!r}, must be a number") from None
+    if not math.isfinite(value) or (value < 0 if above is None else value <= above):
+        raise WrongUsage(f"{option} is {text}, must be {'0 or more' if above is None else f'above {above:g}'}")
+    return value

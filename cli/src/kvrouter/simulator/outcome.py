@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.simulator.fleet import Totals
+from kvrouter.simulator.fleet import EngineLoad, Totals
 
 
 @dataclass(slots=True)
@@ -67,6 +67,24 @@ def spread(ordered: Sequence[float], scale: float = 1.0) -> Spread:
     return Spread(quantile(0.5), quantile(0.9), quantile(0.99), math.fsum(ordered) / len(ordered) * scale)
 
 
+@dataclass(slots=True)
+class Peaks:
+    """How far the fullest engine stands out, summed over the arrivals of requests."""
+
+    fullest_blocks: int = 0
+    mean_blocks: float = 0.0
+    longest_prefill: int = 0
+    mean_prefill: float = 0.0
+
+    def see(self, loads: Sequence[EngineLoad]) -> None:
+        """A request arrives, and this is what engines have to do."""
+        blocks, prefill = [load.active_blocks for load in loads], [load.prefill_tokens for load in loads]
+        self.fullest_blocks += max(blocks)
+        self.mean_blocks += sum(blocks) / len(blocks)
+        self.longest_prefill += max(prefill)
+        self.mean_prefill += sum(prefill) / len(prefill)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """All that is kept of a run."""
@@ -75,6 +93,7 @@ class Outcome:
     gaps_s: array[float]
     """Seconds between tokens, over all requests, sorted."""
     totals: Totals
+    peaks: Peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,10 @@ class Figures:
     output_tokens_per_s: float
     imbalance: float
     """Time that the busiest engine computed, over the mean; 1 is even."""
+    block_peak: float
+    """Active blocks of the fullest engine over the mean of all, seen by arriving requests; 1 is even."""
+    prefill_peak: float
+    """The same for prompt tokens that wait to be computed."""
     held: int
     """Requests that the router kept for a while."""
     failed: int
@@ -110,28 +133,35 @@ class Figures:
 
 
 def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures:
-    """The figures of a run."""
+    """The figures of a run; not a number where nothing was served."""
     served = [request for request in outcome.served if not request.failed]
     regrets = [request.regret_ms for request in served if not math.isnan(request.regret_ms)]
     ttft = sorted(request.ttft_s for request in served)
     good = sum(1 for request in served if request.ttft_s <= slo_ttft_s and request.itl_s <= slo_itl_s)
-    span = max(request.ended_at for request in served)
-    busy = outcome.totals.busy_seconds
+    span = max((request.ended_at for request in served), default=math.nan)
+    prompt_tokens = sum(request.prompt_tokens for request in served)
+    busy, peaks = outcome.totals.busy_seconds, outcome.peaks
     return Figures(
         requests=len(served),
-        reuse=sum(r.cached_tokens for r in served) / sum(r.prompt_tokens for r in served),
-        readmitted_reuse=outcome.totals.reused_tokens / sum(r.prompt_tokens for r in served),
+        reuse=_ratio(sum(request.cached_tokens for request in served), prompt_tokens),
+        readmitted_reuse=_ratio(outcome.totals.reused_tokens, prompt_tokens),
         ttft_ms=spread(ttft, 1e3),
         itl_ms=spread(outcome.gaps_s, 1e3),
         within_slo=good,
-        goodput_per_s=good / span,
-        requests_per_s=len(served) / span,
-        output_tokens_per_s=sum(r.output_tokens for r in served) / span,
-        imbalance=max(busy) / (sum(busy) / len(busy)),
-        held=sum(1 for r in served if r.attempts == 1 and r.sent_at > r.arrived_at),
+        goodput_per_s=_ratio(good, span),
+        requests_per_s=_ratio(len(served), span),
+        output_tokens_per_s=_ratio(sum(request.output_tokens for request in served), span),
+        imbalance=_ratio(max(busy), sum(busy) / len(busy)),
+        block_peak=_ratio(peaks.fullest_blocks, peaks.mean_blocks),
+        prefill_peak=_ratio(peaks.longest_prefill, peaks.mean_prefill),
+        held=sum(1 for request in served if request.attempts == 1 and request.sent_at > request.arrived_at),
         failed=len(outcome.served) - len(served),
-        retried=sum(1 for r in served if r.attempts > 1),
-        regret_ms=math.fsum(regrets) / len(regrets) if regrets else math.nan,
+        retried=sum(1 for request in served if request.attempts > 1),
+        regret_ms=_ratio(math.fsum(regrets), len(regrets)),
         preemptions=outcome.totals.preemptions,
         span_s=span,
     )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

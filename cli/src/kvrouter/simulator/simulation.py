@@ -12,8 +12,9 @@ from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.simulator.cache_events import CacheEvents
 from kvrouter.simulator.fleet import Notice, make_fleet
 from kvrouter.simulator.hindsight import costs_ms
-from kvrouter.simulator.outcome import Outcome, Served
-from kvrouter.simulator.router import Router, pool_of
+from kvrouter.simulator.outcome import Outcome, Peaks, Served
+from kvrouter.simulator.replicas import Schedulers, Sync
+from kvrouter.simulator.router import ranks_of
 from kvrouter.simulator.workload import Prompts, Workload
 
 
@@ -32,6 +33,10 @@ class Setting:
     """How wrong the policy's time model is: at 3 it takes everything to last three times as long."""
     restarts: Sequence[tuple[float, int]] = ()
     """(seconds after the start, engine): the engine loses its cache and requests, and is back at once."""
+    schedulers: int = 1
+    """Replicas of the Scheduler, each with decisions of its own."""
+    sync: Sync | None = None
+    """How replicas learn of each other's bookings; None: never."""
     regret: bool = True
     """Whether each choice is compared with the others in hindsight; it costs a third of the time or so."""
 
@@ -51,13 +56,22 @@ class _Run:
         options = setting.options
         follows = options.asks_indexer or setting.regret
         self._fleet = make_fleet(setting.engines, record_events=follows)
-        pool = pool_of(setting.engines, lambda: self._fleet.now)
-        ranks = [candidate.rank for candidate in pool.candidates]
+        ranks = ranks_of(setting.engines)
         self._engine_of = {rank: engine for engine, rank in enumerate(ranks)}
         block_size = setting.engines[0].block_size
         self._events = CacheEvents(ranks, block_size, setting.event_lag_s) if follows else None
-        self._router = Router(pool, self._events, options, seed=setting.seed, pace=setting.pace)
+        self._router = Schedulers(
+            setting.engines,
+            self._events,
+            options,
+            lambda: self._fleet.now,
+            count=setting.schedulers,
+            sync=setting.sync,
+            seed=setting.seed,
+            pace=setting.pace,
+        )
         self._served: list[Served] = []
+        self._peaks = Peaks()
 
     def to_the_end(self) -> Outcome:
         fleet, router, requests = self._fleet, self._router, self._requests
@@ -79,11 +93,12 @@ class _Run:
                 self._send(number, rank)
             while (number := len(self._served)) < len(requests) and requests[number].arrives_s <= now:
                 self._arrive(number)
-        return Outcome(self._served, fleet.sorted_gaps(), fleet.totals())
+        return Outcome(self._served, fleet.sorted_gaps(), fleet.totals(), self._peaks)
 
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         self._served.append(Served(request.arrives_s, request.prompt_tokens, request.output_tokens))
+        self._peaks.see([self._fleet.load(engine) for engine in range(len(self._engines))])
         self._route(number)
 
     def _route(self, number: int) -> None:
@@ -94,8 +109,8 @@ class _Run:
     def _send(self, number: int, rank: Rank) -> None:
         served = self._served[number]
         served.engine, served.sent_at = self._engine_of[rank], self._fleet.now
-        if self._regret:
-            held = self._router.overlap_blocks(self._prompts.hashed(number))
+        if self._regret and self._events is not None:
+            held = self._events.overlap_blocks(self._prompts.hashed(number))
             blocks = [held.get(rank, 0) for rank in self._engine_of]
             costs = costs_ms(self._fleet, self._engines, blocks, served.prompt_tokens)
             served.regret_ms = costs[served.engine] - min(costs)
