@@ -110,6 +110,7 @@ async def running(
         scheduler_id=runtime.instance_id,
         mode=options.mode,
         clock=clock,
+        held=selector.held,
     )
     service = SchedulerService(
         pools,
