@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from kvrouter.scheduler.policies.interface import Facts
 
 
@@ -17,7 +18,7 @@ def facts(count: int, **columns: Any) -> Facts:
         "overlap_score_weight": 1.0,
         "temperature": 0.0,
         "previous": None,
-        "ranks": [(number, 0) for number in range(1, count + 1)],
+        "ranks": tuple((number, 0) for number in range(1, count + 1)),
         "overlap_blocks": zeros,
         "new_prefill_tokens": zeros,
         "prefill_tokens": zeros,
@@ -26,12 +27,11 @@ def facts(count: int, **columns: Any) -> Facts:
         "active_requests": zeros,
         "total_blocks": zeros,
         "max_batched_tokens": zeros,
-        "reported": [None] * count,
-        "labels": [{}] * count,
         "head_prefill_tokens": zeros,
         "head_prefill_seconds": [0.0] * count,
         "prefill_requests": zeros,
         "pace": 1.0,
     }
     assert columns.keys() <= known.keys()
-    return Facts(**(known | columns))
+    given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}
+    return Facts(**(given | {"ranks": tuple((known | columns)["ranks"])}))

@@ -201,11 +201,11 @@ class Parts:
         """(active blocks, prefill tokens, requests)"""
         pool = self.pools.get(POOL)
         assert pool is not None
-        return pool.slots.loads()[worker_id, dp_rank][:3]
+        return pool.slots.load_by_rank()[worker_id, dp_rank][:3]
 
     def idle(self) -> bool:
         """Whether nothing is booked anywhere."""
-        loads = [load for pool in self.pools for load in pool.slots.loads().values()]
+        loads = [load for pool in self.pools for load in pool.slots.load_by_rank().values()]
         return len(self.ledger) == 0 and all(load[:3] == (0, 0, 0) for load in loads)
 
     def figure(self, name: str, **labels: str) -> float:

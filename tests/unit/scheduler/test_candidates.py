@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong, UnknownWorker
-from kvrouter.scheduler.candidates import Candidate, Wanted, candidates_of, check_pinned, serves, why_busy, why_unfit
+from kvrouter.scheduler.busy import why_busy
+from kvrouter.scheduler.candidates import Candidate, Wanted, candidates_of, check_pinned, serves, why_unfit
 from kvrouter.scheduler.load_reports import LoadReports
 from kvrouter.scheduler.options import RoutingOptions, Thresholds, overridden
 from kvrouter.scheduler.prompts import read_prompt

@@ -29,7 +29,7 @@ class Books:
         return record
 
     def requests(self) -> int:
-        return self.slots.loads()[RANK].requests
+        return self.slots.load_by_rank()[RANK].requests
 
 
 def test_a_session_takes_its_bookings_with_it_after_the_grace() -> None:

@@ -405,7 +405,7 @@ async def test_load_of_a_worker_whose_registration_lapsed_is_kept() -> None:
     parts.bookings.free(FreeRequest(booking=key("a")))
     pool = parts.pools.get(POOL)
     assert pool is not None
-    assert set(pool.slots.loads()) == {(2, 0)}
+    assert set(pool.slots.load_by_rank()) == {(2, 0)}
 
 
 async def test_predictions_are_held_against_what_workers_report() -> None:

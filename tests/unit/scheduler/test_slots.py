@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -83,7 +84,7 @@ class Load(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_sums(self) -> None:
-        loads = self.slots.loads()
+        loads = self.slots.load_by_rank()
         assert set(loads) == self.registered | {booked.rank for booked in self.live.values()}
         for rank, load in loads.items():
             here = [booked for booked in self.live.values() if booked.rank == rank]
@@ -104,7 +105,7 @@ TestLoad = Load.TestCase
 def test_blocks_of_the_request_are_added_where_they_are_not_in_use() -> None:
     manager = slots()
     manager.book(key(1), (1, 0), prompt(4), 64)
-    loads = manager.loads(prompt(6, tail=3))
+    loads = manager.load_by_rank(prompt(6, tail=3))
     assert loads[1, 0][0] == 7
     assert loads[1, 0].leading_active_blocks == 4
     assert loads[2, 0][0] == 7
@@ -115,22 +116,22 @@ def test_without_reuse_every_request_has_blocks_of_its_own() -> None:
     manager = slots(Accounting(assume_kv_reuse=False))
     manager.book(key(1), (1, 0), prompt(4, tail=1), 65)
     manager.book(key(2), (1, 0), prompt(4, tail=1), 65)
-    assert manager.loads()[1, 0].active_blocks == 10
-    asked = manager.loads(prompt(4, tail=1))
+    assert manager.load_by_rank()[1, 0].active_blocks == 10
+    asked = manager.load_by_rank(prompt(4, tail=1))
     assert (asked[1, 0].active_blocks, asked[2, 0].active_blocks) == (15, 5)
 
 
 def test_untracked_blocks_do_not_count() -> None:
     manager = slots(Accounting(track_active_blocks=False))
     manager.book(key(1), (1, 0), prompt(4), 64)
-    assert manager.loads(prompt(4))[1, 0][:3] == (0, 64, 1)
+    assert manager.load_by_rank(prompt(4))[1, 0][:3] == (0, 64, 1)
 
 
 def test_prefill_stages_leave_no_blocks_in_use() -> None:
     manager = slots()
     manager.book(key(1, Stage.STAGE_PREFILL), (1, 0), prompt(4), 64)
-    assert manager.loads()[1, 0][:3] == (0, 64, 1)
-    assert manager.loads(prompt(4), Stage.STAGE_PREFILL)[2, 0].active_blocks == 0
+    assert manager.load_by_rank()[1, 0][:3] == (0, 64, 1)
+    assert manager.load_by_rank(prompt(4), Stage.STAGE_PREFILL)[2, 0].active_blocks == 0
 
 
 def test_output_counts_only_where_it_is_tracked() -> None:
@@ -139,7 +140,7 @@ def test_output_counts_only_where_it_is_tracked() -> None:
         manager.book(key(1), (1, 0), prompt(4), 64)
         assert manager.output_tokens(key(1), 17)
         assert not manager.output_tokens(key(2), 17)
-        assert manager.loads()[1, 0].active_blocks == blocks
+        assert manager.load_by_rank()[1, 0].active_blocks == blocks
 
 
 def test_bookings_have_a_bound() -> None:
@@ -156,14 +157,14 @@ def test_a_failed_booking_leaves_no_rank_behind() -> None:
     manager.book(key(1), (1, 0), prompt(1), 16)
     with pytest.raises(TooLarge):
         manager.book(key(2), (9, 0), prompt(1), 16)
-    assert (9, 0) not in manager.loads()
+    assert (9, 0) not in manager.load_by_rank()
 
 
 def test_new_prefill_tokens() -> None:
-    assert new_prefill_tokens(65, 3, BLOCK, WHOLE) == 17
-    assert new_prefill_tokens(65, 5, BLOCK, WHOLE) == 0
-    assert new_prefill_tokens(65, 0, BLOCK, Stage.STAGE_PREFILL) == 65
-    assert new_prefill_tokens(65, 0, BLOCK, Stage.STAGE_DECODE) == 0
+    overlaps = np.array([0, 3, 5])
+    assert new_prefill_tokens(65, overlaps, BLOCK, WHOLE).tolist() == [65, 17, 0]
+    assert new_prefill_tokens(65, overlaps, BLOCK, Stage.STAGE_PREFILL).tolist() == [65, 17, 0]
+    assert new_prefill_tokens(65, overlaps, BLOCK, Stage.STAGE_DECODE).tolist() == [0, 0, 0]
 
 
 def test_an_unspecified_stage_is_the_whole_request() -> None:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.survey import Row
+from kvrouter.scheduler.survey import Rows
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -29,12 +29,13 @@ class Affinity:
         """Conversations that are remembered."""
         return len(self._ranks)
 
-    def narrowed(self, component: ComponentName, request: RoutingRequest, rows: list[Row]) -> list[Row]:
+    def narrowed(self, component: ComponentName, request: RoutingRequest, rows: Rows) -> Rows:
         """The row of the conversation's rank alone, where it is among the rows; else all rows."""
         if not request.conversation_id:
             return rows
         rank = self._ranks.get((component, conversation_of(request)))
-        return next(([row] for row in rows if row.candidate.rank == rank), rows)
+        at = rows if rank is None else rows.at(rank)
+        return at if len(at) else rows
 
     def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
         """A request was booked on a rank, of a conversation as ``conversation_of`` names it."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import UnknownWorker
-from kvrouter.scheduler.options import Thresholds
 from kvrouter.v1.common_pb2 import Role, Stage
-from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -85,6 +83,12 @@ class Wanted:
     lora_name: str = ""
     """Adapter that the worker must serve; empty for the base model."""
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether any rank will do that serves the stage."""
+        named = self.worker_id is not None or self.dp_rank is not None
+        return not (named or self.allowed or self.excluded or self.labels or self.lora_name)
+
     @classmethod
     def of(cls, request: RoutingRequest, stage: Stage) -> Wanted:
         """What a request says."""
@@ -136,38 +140,4 @@ def why_unfit(candidate: Candidate, wanted: Wanted) -> str:
             return f"label {label} is {candidate.labels.get(label, '')!r}, not {value!r}"
     if wanted.lora_name and wanted.lora_name not in candidate.lora_names:
         return f"does not serve the adapter {wanted.lora_name!r}"
-    return ""
-
-
-def why_busy(
-    candidate: Candidate,
-    thresholds: Thresholds,
-    *,
-    active_blocks: int,
-    prefill_tokens: int,
-    report: LoadReport | None,
-) -> str:
-    """Why a rank counts as busy; empty if it does not.
-
-    Its load is the greater of what is booked and what it reports; busy is strictly above a threshold. A rank whose
-    number of blocks is unknown is not judged by them.
-
-    Args:
-        candidate: The rank.
-        thresholds: Those in force.
-        active_blocks: Distinct blocks of requests booked, without the request in question.
-        prefill_tokens: Prefill tokens booked and not done.
-        report: What the rank last said of its load; None if it has said nothing of late.
-    """
-    if thresholds.decode_blocks is not None:
-        shares = [active_blocks / candidate.total_blocks] if candidate.total_blocks else []
-        if report is not None and report.total_blocks:
-            shares.append(report.active_blocks / report.total_blocks)
-        share = max(shares, default=0.0)
-        if share > thresholds.decode_blocks:
-            return f"busy: {share:.3f} of its blocks are active, above {thresholds.decode_blocks:g}"
-    if thresholds.prefill_tokens is not None:
-        tokens = max(prefill_tokens, 0 if report is None else report.prefill_tokens)
-        if tokens > thresholds.prefill_tokens:
-            return f"busy: {tokens} prefill tokens, above {thresholds.prefill_tokens}"
     return ""

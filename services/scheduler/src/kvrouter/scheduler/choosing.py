@@ -11,7 +11,7 @@ from kvrouter.scheduler.policies.interface import Choice, Facts, Hold
 from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.scheduler.slots import Key
-from kvrouter.scheduler.survey import Row, Survey, facts_of
+from kvrouter.scheduler.survey import Row, Rows, Survey, facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def choose(
     prompt: Prompt,
     options: RoutingOptions,
     found: Survey,
-    rows: list[Row],
+    rows: Rows,
     rng: Random,
     *,
     pace_error: float = 1.0,

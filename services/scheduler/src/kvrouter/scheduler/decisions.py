@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvrouter.core import Rank
@@ -38,31 +38,30 @@ class Decided:
     facts: Facts | None
     """None where no candidate was left."""
     explanation: Explanation
-    excluded: Mapping[Rank, str]
-    """Candidates that were left out, and why."""
+    excluded: Callable[[], Mapping[Rank, str]]
+    """Tells which candidates were left out, and why."""
+    rows: int
+    """Candidates that it keeps columns of."""
     prompt_blocks: int
     load_only: bool
     decided_unix_ns: int
     held_seconds: float = 0.0
     """Time that the request was held before."""
 
-    @property
-    def rows(self) -> int:
-        """Candidates that it keeps columns of."""
-        return len(self.excluded) + (len(self.facts.ranks) if self.facts is not None else 0)
-
     def to_message(self) -> Decision:
         """As the contract has it, candidates in order of rank."""
         weighed = [] if self.facts is None else [self._terms(index) for index in range(len(self.facts.ranks))]
-        left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in self.excluded.items()]
+        left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in self.excluded().items()]
         return self._message(sorted([*weighed, *left_out], key=_order))
 
     def to_short_message(self) -> Decision:
         """The same; of the candidates only the chosen one and the cheapest other, where they were weighed."""
-        if self.facts is None or self.chosen is None or not self.explanation.costs:
+        if self.facts is None or self.chosen is None or not len(self.explanation.costs):
             return self._message([])
         costs, chosen = self.explanation.costs, self.facts.ranks.index(self.chosen)
-        others = sorted((index for index in range(len(costs)) if index != chosen), key=costs.__getitem__)
+        others = sorted(
+            (index for index in range(len(costs)) if index != chosen), key=lambda index: float(costs[index])
+        )
         return self._message([self._terms(index) for index in (chosen, *others[:1])])
 
     def _message(self, candidates: list[CandidateTerms]) -> Decision:
@@ -85,8 +84,8 @@ class Decided:
         assert self.facts is not None  # noqa: S101 - only weighed candidates have an index
         return CandidateTerms(
             rank=rank_message(self.facts.ranks[index]),
-            cost=self.explanation.costs[index] if self.explanation.costs else 0.0,
-            overlap_blocks=self.facts.overlap_blocks[index],
+            cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
+            overlap_blocks=int(self.facts.overlap_blocks[index]),
             terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
             formula=self.explanation.formula(index),
         )

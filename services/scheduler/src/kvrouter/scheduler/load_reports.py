@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
+from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport
+from numpy.typing import NDArray
+
+_LARGEST = (1 << 63) - 1
+
+
+class Reported(NamedTuple):
+    """Columns, entry i of each speaking of the i-th registered rank; 0 where it has said nothing of late."""
+
+    shares: NDArray[np.float64]
+    """Share of its blocks that is active; 0 where their number is unknown."""
+    prefill_tokens: Column
 
 
 class LoadReports:
@@ -17,11 +31,21 @@ class LoadReports:
         self._max_age = max_age_seconds
         self._reports: dict[Rank, tuple[LoadReport, float]] = {}
         self._registered: dict[Rank, int] = {}
+        self._places: dict[Rank, int] = {}
+        self._shares = np.zeros(0)
+        self._prefill_tokens: Column = np.zeros(0, np.int64)
+        self._heard = np.zeros(0)
 
     def set_ranks(self, registered: Iterable[tuple[Rank, int]]) -> None:
-        """The ranks that are registered, with their incarnations."""
+        """The ranks that are registered, with their incarnations, in the order of the columns."""
         self._registered = dict(registered)
+        self._places = {rank: place for place, rank in enumerate(self._registered)}
         self._reports = {rank: entry for rank, entry in self._reports.items() if self._is_current(rank, entry[0])}
+        count = len(self._places)
+        self._shares, self._prefill_tokens = np.zeros(count), np.zeros(count, np.int64)
+        self._heard = np.full(count, -np.inf)
+        for rank, (report, came) in self._reports.items():
+            self._show(rank, report, came)
 
     def take(self, encoded: bytes, now: float) -> str:
         """Takes a report in as it came off the wire.
@@ -40,12 +64,24 @@ class LoadReports:
         if not self._is_current(rank, report) or (before is not None and self._order(report) < self._order(before[0])):
             return "old"
         self._reports[rank] = (report, now)
+        self._show(rank, report, now)
         return ""
 
     def of(self, rank: Rank, now: float) -> LoadReport | None:
         """The rank's newest report, if it came within the age that counts."""
         entry = self._reports.get(rank)
         return entry[0] if entry is not None and now - entry[1] <= self._max_age else None
+
+    def columns(self, now: float) -> Reported:
+        """The same of every registered rank."""
+        counts = now - self._heard <= self._max_age
+        return Reported(self._shares * counts, self._prefill_tokens * counts)
+
+    def _show(self, rank: Rank, report: LoadReport, came: float) -> None:
+        place = self._places[rank]
+        self._shares[place] = report.active_blocks / report.total_blocks if report.total_blocks else 0.0
+        self._prefill_tokens[place] = min(report.prefill_tokens, _LARGEST)
+        self._heard[place] = came
 
     def _is_current(self, rank: Rank, report: LoadReport) -> bool:
         incarnation = self._registered.get(rank)

@@ -6,18 +6,22 @@ An Indexer that is missing, late or failing costs the overlap of that request, n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
+from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.roster import Roster
 from kvrouter.v1.common_pb2 import Component, Cursor
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes
 from kvrouter.v1.names import ComponentName
+from numpy.typing import NDArray
 
 log = structlog.get_logger(component="scheduler")
 
@@ -26,35 +30,45 @@ IndexerSource = Callable[[ComponentName], Indexer | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank holds of a prompt."""
-
-    blocks: int
-    """Leading blocks in device memory."""
-    incarnation: int
-    """Life of the cache that they belong to."""
-    next_event_id: int | None = None
-    """Event that the Indexer awaits next; None where the blocks are predicted."""
-
-    def cursor(self) -> Cursor | None:
-        """How far the rank's events were applied; None where none are."""
-        if self.next_event_id is None:
-            return None
-        return Cursor(incarnation=self.incarnation, next_event_id=self.next_event_id)
-
-
-@dataclass(frozen=True, slots=True)
 class Overlaps:
-    """The answer, or the reason why there is none."""
+    """The answer, or the reason why there is none: entry i of each column speaks of the i-th rank."""
 
-    held: Mapping[Rank, Held] = field(default_factory=dict)
+    worker_ids: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    dp_ranks: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    blocks: Column = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Leading blocks in device memory, those of the prompt at most."""
+    incarnations: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """Life of the cache that they belong to."""
+    next_event_ids: Sequence[int] = ()
+    """Event that the Indexer awaits next; empty where the blocks are predicted."""
     failure: str = ""
     """``no_indexer``, ``timeout``, or the code of the Indexer's error; empty where none was wanted, or one answered."""
 
-    def blocks(self, rank: Rank, incarnation: int) -> int:
-        """Leading blocks that a rank holds. Blocks of a life before the registered one are gone with it."""
-        held = self.held.get(rank)
-        return 0 if held is None or held.incarnation < incarnation else held.blocks
+    @classmethod
+    def of(cls, held: Mapping[Rank, tuple[int, int]]) -> Overlaps:
+        """From the blocks of each rank, and the life of its cache."""
+        return cls(
+            np.array([worker_id for worker_id, _ in held], np.uint64),
+            np.array([dp_rank for _, dp_rank in held], np.uint32),
+            np.array([blocks for blocks, _ in held.values()], np.int64),
+            np.array([incarnation for _, incarnation in held.values()], np.uint64),
+        )
+
+    def on(self, roster: Roster) -> Column:
+        """Leading blocks that each candidate holds. Blocks of a life before the registered one are gone with it."""
+        if not len(self.blocks):
+            return roster.zeros
+        sources = roster.sources(self.worker_ids, self.dp_ranks)
+        alive = (sources >= 0) & (self.incarnations[sources] >= roster.incarnations)
+        return self.blocks[sources] * alive
+
+    def cursor(self, rank: Rank) -> Cursor | None:
+        """How far a rank's events were applied; None where none are."""
+        if not self.next_event_ids:
+            return None
+        for source in np.flatnonzero((self.worker_ids == rank[0]) & (self.dp_ranks == rank[1])).tolist():
+            return Cursor(incarnation=int(self.incarnations[source]), next_event_id=self.next_event_ids[source])
+        return None
 
 
 NOT_ASKED = Overlaps()
@@ -102,13 +116,17 @@ async def ask(
         # The Indexer may be an object in this process: what is wrong with it must not fail a request either.
         log.exception("indexer failed", routed=str(component))
         return Overlaps(failure="internal")
-    return Overlaps(held=_columns_by_rank(response, prompt.blocks))
+    return _read(response, prompt.blocks)
 
 
-def _columns_by_rank(response: FindMatchesResponse, prompt_blocks: int) -> dict[Rank, Held]:
-    ranks = zip(response.worker_ids, response.dp_ranks, strict=False)
-    columns = zip(response.device_blocks, response.incarnations, response.next_event_ids, strict=False)
-    return {
-        rank: Held(min(blocks, prompt_blocks), incarnation, next_event_id)
-        for rank, (blocks, incarnation, next_event_id) in zip(ranks, columns, strict=False)
-    }
+def _read(response: FindMatchesResponse, prompt_blocks: int) -> Overlaps:
+    event_ids = response.next_event_ids
+    answer = (response.worker_ids, response.dp_ranks, response.device_blocks, response.incarnations, event_ids)
+    count = min(len(column) for column in answer)
+    return Overlaps(
+        np.fromiter(response.worker_ids, np.uint64, count),
+        np.fromiter(response.dp_ranks, np.uint32, count),
+        np.minimum(np.fromiter(response.device_blocks, np.int64, count), prompt_blocks),
+        np.fromiter(response.incarnations, np.uint64, count),
+        event_ids,
+    )

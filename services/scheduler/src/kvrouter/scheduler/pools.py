@@ -12,6 +12,7 @@ from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.hits import Hits
 from kvrouter.scheduler.load_reports import LoadReports
+from kvrouter.scheduler.roster import Roster
 from kvrouter.scheduler.slots import Accounting, SlotManager
 from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.names import ComponentName
@@ -44,8 +45,8 @@ class Pool:
         self.hits = Hits()
         self.previous: dict[str, Rank] = {}
         """The rank that each policy chose last, by the policy's name."""
-        self.candidates: tuple[Candidate, ...] = ()
-        """Every rank that is registered, in order of rank."""
+        self.roster = Roster(())
+        """Every rank that is registered."""
         self.view: ComponentView | None = None
         self.follow(view)
 
@@ -54,10 +55,15 @@ class Pool:
         if view is self.view:
             return
         self.view = view
-        self.candidates = candidates_of(view.workers.values())
-        self.slots.set_ranks(candidate.rank for candidate in self.candidates)
-        self.hits.set_ranks(candidate.rank for candidate in self.candidates)
+        self.roster = Roster(candidates_of(view.workers.values()))
+        self.slots.set_ranks(self.roster.ranks)
+        self.hits.set_ranks(self.roster.ranks)
         self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every rank that is registered, in order of rank."""
+        return self.roster.candidates
 
     @property
     def model(self) -> str:

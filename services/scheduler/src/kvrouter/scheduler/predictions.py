@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrouter.core import PredictedIndex, Rank
-from kvrouter.scheduler.overlaps import Held, Overlaps
+from kvrouter.scheduler.overlaps import Overlaps
 from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.v1.names import ComponentName
@@ -52,9 +52,7 @@ class Predictions:
         """Leading blocks of a prompt that each rank is taken to hold."""
         predicted = self._of(pool)
         found = predicted.index.overlaps(prompt.local_hashes, self._clock())
-        return Overlaps(
-            held={rank: Held(blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()}
-        )
+        return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
 
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
         """A request was booked on a rank, in that life of it."""

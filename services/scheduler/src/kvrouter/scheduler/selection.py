@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import structlog
-from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     AllBusy,
@@ -37,7 +37,7 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.options import RoutingOptions, overridden
 from kvrouter.scheduler.overlaps import NOT_ASKED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Explanation, Facts, Hold, rank_label
+from kvrouter.scheduler.policies.interface import Explanation, Hold, rank_label
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.prompts import read_prompt
@@ -326,7 +326,8 @@ class Selector:
             chosen=None if row is None else row.candidate.rank,
             facts=facts,
             explanation=explanation,
-            excluded=found.excluded if facts is None else _left_out(found, facts),
+            excluded=partial(found.excluded, () if facts is None else facts.ranks),
+            rows=len(found.roster),
             prompt_blocks=asked.question.prompt.blocks,
             load_only=bool(asked.overlaps.failure),
             decided_unix_ns=time.time_ns(),
@@ -338,12 +339,6 @@ class Selector:
                 formula = explanation.formula(index)
                 if formula:
                     log.debug(formula, decision=decision_id, request_id=request_id)
-
-
-def _left_out(found: Survey, facts: Facts) -> dict[Rank, str]:
-    weighed = set(facts.ranks)
-    elsewhere = {row.candidate.rank: "the conversation is at another rank" for row in found.free}
-    return found.excluded | {rank: why for rank, why in elsewhere.items() if rank not in weighed}
 
 
 def _holding(chosen: Chosen) -> Explanation:
@@ -364,7 +359,7 @@ def _lease_seconds(lease_ms: int) -> float:
 
 def _answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float) -> SelectWorkerResponse:
     question, candidate = asked.question, chosen.row.candidate
-    pool, held = question.pool, asked.overlaps.held.get(candidate.rank)
+    pool = question.pool
     return SelectWorkerResponse(
         rank=rank_message(candidate.rank),
         endpoint=candidate.endpoint,
@@ -376,5 +371,5 @@ def _answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float)
         mode=question.options.mode,
         held_us=int(held_seconds * 1e6),
         role=candidate.role,
-        cursor=None if held is None else held.cursor(),
+        cursor=asked.overlaps.cursor(candidate.rank),
     )

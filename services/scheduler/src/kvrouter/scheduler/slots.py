@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrouter.core import ActiveSequences, Booking, Rank
+import numpy as np
+from kvrouter.core import ActiveSequences, Booking, LoadColumns, Rank
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.pace import Pace
-from kvrouter.scheduler.prefill_queues import Head, PrefillQueues
+from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.prefill_queues import Head, Heads, PrefillQueues
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
+from numpy.typing import NDArray
 
 # Read once: the enum looks its values up by name, at a microsecond for each candidate.
 _PREFILL, _DECODE = Stage.STAGE_PREFILL, Stage.STAGE_DECODE
@@ -31,9 +34,11 @@ def key_of(key: BookingKey) -> Key:
     return (key.request_id, key.attempt, stage_of(key))
 
 
-def new_prefill_tokens(prompt_tokens: int, overlap_blocks: int, block_size: int, stage: Stage) -> int:
-    """Prompt tokens that a rank has to compute: none in the decode stage, which gets its blocks handed over."""
-    return 0 if stage == _DECODE else max(0, prompt_tokens - overlap_blocks * block_size)
+def new_prefill_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: int, stage: Stage) -> Column:
+    """Prompt tokens that each rank has to compute: none in the decode stage, which gets its blocks handed over."""
+    if stage == _DECODE:
+        return np.zeros_like(overlap_blocks)
+    return np.maximum(prompt_tokens - overlap_blocks * block_size, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,22 @@ def _ignored(key: Key) -> None:
     """Stands in where nobody follows."""
 
 
+class Loads(NamedTuple):
+    """The same as columns: entry i of each speaks of the i-th registered rank."""
+
+    active_blocks: Column
+    prefill_tokens: Column
+    requests: Column
+    leading_active_blocks: Column
+    heads: Heads
+
+    def of(self, place: int) -> RankLoad:
+        """Load of one rank."""
+        active, prefill, requests, leading = (int(column[place]) for column in self[:4])
+        tokens, seconds, waiting = (column[place] for column in self.heads)
+        return RankLoad(active, prefill, requests, leading, Head(int(tokens), float(seconds), int(waiting)))
+
+
 class SlotManager:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
 
@@ -88,6 +109,7 @@ class SlotManager:
         # Which keys were freed, and may not come back, is known over all components: see ``records``.
         self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
         self._registered: frozenset[Rank] = frozenset()
+        self._places: tuple[tuple[Rank, ...], slice | NDArray[np.intp]] | None = None
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
         self.pace = Pace()
@@ -106,32 +128,41 @@ class SlotManager:
             self._sequences.add_rank(rank)
         for rank in before - self._registered:
             self._forget_if_idle(rank)
+        self._prefills.show(sorted(self._registered))
+        self._places = None
 
-    def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
-        """Load of every rank that is registered or has bookings; given a prompt, with its blocks added."""
-        added, now, head = 0, self._clock(), self._prefills.head
-        if prompt is None or not self._tracks_blocks(stage):
-            columns = self._sequences.loads()
-        elif self._accounting.assume_kv_reuse:
-            columns = self._sequences.loads(prompt.sequence_hashes, prompt.tokens)
-        else:
-            columns = self._sequences.loads()
-            added = -(-prompt.tokens // self.block_size)
+    def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
+        """Load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
+        columns, added = self._read(prompt, stage)
+        places = self._places_of_registered(columns.ranks)
+        active, prefill, requests, leading = (np.frombuffer(column, np.int64)[places] for column in columns[1:])
+        return Loads(
+            active + added if added else active, prefill, requests, leading, self._prefills.heads(self._clock())
+        )
+
+    def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
+        """Load of every rank that is registered or has bookings, for those who show it."""
+        columns, added = self._read(prompt, stage)
+        now, head = self._clock(), self._prefills.head
         return {
             rank: RankLoad(blocks + added, tokens, requests, leading, head(rank, now))
-            for rank, blocks, tokens, requests, leading in zip(
-                columns.ranks,
-                columns.active_blocks,
-                columns.prefill_tokens,
-                columns.requests,
-                columns.leading_active_blocks,
-                strict=True,
-            )
+            for rank, blocks, tokens, requests, leading in zip(*columns, strict=True)
         }
 
-    def load_by_rank(self) -> dict[Rank, RankLoad]:
-        """Load of every rank that is registered or has bookings, for those who show it."""
-        return self.loads()
+    def _read(self, prompt: Prompt | None, stage: Stage) -> tuple[LoadColumns, int]:
+        """What the core says, and the blocks to be added on each rank."""
+        if prompt is None or not self._tracks_blocks(stage):
+            return self._sequences.loads(), 0
+        if self._accounting.assume_kv_reuse:
+            return self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
+        return self._sequences.loads(), -(-prompt.tokens // self.block_size)
+
+    def _places_of_registered(self, known: tuple[Rank, ...]) -> slice | NDArray[np.intp]:
+        """Which of the ranks that the core knows are registered: those with bookings only are left out."""
+        if self._places is None or self._places[0] is not known:
+            registered = [place for place, rank in enumerate(known) if rank in self._registered]
+            self._places = (known, slice(None) if len(registered) == len(known) else np.array(registered, np.intp))
+        return self._places[1]
 
     def book(
         self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None

@@ -1,20 +1,24 @@
-"""The candidates of one request, each with what speaks for and against it."""
+"""The candidates of one request as columns, each with what speaks for and against it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
-from kvrouter.scheduler.candidates import Candidate, Wanted, why_busy, why_unfit
-from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.busy import Load
+from kvrouter.scheduler.candidates import Candidate, Wanted, why_unfit
+from kvrouter.scheduler.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.overlaps import Overlaps
-from kvrouter.scheduler.policies.interface import Facts
+from kvrouter.scheduler.policies.interface import Amounts, Column, Facts
 from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt
-from kvrouter.scheduler.slots import RankLoad, new_prefill_tokens
-from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.scheduler.roster import Places, Roster
+from kvrouter.scheduler.slots import Loads, RankLoad, new_prefill_tokens
+
+_Numbers = TypeVar("_Numbers", Column, Amounts)
 
 RETRY_AFTER_MS = 1000
 """When to try again where all are busy: load changes at the pace of requests, and HTTP counts in seconds."""
@@ -29,75 +33,118 @@ class Row:
     """With the blocks of the request."""
     overlap_blocks: int
     new_prefill_tokens: int
-    report: LoadReport | None
     busy: str
     """Why it counts as busy; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All candidates of a request at one moment."""
+    """All candidates of a request at one moment: entry i of each column speaks of the candidate at place i."""
 
-    rows: Sequence[Row]
-    """Those that fit, busy or not, in order of rank."""
-    unfit: dict[Rank, str]
-    """The others, and why."""
+    roster: Roster
+    wanted: Wanted
+    thresholds: Thresholds
+    loads: Loads
+    """With the blocks of the request."""
+    overlap_blocks: Column
+    new_prefill_tokens: Column
+    judged: Load | None
+    """What they are judged by; None where nobody can be busy."""
+    fit: Places
+    """Those that fit, busy or not."""
+    free_places: Places
+    """Those of them that are not busy."""
 
     @property
-    def free(self) -> list[Row]:
+    def rows(self) -> Rows:
+        """Those that fit, busy or not, in order of rank."""
+        return Rows(self, self.fit)
+
+    @property
+    def free(self) -> Rows:
         """Those that the request may go to."""
-        return [row for row in self.rows if not row.busy]
+        return Rows(self, self.free_places)
 
-    @property
-    def excluded(self) -> dict[Rank, str]:
-        """Those that it may not go to, and why."""
-        return self.unfit | {row.candidate.rank: row.busy for row in self.rows if row.busy}
+    def row(self, place: int) -> Row:
+        """One candidate."""
+        return Row(
+            candidate=self.roster.candidates[place],
+            load=self.loads.of(place),
+            overlap_blocks=int(self.overlap_blocks[place]),
+            new_prefill_tokens=int(self.new_prefill_tokens[place]),
+            busy=self.why_busy(place),
+        )
+
+    def why_busy(self, place: int) -> str:
+        """Why a candidate counts as busy; empty if it does not."""
+        return "" if self.judged is None else self.judged.why(self.thresholds, place)
+
+    def excluded(self, weighed: Collection[Rank] = ()) -> dict[Rank, str]:
+        """Those that were not weighed, and why."""
+        left_out = set(self.roster.ranks).difference(weighed)
+        return {
+            candidate.rank: why_unfit(candidate, self.wanted)
+            or self.why_busy(place)
+            or "the conversation is at another rank"
+            for place, candidate in enumerate(self.roster.candidates)
+            if candidate.rank in left_out
+        }
 
     def refusal(self, component: object) -> KvRouterError:
         """Why none is left."""
-        if self.rows:
+        if len(self.fit):
             return AllBusy(RETRY_AFTER_MS)
-        if not self.unfit:
+        if not len(self.roster):
             return NoWorkers(f"{component} has no live worker")
-        reasons = sorted(set(self.unfit.values()))
+        reasons = sorted(set(self.excluded().values()))
         return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some of a survey's candidates, in order of rank."""
+
+    found: Survey
+    places: Places
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Row:
+        """One of them."""
+        return self.found.row(int(self.places[index]))
+
+    def __iter__(self) -> Iterator[Row]:
+        """Each."""
+        return (self.found.row(place) for place in self.places.tolist())
+
+    def at(self, rank: Rank) -> Rows:
+        """That of one rank alone; none if it is not among them."""
+        place = self.found.roster.place(rank)
+        return Rows(self.found, self.places[self.places == (-1 if place is None else place)])
 
 
 def survey(
     pool: Pool, prompt: Prompt, wanted: Wanted, options: RoutingOptions, overlaps: Overlaps, *, now: float
 ) -> Survey:
     """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
-    unfit: dict[Rank, str] = {}
-    fit: list[Candidate] = []
-    for candidate in pool.candidates:
-        why = why_unfit(candidate, wanted)
-        if why:
-            unfit[candidate.rank] = why
-        else:
-            fit.append(candidate)
-    with_request = pool.slots.loads(prompt, wanted.stage)
-    # Busy is judged without the request, whose blocks would make every rank busy by itself.
-    before = pool.slots.loads() if options.thresholds.decode_blocks is not None else with_request
-    rows = []
-    for candidate in fit:
-        rank = candidate.rank
-        load = with_request.get(rank, RankLoad())
-        report = pool.reports.of(rank, now)
-        overlap_blocks = overlaps.blocks(rank, candidate.incarnation)
-        busy = why_busy(
-            candidate,
-            options.thresholds,
-            active_blocks=before.get(rank, RankLoad()).active_blocks,
-            prefill_tokens=load.prefill_tokens,
-            report=report,
-        )
-        new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.slots.block_size, wanted.stage)
-        rows.append(Row(candidate, load, overlap_blocks, new_tokens, report, busy))
-    return Survey(rows, unfit)
+    roster, thresholds = pool.roster, options.thresholds
+    fit = free = roster.fit(wanted)
+    loads = pool.slots.loads(prompt, wanted.stage)
+    judged: Load | None = None
+    if thresholds.any_set:
+        # Judged without the request, whose blocks would make every rank busy by itself.
+        before = pool.slots.loads() if thresholds.decode_blocks is not None else loads
+        judged = Load.of(before.active_blocks, loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now))
+        free = fit[~judged.above(thresholds)[fit]]
+    overlap_blocks = overlaps.on(roster)
+    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.slots.block_size, wanted.stage)
+    return Survey(roster, wanted, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
 
 
 def facts_of(
-    rows: Sequence[Row],
+    rows: Rows,
     prompt: Prompt,
     options: RoutingOptions,
     *,
@@ -106,25 +153,30 @@ def facts_of(
     pace: float = 1.0,
 ) -> Facts:
     """The rows as a policy sees them."""
+    found, places = rows.found, rows.places
+    roster, loads, ranks = found.roster, found.loads, found.roster.ranks
+    every = len(places) == len(roster)
+
+    def take(column: _Numbers) -> _Numbers:
+        return column if every else column[places]
+
     return Facts(
         prompt_tokens=prompt.tokens,
         block_size=block_size,
         overlap_score_weight=options.overlap_score_weight,
         temperature=options.temperature,
         previous=previous,
-        ranks=[row.candidate.rank for row in rows],
-        overlap_blocks=[row.overlap_blocks for row in rows],
-        new_prefill_tokens=[row.new_prefill_tokens for row in rows],
-        prefill_tokens=[row.load.prefill_tokens for row in rows],
-        active_blocks=[row.load.active_blocks for row in rows],
-        leading_active_blocks=[row.load.leading_active_blocks for row in rows],
-        active_requests=[row.load.requests for row in rows],
-        total_blocks=[row.candidate.total_blocks for row in rows],
-        max_batched_tokens=[row.candidate.max_batched_tokens for row in rows],
-        reported=[row.report for row in rows],
-        labels=[row.candidate.labels for row in rows],
-        head_prefill_tokens=[row.load.head.tokens for row in rows],
-        head_prefill_seconds=[row.load.head.seconds for row in rows],
-        prefill_requests=[row.load.head.requests for row in rows],
+        ranks=ranks if every else tuple(map(ranks.__getitem__, places.tolist())),
+        overlap_blocks=take(found.overlap_blocks),
+        new_prefill_tokens=take(found.new_prefill_tokens),
+        prefill_tokens=take(loads.prefill_tokens),
+        active_blocks=take(loads.active_blocks),
+        leading_active_blocks=take(loads.leading_active_blocks),
+        active_requests=take(loads.requests),
+        total_blocks=take(roster.total_blocks),
+        max_batched_tokens=take(roster.max_batched_tokens),
+        head_prefill_tokens=take(loads.heads.tokens),
+        head_prefill_seconds=take(loads.heads.seconds),
+        prefill_requests=take(loads.heads.requests),
         pace=pace,
     )

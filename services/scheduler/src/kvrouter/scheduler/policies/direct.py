@@ -23,6 +23,5 @@ class Rule:
 
     def decide(self, facts: Facts, rng: Random) -> Choice:
         """The named worker's rank."""
-        costs = [float(requests) for requests in facts.active_requests]
-        terms = {"active_requests": facts.active_requests}
-        return Choice(draw_lowest(costs, rng), Explanation("named by the request", costs, terms))
+        costs = facts.active_requests
+        return Choice(draw_lowest(costs, rng), Explanation("named by the request", costs, {"active_requests": costs}))

@@ -32,11 +32,21 @@ Missing signals:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import ClassVar, NamedTuple
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, Hold, draw_lowest, rank_label
+import numpy as np
+from kvrouter.scheduler.policies.interface import (
+    Amounts,
+    Choice,
+    Column,
+    Explanation,
+    Facts,
+    Hold,
+    draw_lowest,
+    rank_label,
+)
+from numpy.typing import NDArray
 
 PREFILL_N2_MS, PREFILL_N1_MS, PREFILL_N0_MS = 4.209989e-07, 1.518344e-02, 16.50142
 """ms of a step by new prompt tokens n: n2 n^2 + n1 n + n0. Proportions matter; ``pace`` follows the engines."""
@@ -67,21 +77,16 @@ prompts of that many new tokens (of shorter ones the step's fixed part decides).
 
 
 class Weighed(NamedTuple):
-    """One rank's terms, ms unless said."""
+    """The terms of each rank, ms unless said."""
 
-    forecast: float
-    batch: float
-    work: float
-    shortage: float
-    own: float
-    new_tokens: int
-    fit: bool
+    forecast: Amounts
+    batch: Amounts
+    work: Amounts
+    shortage: Amounts
+    own: Amounts
+    new_tokens: Column
+    fit: NDArray[np.bool_]
     """Whether the pace may be learned from it."""
-
-    @property
-    def cost(self) -> float:
-        """What counts."""
-        return self.forecast + self.batch + self.work + self.shortage
 
 
 class Rule:
@@ -93,95 +98,87 @@ class Rule:
 
     def decide(self, facts: Facts, rng: Random) -> Choice | Hold:
         """The cheapest rank, now or once it has room."""
-        shares = used_shares(facts)
-        base = BASE * (sum(shares) / len(shares)) ** 4
-        rows = [weigh(facts, index, share, base) for index, share in enumerate(shares)]
-        costs = [row.cost for row in rows]
+        weighed = weigh(facts, used_shares(facts))
+        costs = weighed.forecast + weighed.batch + weighed.work + weighed.shortage
         index = draw_lowest(costs, rng)
-        chosen = rows[index]
 
         def formula(index: int) -> str:
-            row = rows[index]
             return (
-                f"Formula for {rank_label(facts.ranks[index])}: {row.cost:.1f} ms = {row.forecast:.1f} to the first "
-                f"token + {row.batch:.1f} in its step + {row.work:.1f} for others + {row.shortage:.1f} for lack of "
-                f"blocks ({row.new_tokens} tokens to compute)"
+                f"Formula for {rank_label(facts.ranks[index])}: {costs[index]:.1f} ms = {weighed.forecast[index]:.1f} "
+                f"to the first token + {weighed.batch[index]:.1f} in its step + {weighed.work[index]:.1f} for others + "
+                f"{weighed.shortage[index]:.1f} for lack of blocks ({weighed.new_tokens[index]} tokens to compute)"
             )
 
-        terms: dict[str, Sequence[float]] = {
-            "forecast_ms": [row.forecast for row in rows],
-            "batch_ms": [row.batch for row in rows],
-            "work_ms": [row.work for row in rows],
-            "shortage_ms": [row.shortage for row in rows],
-            "new_tokens": [row.new_tokens for row in rows],
+        terms = {
+            "forecast_ms": weighed.forecast,
+            "batch_ms": weighed.batch,
+            "work_ms": weighed.work,
+            "shortage_ms": weighed.shortage,
+            "new_tokens": weighed.new_tokens,
         }
+        new_tokens = int(weighed.new_tokens[index])
         total = facts.total_blocks[index]
         if total and facts.active_blocks[index] > total:
             explanation = Explanation("cheapest once it has room", costs, terms, formula)
-            return Hold(
-                index,
-                explanation,
-                work_ms=chosen.own,
-                rank=facts.ranks[index],
-                prefill_tokens=chosen.new_tokens,
-            )
+            return Hold(index, explanation, work_ms=float(weighed.own[index]), prefill_tokens=new_tokens)
         return Choice(
             index,
             Explanation("lowest cost", costs, terms, formula),
-            prefill_tokens=chosen.new_tokens,
-            forecast_ms=chosen.forecast if chosen.fit else None,
+            prefill_tokens=new_tokens,
+            forecast_ms=float(weighed.forecast[index]) if weighed.fit[index] else None,
         )
 
 
-def used_shares(facts: Facts) -> list[float]:
+def used_shares(facts: Facts) -> Amounts:
     """Share of its KV blocks that each rank has in use, without the request; 0 where the number is unknown."""
     prompt_blocks = -(-facts.prompt_tokens // facts.block_size)
-    columns = zip(facts.active_blocks, facts.leading_active_blocks, facts.total_blocks, strict=True)
-    return [max(0, active - prompt_blocks + leading) / total if total else 0.0 for active, leading, total in columns]
+    in_use = np.maximum(facts.active_blocks - prompt_blocks + facts.leading_active_blocks, 0)
+    return _over(in_use, facts.total_blocks)
 
 
-def weigh(facts: Facts, index: int, share: float, base: float) -> Weighed:
-    """The terms of one rank. ``share`` of its KV is in use; ``base`` is the price of work."""
+def weigh(facts: Facts, shares: Amounts) -> Weighed:
+    """The terms of each rank, of whose KV those shares are in use."""
     size, prompt, pace = facts.block_size, facts.prompt_tokens, facts.pace
-    overlap = max(facts.overlap_blocks[index], facts.leading_active_blocks[index])
-    new = prompt - min(overlap, (prompt - 1) // size) * size
-    requests, total = facts.active_requests[index], facts.total_blocks[index]
-    budget = facts.max_batched_tokens[index] or DEFAULT_BUDGET
-    decode = decode_ms(share) if requests else 0.0
+    base = BASE * shares.mean() ** 4
+    overlap = np.maximum(facts.overlap_blocks, facts.leading_active_blocks)
+    new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
+    budget = np.where(facts.max_batched_tokens, facts.max_batched_tokens, DEFAULT_BUDGET)
+    decode = np.where(facts.active_requests, decode_ms(shares), 0.0)
     own = pace * prefill_ms(new, budget, decode)
 
-    waiting, ahead = facts.prefill_requests[index], facts.prefill_tokens[index]
-    head, spent = facts.head_prefill_tokens[index], facts.head_prefill_seconds[index] * 1e3
-    under_way = head > 0 and spent > decode / 2
-    if under_way:  # what comes can only be part of the step after it
-        rest = max(0.0, pace * prefill_ms(head, budget, decode) - spent)
-        waiting, ahead = waiting - 1, ahead - head
-    else:
-        rest = pace * decode / 2 - spent
-    batch = 0.0
-    if waiting > 0:
-        filled = ahead % budget
-        joint = prefill_ms(min(filled + new, budget), budget, decode) - prefill_ms(filled, budget, decode)
-        batch = pace * joint * (waiting if ahead < budget else 1)
+    head, spent = facts.head_prefill_tokens, facts.head_prefill_seconds * 1e3
+    under_way = (head > 0) & (spent > decode / 2)  # what comes can only be part of the step after it
+    left = np.maximum(pace * prefill_ms(head, budget, decode) - spent, 0.0)
+    rest = np.where(under_way, left, pace * decode / 2 - spent)
+    waiting, ahead = facts.prefill_requests - under_way, facts.prefill_tokens - head * under_way
+    filled = ahead % budget
+    joint = prefill_ms(np.minimum(filled + new, budget), budget, decode) - prefill_ms(filled, budget, decode)
+    batch = np.where(waiting > 0, pace * joint * np.where(ahead < budget, waiting, 1), 0.0)
+    lacking = _over(facts.active_blocks, facts.total_blocks) - ROOM
     return Weighed(
         forecast=rest + pace * prefill_ms(ahead + new, budget, decode),
         batch=batch,
-        work=(base + CROWD * requests) * own,
-        shortage=SHORTAGE_MS * max(0.0, facts.active_blocks[index] / total - ROOM) if total else 0.0,
+        work=(base + CROWD * facts.active_requests) * own,
+        shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
         own=own,
         new_tokens=new,
-        fit=not head and share < FIT_SHARE and new >= FIT_TOKENS,
+        fit=(head == 0) & (shares < FIT_SHARE) & (new >= FIT_TOKENS),
     )
 
 
-def prefill_ms(tokens: int, budget: int, decode: float) -> float:
+def _over(blocks: Column, total_blocks: Column) -> Amounts:
+    shares: Amounts = blocks / np.where(total_blocks, total_blocks, np.inf)
+    return shares
+
+
+def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
     """Time that the steps take which compute so many prompt tokens, ms; ``decode`` is what each spends on decoding."""
-    full, rest = divmod(tokens, budget)
+    full, rest = np.divmod(tokens, budget)
     step = PREFILL_N0_MS + decode
-    total = full * (step + (PREFILL_N2_MS * budget + PREFILL_N1_MS) * budget)
-    return total + (step + (PREFILL_N2_MS * rest + PREFILL_N1_MS) * rest if rest else 0.0)
+    last = np.where(rest, step + (PREFILL_N2_MS * rest + PREFILL_N1_MS) * rest, 0.0)
+    return full * (step + (PREFILL_N2_MS * budget + PREFILL_N1_MS) * budget) + last
 
 
-def decode_ms(share: float) -> float:
+def decode_ms(share: Amounts) -> Amounts:
     """Time that a step spends on decoding, ms, where requests in flight use that share of the KV blocks."""
     return (DECODE_P2_MS * share + DECODE_P1_MS) * share + DECODE_P0_MS

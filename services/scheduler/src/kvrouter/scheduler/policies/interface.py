@@ -1,8 +1,8 @@
 """What a policy gets and what it gives back.
 
-A policy sees the candidates as columns: entry i of each speaks of ``ranks[i]``. It weighs them, and names one by its
-index, or one to wait for. It keeps no state and does no I/O; all that it may know is in the facts. Columns are added
-when a policy needs more, so that those that are there keep their meaning.
+A policy sees the candidates as columns, numpy arrays: entry i of each speaks of ``ranks[i]``. It weighs them, and names
+one by its index, or one to wait for. It keeps no state and does no I/O; all that it may know is in the facts. Columns
+are added when a policy needs more, so that those that are there keep their meaning.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from kvrouter.core import Rank
-from kvrouter.v1.events_pb2 import LoadReport
+from numpy.typing import NDArray
+
+Column = NDArray[np.int64]
+"""A whole number for each candidate."""
+
+Amounts = NDArray[np.float64]
+"""A number for each candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +37,28 @@ class Facts:
     """Softmax temperature, 0 or more; 0 takes the best."""
     previous: Rank | None
     """The rank that this policy chose last in the component; None if it has not chosen yet."""
-    ranks: Sequence[Rank]
-    overlap_blocks: Sequence[int]
+    ranks: tuple[Rank, ...]
+    overlap_blocks: Column
     """Leading blocks of the prompt in device memory; 0 for all where overlaps are not to be had."""
-    new_prefill_tokens: Sequence[int]
+    new_prefill_tokens: Column
     """Prompt tokens that the rank would have to compute for this request."""
-    prefill_tokens: Sequence[int]
+    prefill_tokens: Column
     """Prefill tokens booked and not done, without those of this request."""
-    active_blocks: Sequence[int]
+    active_blocks: Column
     """Distinct blocks of requests in flight once this request is added; 0 for all where blocks are not tracked."""
-    leading_active_blocks: Sequence[int]
+    leading_active_blocks: Column
     """Leading blocks of this request that requests in flight use there."""
-    active_requests: Sequence[int]
+    active_requests: Column
     """Requests booked."""
-    total_blocks: Sequence[int]
+    total_blocks: Column
     """KV blocks in device memory; 0 if unknown."""
-    max_batched_tokens: Sequence[int]
+    max_batched_tokens: Column
     """Most prompt tokens computed in one step; 0 if unknown."""
-    reported: Sequence[LoadReport | None]
-    """What the rank last said of its load; None if it has said nothing of late."""
-    labels: Sequence[Mapping[str, str]]
-    head_prefill_tokens: Sequence[int]
+    head_prefill_tokens: Column
     """Prefill tokens of the request that was booked first of those without a first token; 0 where there is none."""
-    head_prefill_seconds: Sequence[float]
+    head_prefill_seconds: Amounts
     """Seconds since that one became the first."""
-    prefill_requests: Sequence[int]
+    prefill_requests: Column
     """Requests booked without a first token."""
     pace: float = 1.0
     """Time that prefills have taken of late, over what was forecast."""
@@ -70,9 +74,9 @@ class Explanation:
 
     reason: str
     """Why this one, for a person."""
-    costs: Sequence[float] = ()
+    costs: NDArray[Any] | Sequence[float] = ()
     """Cost by candidate, in the policy's unit; empty for a policy that weighs nothing."""
-    terms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    terms: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Terms of the cost by name: a column each."""
     formula: Callable[[int], str] = _unexplained
     """Writes the cost of one candidate out, given its index. Called only when somebody asks."""
@@ -125,7 +129,7 @@ def rank_label(rank: Rank) -> str:
     return f"worker_{worker_id}_dp{dp_rank}" if dp_rank else f"worker_{worker_id}"
 
 
-def draw_lowest(values: Sequence[float], rng: Random) -> int:
+def draw_lowest(values: NDArray[Any], rng: Random) -> int:
     """Index of the lowest value; among equals, any with the same chance."""
-    lowest = min(values)
-    return rng.choice([index for index, value in enumerate(values) if value == lowest])
+    lowest = np.flatnonzero(values == values.min())
+    return int(lowest[rng.randrange(len(lowest))])

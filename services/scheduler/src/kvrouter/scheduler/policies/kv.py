@@ -21,12 +21,11 @@ Missing signals:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+import numpy as np
+from kvrouter.scheduler.policies.interface import Amounts, Choice, Explanation, Facts, draw_lowest, rank_label
 
 
 class Rule:
@@ -39,11 +38,8 @@ class Rule:
     def decide(self, facts: Facts, rng: Random) -> Choice:
         """The cheapest rank, or one drawn by cost."""
         weight = facts.overlap_score_weight
-        prefill_blocks = [
-            (booked + new) / facts.block_size
-            for booked, new in zip(facts.prefill_tokens, facts.new_prefill_tokens, strict=True)
-        ]
-        costs = [weight * prefill + active for prefill, active in zip(prefill_blocks, facts.active_blocks, strict=True)]
+        prefill_blocks = (facts.prefill_tokens + facts.new_prefill_tokens) / facts.block_size
+        costs = weight * prefill_blocks + facts.active_blocks
 
         def formula(index: int) -> str:
             return (
@@ -54,7 +50,7 @@ class Rule:
 
         terms = {"prefill_blocks": prefill_blocks, "decode_blocks": facts.active_blocks}
         if facts.temperature > 0:
-            index = rng.choices(range(len(costs)), weights=softmax_weights(costs, facts.temperature))[0]
+            index = rng.choices(range(len(costs)), weights=softmax_weights(costs, facts.temperature).tolist())[0]
             reason = f"drawn by cost at temperature {facts.temperature:g}"
         else:
             index = draw_lowest(costs, rng)
@@ -62,18 +58,20 @@ class Rule:
         return Choice(index, Explanation(reason, costs, terms, formula))
 
 
-def softmax_weights(costs: Sequence[float], temperature: float) -> list[float]:
+def softmax_weights(costs: Amounts, temperature: float) -> Amounts:
     """Weights of a draw by cost, the cheapest having 1: exp(-(cost - min) / ((max - min) * temperature)).
 
     Args:
         costs: Finite costs, one at least.
         temperature: Above 0.
     """
-    lowest, spread = min(costs), max(costs) - min(costs)
+    lowest, spread = costs.min(), costs.max() - costs.min()
     if spread == 0:
-        return [1.0] * len(costs)
+        return np.ones_like(costs)
     # The ratio first: the product of a small spread and a small temperature may vanish.
-    return [math.exp(-((cost - lowest) / spread / temperature)) for cost in costs]
+    with np.errstate(over="ignore"):
+        weights: Amounts = np.exp(-((costs - lowest) / spread / temperature))
+    return weights
 
 
 def _number(value: float) -> str:

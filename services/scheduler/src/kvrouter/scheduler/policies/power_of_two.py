@@ -8,10 +8,10 @@ Schedulers that decide at the same moment without seeing each other do not all f
 
 from __future__ import annotations
 
-import math
 from random import Random
 from typing import ClassVar
 
+import numpy as np
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
 
 
@@ -24,10 +24,9 @@ class Rule:
 
     def decide(self, facts: Facts, rng: Random) -> Choice:
         """The less loaded of two."""
-        drawn = set(rng.sample(range(len(facts.ranks)), min(2, len(facts.ranks))))
-        costs = [
-            float(requests) if index in drawn else math.inf for index, requests in enumerate(facts.active_requests)
-        ]
+        drawn = rng.sample(range(len(facts.ranks)), min(2, len(facts.ranks)))
+        costs = np.full(len(facts.ranks), np.inf)
+        costs[drawn] = facts.active_requests[drawn]
         terms = {"active_requests": facts.active_requests}
 
         def formula(index: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
+import numpy as np
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
 
 
@@ -26,9 +27,9 @@ class Rule:
 
     def decide(self, facts: Facts, rng: Random) -> Choice:
         """The rank of the lowest product."""
-        tokens = [booked + new for booked, new in zip(facts.prefill_tokens, facts.new_prefill_tokens, strict=True)]
-        requests = [requests + 1 for requests in facts.active_requests]
-        costs = [float(computed * crowd) for computed, crowd in zip(tokens, requests, strict=True)]
+        tokens = facts.prefill_tokens + facts.new_prefill_tokens
+        requests = facts.active_requests + 1
+        costs = tokens.astype(np.float64) * requests
 
         def formula(index: int) -> str:
             label = rank_label(facts.ranks[index])

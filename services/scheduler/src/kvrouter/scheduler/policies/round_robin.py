@@ -8,6 +8,7 @@ Reads neither overlaps nor loads.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from random import Random
 from typing import ClassVar
 
@@ -23,6 +24,5 @@ class Rule:
 
     def decide(self, facts: Facts, rng: Random) -> Choice:  # noqa: ARG002 - nothing is left to chance
         """The rank whose turn it is."""
-        previous = facts.previous
-        later = (index for index, rank in enumerate(facts.ranks) if previous is not None and rank > previous)
-        return Choice(next(later, 0), Explanation("its turn"))
+        turn = 0 if facts.previous is None else bisect_right(facts.ranks, facts.previous)
+        return Choice(turn % len(facts.ranks), Explanation("its turn"))

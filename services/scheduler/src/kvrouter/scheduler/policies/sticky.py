@@ -16,6 +16,7 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
+import numpy as np
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
 
 ROOM = 0.95
@@ -31,15 +32,11 @@ class Rule:
 
     def decide(self, facts: Facts, rng: Random) -> Choice:
         """The longest overlap that is not saturated."""
-        saturated = [
-            bool((total and active > ROOM * total) or (budget and booked > budget))
-            for active, total, booked, budget in zip(
-                facts.active_blocks, facts.total_blocks, facts.prefill_tokens, facts.max_batched_tokens, strict=True
-            )
-        ]
-        order = list(zip(saturated, [-blocks for blocks in facts.overlap_blocks], facts.active_requests, strict=True))
-        place = {cost: float(position) for position, cost in enumerate(sorted(set(order)))}
-        costs = [place[cost] for cost in order]
+        full = (facts.total_blocks > 0) & (facts.active_blocks > ROOM * facts.total_blocks)
+        behind = (facts.max_batched_tokens > 0) & (facts.prefill_tokens > facts.max_batched_tokens)
+        saturated = full | behind
+        order = np.stack([saturated, -facts.overlap_blocks, facts.active_requests], axis=1)
+        places = np.unique(order, axis=0, return_inverse=True)[1].reshape(-1)
 
         def formula(index: int) -> str:
             state = "saturated" if saturated[index] else "not saturated"
@@ -48,5 +45,5 @@ class Rule:
                 f"{facts.active_requests[index]} requests"
             )
 
-        terms = {"saturated": [int(full) for full in saturated], "active_requests": facts.active_requests}
-        return Choice(draw_lowest(costs, rng), Explanation("most of it cached there", costs, terms, formula))
+        terms = {"saturated": saturated.astype(np.int64), "active_requests": facts.active_requests}
+        return Choice(draw_lowest(places, rng), Explanation("most of it cached there", places, terms, formula))
