@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.busy import why_busy
 from kvrouter.scheduler.candidates import Candidate
 from kvrouter.scheduler.decisions import Decisions, rank_message
+from kvrouter.scheduler.held import HeldRequests
 from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.options import Thresholds
 from kvrouter.scheduler.pools import Pool, Pools
@@ -19,7 +21,7 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, HeldStatus, RankStatus
 
 MAX_LISTED = 100
-"""Most decisions in one answer: what a person looks at, and little to send."""
+"""Most decisions, and held requests of a component, in one answer: what a person looks at, and little to send."""
 
 
 class Status:
@@ -35,6 +37,7 @@ class Status:
         scheduler_id: str,
         mode: str,
         clock: Callable[[], float],
+        held: HeldRequests | None = None,
     ) -> None:
         """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds."""
         self._pools = pools
@@ -44,6 +47,7 @@ class Status:
         self._scheduler_id = scheduler_id
         self._mode = mode
         self._clock = clock
+        self._held = held
         self._started_unix_ns = time.time_ns()
 
     def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
@@ -64,11 +68,12 @@ class Status:
             started_unix_ns=self._started_unix_ns,
             sessions=self._ledger.sessions,
             bookings=len(self._ledger),
-            components=[self._component(pool) for pool in pools],
+            components=[self._component(pool, min(request.held_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
         )
 
-    def _component(self, pool: Pool) -> ComponentStatus:
+    def _component(self, pool: Pool, listed: int) -> ComponentStatus:
+        waiting = Counter[Rank]() if self._held is None else self._held.waiting_for(pool.name)
         thresholds = self._board.of(pool.model)
         candidates = {candidate.rank: candidate for candidate in pool.candidates}
         loads = pool.slots.load_by_rank()
@@ -80,15 +85,23 @@ class Status:
             mode=self._mode,
             thresholds=thresholds.to_message(),
             ranks=[
-                _rank_status(pool, rank, loads.get(rank, RankLoad()), candidates.get(rank), thresholds, now)
+                _rank_status(
+                    pool, rank, loads.get(rank, RankLoad()), candidates.get(rank), thresholds, now, waiting[rank]
+                )
                 for rank in sorted(loads.keys() | candidates.keys())
             ],
-            held=HeldStatus(),
+            held=HeldStatus() if self._held is None else self._held.status(pool.name, listed=listed),
         )
 
 
 def _rank_status(
-    pool: Pool, rank: Rank, load: RankLoad, candidate: Candidate | None, thresholds: Thresholds, now: float
+    pool: Pool,
+    rank: Rank,
+    load: RankLoad,
+    candidate: Candidate | None,
+    thresholds: Thresholds,
+    now: float,
+    waiting: int,
 ) -> RankStatus:
     report = pool.reports.of(rank, now)
     status = RankStatus(
@@ -98,6 +111,7 @@ def _rank_status(
         active_requests=load.requests,
         reported=report,
         hits=pool.hits.of(rank),
+        held_requests=waiting,
     )
     if candidate is not None:
         status.registered = True
