@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, NoReturn, cast
 
+from kvrouter.cli.faults import WrongUsage
 from kvrouter.frontend import app as frontend
-from kvrouter.frontend.scheduler_link import SchedulerSource
+from kvrouter.frontend.scheduler_source import SchedulerSource
 from kvrouter.frontend.schedulers import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
@@ -17,7 +18,7 @@ from kvrouter.runtime import lifecycle
 from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.contracts import Indexer, Scheduler
 from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.settings import ServiceSettings, load_all
+from kvrouter.runtime.settings import RoutingSettings, ServiceSettings, load_all
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlaps import IndexerSource
 from kvrouter.scheduler.settings import SchedulerSettings
@@ -51,6 +52,7 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
             strict=True,
         )
     )
+    _check_static(settings)
     common = settings[ordered[0]]
 
     async def main(stopping: asyncio.Event) -> None:
@@ -58,6 +60,20 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
             await host(runtime, await _compose(settings, runtime, running), stopping)
 
     lifecycle.run(main, common, "+".join(ordered))
+
+
+def _check_static(settings: Mapping[str, Any]) -> None:
+    listed = {
+        role for role in settings if isinstance(settings[role], RoutingSettings) and settings[role].static_workers
+    }
+    if not listed:
+        return
+    if "indexer" in settings:
+        raise WrongUsage("--static-workers: they publish no events for an Indexer; leave that role out")
+    if listed != set(settings):
+        raise WrongUsage("static_workers is given for one role only; give it for all")
+    if "scheduler" not in settings and settings["frontend"].lacks_scheduler():
+        raise WrongUsage("--static-workers: name the Schedulers too, with --static-schedulers")
 
 
 async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack) -> list[Hosted]:

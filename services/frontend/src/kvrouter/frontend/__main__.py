@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import aclosing
 
 from kvrouter.frontend.app import running, serving_http
@@ -20,6 +21,8 @@ _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 def main() -> None:
     """Runs until SIGTERM."""
     settings = load(FrontendSettings, prog="kvrouter-frontend")
+    if settings.lacks_scheduler():
+        sys.exit(_usage("--static-workers: name the Schedulers too, with --static-schedulers"))
 
     async def serve(stopping: asyncio.Event) -> None:
         async with (
@@ -32,6 +35,11 @@ def main() -> None:
             await host(runtime, [hosted], stopping)
 
     run(serve, settings, "frontend")
+
+
+def _usage(message: str) -> int:
+    sys.stderr.write(f"kvrouter-frontend: {message}\n")
+    return 2
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.settings import Address, RoutingSettings
+from kvrouter.runtime.static_list import StaticEndpoints
 from pydantic import AfterValidator, AliasChoices, Field
 
 
@@ -17,7 +19,7 @@ def _checked_file(text: str) -> str:
     return text
 
 
-class FrontendSettings(ServiceSettings):
+class FrontendSettings(RoutingSettings):
     """Options of ``kvrouter-frontend``; each is a flag, an environment variable and a key of the file."""
 
     host: str = Field(
@@ -55,3 +57,17 @@ class FrontendSettings(ServiceSettings):
     record_max_bytes: int = Field(
         default=1 << 30, ge=1 << 12, description="Size at which recording stops; it goes on if the file is moved."
     )
+    static_schedulers: tuple[Address, ...] = Field(
+        default=(),
+        description="gRPC addresses of the Schedulers, host:port, separated by commas; with --static-workers, unless"
+        " the Scheduler is in the same process.",
+    )
+
+    def static_endpoints(self) -> StaticEndpoints | None:
+        """As in the base, with the Schedulers."""
+        listed = super().static_endpoints()
+        return listed and replace(listed, schedulers=self.static_schedulers)
+
+    def lacks_scheduler(self) -> bool:
+        """Whether a Frontend that has none in its process would never find one."""
+        return bool(self.static_workers) and not self.static_schedulers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 
+from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.app import engine_config, running, worker_config
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.runtime.health import HealthBoard
@@ -28,8 +30,12 @@ def main() -> None:
     async def serve(stopping: asyncio.Event) -> None:
         registry, health = new_registry(), HealthBoard()
         await health.announce([_SERVICE])
-        async with serving_ops(settings.http_bind, registry, health), running(settings, registry) as worker:
-            await worker.registered()
+        async with serving_ops(settings.http_bind, registry, health), AsyncExitStack() as stack:
+            if settings.registration:
+                worker = await stack.enter_async_context(running(settings, registry))
+                await worker.registered()
+            else:
+                await stack.enter_async_context(serving_alone(settings, registry))
             await health.set_ready(_SERVICE)
             await stopping.wait()
             await health.drain()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from kvrouter.mocker.adapter import MockEngine, publish_to
@@ -12,6 +12,7 @@ from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.engine_choice import make_engine
 from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine_types import CacheEvent
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
@@ -19,6 +20,9 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
+
+Publish = Callable[[Iterable[CacheEvent]], None]
+"""What an engine tells the changes of its cache to, once in each step."""
 
 _ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
 _TRANSPORTS = {
@@ -76,6 +80,31 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
     )
 
 
+def worker_id_of(settings: MockerSettings) -> int:
+    """The worker's id: the one that was given, or a made up one."""
+    return settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
+
+
+def make_drivers(
+    settings: MockerSettings, worker_id: int, registry: CollectorRegistry, publishing: Callable[[int], Publish]
+) -> dict[int, EngineDriver]:
+    """The engine of each rank, with figures of its load; ``publishing`` gives what a rank tells its cache events to."""
+    clock = EngineClock(settings.clock_factor)
+    lateness = lateness_histogram(registry)
+    drivers = {
+        dp_rank: EngineDriver(
+            make_engine(engine_config(settings, worker_id, dp_rank)),
+            clock,
+            publishing(dp_rank),
+            stream_interval=settings.stream_interval,
+            observe_lateness=lateness.observe,
+        )
+        for dp_rank in range(settings.dp_size)
+    }
+    expose_load(drivers, registry)
+    return drivers
+
+
 @asynccontextmanager
 async def running(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[sdk.Worker]:
     """A simulated worker, registered and serving, while the context lasts.
@@ -84,22 +113,9 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         ValueError: no engine could run with these settings.
         DescriptorMismatch: the worker does not fit its component.
     """
-    worker_id = settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
-    clock = EngineClock(settings.clock_factor)
-    lateness = lateness_histogram(registry)
+    worker_id = worker_id_of(settings)
     publishers: dict[int, sdk.RankPublisher] = {}
-
-    def driver_of(dp_rank: int) -> EngineDriver:
-        return EngineDriver(
-            make_engine(engine_config(settings, worker_id, dp_rank)),
-            clock,
-            publish_to(lambda: publishers[dp_rank]),
-            stream_interval=settings.stream_interval,
-            observe_lateness=lateness.observe,
-        )
-
-    drivers = {dp_rank: driver_of(dp_rank) for dp_rank in range(settings.dp_size)}
-    expose_load(drivers, registry)
+    drivers = make_drivers(settings, worker_id, registry, lambda dp_rank: publish_to(lambda: publishers[dp_rank]))
     async with asyncio.TaskGroup() as group:
         stepping: list[asyncio.Task[None]] = []
         try:

@@ -36,6 +36,11 @@ class MockerSettings(ServiceSettings):
     transport: Literal["default", "durable", "light"] = Field(
         default="default", description="How events travel; default takes the component's."
     )
+    registration: bool = Field(
+        default=True,
+        description="Whether it registers in etcd and publishes over NATS; otherwise it only serves, for routers that"
+        " list it (--static-workers).",
+    )
     events: bool = Field(default=True, description="Whether cache events are published.")
     labels: dict[str, str] = Field(default_factory=dict, description="Labels for routing constraints.")
     heartbeat_seconds: float = Field(

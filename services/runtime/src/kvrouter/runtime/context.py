@@ -12,6 +12,7 @@ from kvrouter.runtime.discovery import Directory, ServiceRegistrar
 from kvrouter.runtime.metrics import new_registry
 from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
 from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.static_discovery import StaticDiscovery
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
@@ -38,7 +39,15 @@ class Runtime:
         """For ``kvrouter.publisher.etcd``: host:port, separated by commas."""
         self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
         """Keys that are in etcd for as long as this process lives."""
-        self.directory = Directory(settings.etcd, settings.namespace, registry)
+        listed = settings.static_endpoints()
+        self.uses_etcd = listed is None
+        """Whether etcd says who is there; otherwise that is listed by hand, and there is neither etcd nor NATS."""
+        self.directory = Directory(
+            settings.etcd,
+            settings.namespace,
+            registry,
+            source=None if listed is None else StaticDiscovery(listed, settings.namespace).changes,
+        )
         self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
         self._tasks = tasks
         self._background: set[asyncio.Task[None]] = set()
@@ -81,11 +90,15 @@ class Runtime:
 
 @asynccontextmanager
 async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | None = None) -> AsyncIterator[Runtime]:
-    """A runtime that follows etcd while the context lasts. Neither etcd nor NATS need be there yet."""
+    """A runtime that follows etcd, or the workers that are listed, while the context lasts.
+
+    Neither etcd nor NATS need be there yet. Where workers are listed, neither is ever asked for.
+    """
     async with asyncio.TaskGroup() as tasks:
         runtime = Runtime(settings, registry if registry is not None else new_registry(), tasks)
         runtime.spawn(runtime.directory.run(), "directory")
-        runtime.spawn(runtime.keys.run(), "keys")
+        if runtime.uses_etcd:
+            runtime.spawn(runtime.keys.run(), "keys")
         try:
             yield runtime
         finally:

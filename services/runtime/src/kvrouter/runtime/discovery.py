@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.publisher.etcd import Delete, LeasedKeys, Put, Snapshot, watch_prefix
+from kvrouter.publisher.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
 from kvrouter.v1.names import (
     ComponentName,
     InvalidName,
@@ -98,8 +98,16 @@ def build_views(
 class Directory:
     """What is registered in a namespace. ``run`` must be running."""
 
-    def __init__(self, etcd_endpoints: str, namespace: str, registry: CollectorRegistry) -> None:
-        self._endpoints = etcd_endpoints
+    def __init__(
+        self,
+        etcd_endpoints: str,
+        namespace: str,
+        registry: CollectorRegistry,
+        *,
+        source: Callable[[], AsyncGenerator[Change]] | None = None,
+    ) -> None:
+        """``source`` tells the entries and their changes where they do not come from etcd."""
+        self._source = source or (lambda: watch_prefix(etcd_endpoints, namespace_prefix(namespace)))
         self._namespace = namespace
         self._entries: dict[str, bytes] = {}
         self._components: dict[ComponentName, ComponentView] = {}
@@ -154,8 +162,8 @@ class Directory:
             await change.wait()
 
     async def run(self) -> None:
-        """Follows etcd, until cancelled."""
-        async with aclosing(watch_prefix(self._endpoints, namespace_prefix(self._namespace))) as changes:
+        """Follows etcd, or what stands for it, until cancelled."""
+        async with aclosing(self._source()) as changes:
             async for change in changes:
                 match change:
                     case Snapshot(entries):

@@ -7,46 +7,27 @@ and the key ``overlap_score_weight`` of the file. Further names that it goes by 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 import uuid
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
+from kvrouter.runtime.addresses import Address, Name, OptionalAddress
 from kvrouter.runtime.settings_sources import SettingsError, load, load_all
-from kvrouter.v1.names import InvalidName, check_name
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from kvrouter.runtime.static_list import StaticComponent, StaticEndpoints, read_static_file, static_component
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["Address", "Name", "OptionalAddress", "ServiceSettings", "SettingsError", "load", "load_all"]
-
-
-def _checked_name(text: str) -> str:
-    try:
-        return check_name(text)
-    except InvalidName as error:
-        raise ValueError(str(error)) from None
-
-
-def _checked_address(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not port.isdecimal() or int(port) > 65535 or ("[" in host) != (":" in bare):
-        raise ValueError("write host:port, an IPv6 host in brackets")
-    if "[" in host:
-        ipaddress.IPv6Address(bare)
-    return text
-
-
-def _checked_optional_address(text: str) -> str:
-    return _checked_address(text) if text else text
-
-
-Name = Annotated[str, AfterValidator(_checked_name)]
-"""1 to 64 letters, digits, ``-`` or ``_``."""
-Address = Annotated[str, AfterValidator(_checked_address)]
-"""host:port."""
-OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
-"""host:port, or empty."""
+__all__ = [
+    "Address",
+    "Name",
+    "OptionalAddress",
+    "RoutingSettings",
+    "ServiceSettings",
+    "SettingsError",
+    "load",
+    "load_all",
+]
 
 
 def _made_up_id() -> str:
@@ -95,3 +76,58 @@ class ServiceSettings(BaseModel):
     def table(cls) -> str:
         """Name of the table of the file that holds this service's own options."""
         return cls.section or cls.__name__.removesuffix("Settings").lower()
+
+    def static_endpoints(self) -> StaticEndpoints | None:
+        """Who is there where that is listed by hand; None where etcd says it."""
+        return None
+
+
+class RoutingSettings(ServiceSettings):
+    """Options of the services that route, which can do so without etcd and NATS."""
+
+    static_workers: tuple[str, ...] = Field(
+        default=(),
+        description="Workers, where there is neither etcd nor NATS: addresses host:port, separated by commas, or one"
+        " TOML file that lists them.",
+    )
+    static_model: str = Field(default="", description="Model that these workers serve; in a file, it says so itself.")
+    static_component: Name = Field(default="workers", description="Component that they form; as before.")
+    static_block_size: int = Field(
+        default=16, ge=1, le=1 << 20, description="Tokens per KV block of these workers; as before."
+    )
+    static_probe_seconds: float = Field(
+        default=1.0, gt=0, le=3600, description="Time between two looks at which of them are there, seconds."
+    )
+
+    @model_validator(mode="after")
+    def _lists_workers(self) -> RoutingSettings:
+        self.static_components()
+        return self
+
+    def static_components(self) -> tuple[StaticComponent, ...]:
+        """The workers that are listed; none where etcd is to be asked.
+
+        Raises:
+            ValueError: the list cannot be read, or says something that cannot be.
+        """
+        listed = self.static_workers
+        try:
+            if len(listed) == 1 and listed[0].endswith(".toml"):
+                if "static_model" in self.model_fields_set:
+                    raise ValueError(f"{listed[0]} names the model itself: leave --static-model out")
+                return read_static_file(Path(listed[0]))
+            if not listed:
+                return ()
+            if not self.static_model:
+                raise ValueError("name the model that they serve with --static-model")
+            named = static_component(
+                listed, name=self.static_component, model=self.static_model, block_size=self.static_block_size
+            )
+        except ValueError as error:
+            raise ValueError(f"--static-workers: {error}") from None
+        return (named,)
+
+    def static_endpoints(self) -> StaticEndpoints | None:
+        """As in the base."""
+        components = self.static_components()
+        return StaticEndpoints(components, probe_seconds=self.static_probe_seconds) if components else None

@@ -17,7 +17,7 @@ DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 def main() -> None:
     """Reads the options, serves until SIGTERM or SIGINT, and exits."""
-    settings = load(SchedulerSettings)
+    settings = load(SchedulerSettings, prog="kvrouter-scheduler")
 
     async def serve(stopping: asyncio.Event) -> None:
         async with open_runtime(settings) as runtime, running(settings, runtime) as service:

@@ -28,7 +28,7 @@ from kvrouter.scheduler.service import SchedulerService
 from kvrouter.scheduler.session_stream import Sessions
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.scheduler.status import Status
-from kvrouter.scheduler.thresholds import SharedThresholds, ThresholdBoard
+from kvrouter.scheduler.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
 
 log = structlog.get_logger(component="scheduler")
 
@@ -61,7 +61,8 @@ async def running(
     ledger = Ledger(session_grace_seconds=settings.session_grace_seconds)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
-    shared_thresholds = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace)
+    shared = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace) if runtime.uses_etcd else None
+    thresholds = shared or OwnThresholds(board)
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
@@ -119,17 +120,18 @@ async def running(
         sessions,
         decisions,
         board,
-        shared_thresholds,
+        thresholds,
         status,
-        is_ready=lambda: runtime.directory.is_synced and shared_thresholds.synced,
+        is_ready=lambda: runtime.directory.is_synced and thresholds.synced,
     )
     tasks = [
         runtime.spawn(remote_indexers.run(), "indexers"),
-        runtime.spawn(shared_thresholds.run(), "thresholds"),
-        runtime.spawn(listener.run(), "load reports"),
         runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
         runtime.spawn(keeping_up.run(), "keeping up"),
     ]
+    if shared is not None:
+        tasks.append(runtime.spawn(shared.run(), "thresholds"))
+        tasks.append(runtime.spawn(listener.run(), "load reports"))
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
     if selector.held is not None:

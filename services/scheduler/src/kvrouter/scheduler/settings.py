@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.settings import RoutingSettings
 from kvrouter.scheduler.hold_queue import MAX_HELD
 from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions, Thresholds
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.predictions import PredictionLimits
 from kvrouter.scheduler.slots import Accounting
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 _PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_target_ratio")
 
 
-class SchedulerSettings(ServiceSettings):
+class SchedulerSettings(RoutingSettings):
     """Options of ``kvrouter-scheduler``; each is a flag, an environment variable and a key of the file."""
 
     router_mode: str = Field(default="kv", description=f"How ranks are chosen: {', '.join(POLICIES)}.")
@@ -108,6 +108,15 @@ class SchedulerSettings(ServiceSettings):
         if mode not in POLICIES:
             raise ValueError(f"there is no such mode; use one of {', '.join(POLICIES)}")
         return mode
+
+    @model_validator(mode="after")
+    def _asks_nobody_who_is_not_there(self) -> SchedulerSettings:
+        if self.static_workers and self.kv_events and self.routing().asks_indexer:
+            raise ValueError(
+                f"--static-workers: mode {self.router_mode} asks an Indexer, and there is none without etcd;"
+                " add --no-kv-events, or choose another --router-mode (round-robin, random, power-of-two, direct)"
+            )
+        return self
 
     def routing(self) -> RoutingOptions:
         """How requests are routed."""

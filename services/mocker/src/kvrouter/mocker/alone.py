@@ -1,0 +1,66 @@
+"""A simulated worker that stands alone: it serves, and neither registers nor publishes.
+
+For routers that list their workers (``--static-workers``), where there is neither etcd nor NATS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+from kvrouter.mocker.adapter import MockEngine
+from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.worker_server import WorkerServer
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.events_pb2 import LoadReport
+from prometheus_client import CollectorRegistry
+
+log = structlog.get_logger(component="mocker")
+
+
+@asynccontextmanager
+async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[str]:
+    """A simulated worker that serves while the context lasts; yields its address, host:port.
+
+    Raises:
+        ValueError: no engine could run with these settings.
+        InvalidConfig: the address cannot be listened on.
+    """
+    worker_id, incarnation = worker_id_of(settings), time.time_ns()
+    config = worker_config(settings, worker_id)
+    drivers = make_drivers(settings, worker_id, registry, lambda _: lambda _: None)
+    engine = MockEngine(drivers)
+
+    def load_reports() -> list[LoadReport]:
+        reports = []
+        for dp_rank, report in engine.load().items():
+            report.rank.CopyFrom(Rank(worker_id=worker_id, dp_rank=dp_rank))
+            report.incarnation, report.measured_unix_ns = incarnation, time.time_ns()
+            reports.append(report)
+        return reports
+
+    ranks = {
+        dp_rank: RankPublisher(
+            subject="", worker_id=worker_id, dp_rank=dp_rank, incarnation=incarnation, block_size=config.block_size
+        )
+        for dp_rank in drivers
+    }
+    server = WorkerServer(engine, ranks, load_reports)
+    async with asyncio.TaskGroup() as group:
+        stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
+        try:
+            endpoint = config.endpoint(await server.start(config.bind))
+            log.info("worker serves alone", worker_id=worker_id, endpoint=endpoint)
+            try:
+                yield endpoint
+            finally:
+                await server.refuse_requests()
+                await server.stop(config.drain_seconds)
+        finally:
+            for task in stepping:
+                task.cancel()

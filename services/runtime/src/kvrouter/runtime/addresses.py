@@ -1,0 +1,38 @@
+"""Types of options that name something: names, and addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated
+
+from kvrouter.v1.names import InvalidName, check_name
+from pydantic import AfterValidator
+
+
+def _checked_name(text: str) -> str:
+    try:
+        return check_name(text)
+    except InvalidName as error:
+        raise ValueError(str(error)) from None
+
+
+def _checked_address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not port.isdecimal() or int(port) > 65535 or ("[" in host) != (":" in bare):
+        raise ValueError("write host:port, an IPv6 host in brackets")
+    if "[" in host:
+        ipaddress.IPv6Address(bare)
+    return text
+
+
+def _checked_optional_address(text: str) -> str:
+    return _checked_address(text) if text else text
+
+
+Name = Annotated[str, AfterValidator(_checked_name)]
+"""1 to 64 letters, digits, ``-`` or ``_``."""
+Address = Annotated[str, AfterValidator(_checked_address)]
+"""host:port."""
+OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
+"""host:port, or empty."""

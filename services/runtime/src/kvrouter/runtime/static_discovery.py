@@ -1,0 +1,201 @@
+"""Who is there of those that are listed by hand: the entries that etcd would hold, found by asking everybody.
+
+A worker that does not answer is left out until it does, and what an entry has beyond the list is what the worker says
+of itself (``GetLoad``: id, ranks, blocks, life of its cache; grpc.health: whether it is stopping).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc.aio
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.publisher.etcd import Snapshot
+from kvrouter.runtime.contracts import Worker
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc_client import open_channel, remote
+from kvrouter.runtime.static_list import StaticComponent, StaticEndpoints, StaticWorker
+from kvrouter.v1 import scheduler_pb2, worker_pb2
+from kvrouter.v1.common_pb2 import Component, Role
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.names import ComponentName, services_prefix
+from kvrouter.v1.registry_pb2 import (
+    ComponentDescriptor,
+    RankRegistration,
+    ServiceKind,
+    ServiceRegistration,
+    WorkerRegistration,
+)
+from kvrouter.v1.worker_pb2 import GetLoadRequest
+
+log = structlog.get_logger(component="discovery")
+
+_WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_PROBE_SECONDS = 2.0
+"""Deadline of a probe."""
+_FAILURES = 2
+"""Probes in a row that fail before a worker that was there is left out: one may be late on a busy machine."""
+_ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a worker that is listed."""
+
+    registration: WorkerRegistration | None = None
+    """None while it is left out."""
+    failures: int = 0
+    """In a row."""
+
+
+class StaticDiscovery:
+    """Probes all that is listed. ``changes`` is what ``watch_prefix`` is where there is etcd."""
+
+    def __init__(self, listed: StaticEndpoints, namespace: str) -> None:
+        self._listed = listed
+        self._namespace = namespace
+        self._known: dict[str, _Known] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def changes(self) -> AsyncGenerator[Snapshot]:
+        """All entries, whenever one has changed; the first when everybody has been asked once. For ever."""
+        last: Mapping[str, bytes] | None = None
+        try:
+            while True:
+                entries = await self._look()
+                if entries != last:
+                    last = entries
+                    yield Snapshot(entries)
+                await asyncio.sleep(self._listed.probe_seconds)
+        finally:
+            for channel in self._channels.values():
+                await channel.close()
+            self._channels.clear()
+
+    async def _look(self) -> dict[str, bytes]:
+        async with asyncio.TaskGroup() as group:
+            for component in self._listed.components:
+                for place, worker in enumerate(component.workers, start=1):
+                    group.create_task(self._probe(component, worker, place))
+            schedulers = [
+                (address, group.create_task(self._serving(_SCHEDULER, address))) for address in self._listed.schedulers
+            ]
+        entries: dict[str, bytes] = {}
+        for component in self._listed.components:
+            entries |= self._component_entries(component)
+        for address, serving in schedulers:
+            registration = ServiceRegistration(
+                kind=ServiceKind.SERVICE_KIND_SCHEDULER,
+                instance_id=address,
+                endpoint=address,
+                ready=serving.result() is True,
+            )
+            entries[services_prefix(self._namespace, "scheduler") + address] = registration.SerializeToString()
+        return entries
+
+    def _component_entries(self, component: StaticComponent) -> dict[str, bytes]:
+        name = ComponentName(self._namespace, component.name)
+        entries = {name.descriptor_key: _descriptor(name, component).SerializeToString(deterministic=True)}
+        for worker in component.workers:
+            registration = self._known[worker.endpoint].registration
+            if registration is None:
+                continue
+            key = name.worker_key(registration.worker_id)
+            if key in entries:
+                log.warning("listed worker left out: another has its id", endpoint=worker.endpoint, key=key)
+                continue
+            entries[key] = registration.SerializeToString(deterministic=True)
+        return entries
+
+    async def _probe(self, component: StaticComponent, worker: StaticWorker, place: int) -> None:
+        known = self._known.setdefault(worker.endpoint, _Known())
+        service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint)))
+        reports: Sequence[LoadReport] = ()
+        failure = ""
+        serving = await self._serving(_WORKER, worker.endpoint)
+        try:
+            answer = await service.get_load(GetLoadRequest(), deadline=Deadline.after(_PROBE_SECONDS))
+            reports = answer.reports
+        except KvRouterError as error:
+            # An engine that does not tell its load is there all the same.
+            failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
+        if failure:
+            known.failures += 1
+            if known.failures == 1 and known.registration is None:
+                log.warning("listed worker does not answer", endpoint=worker.endpoint, cause=failure)
+            if known.failures == _FAILURES and known.registration is not None:
+                log.warning("listed worker left out", endpoint=worker.endpoint, cause=failure)
+                known.registration = None
+            return
+        if known.registration is None:
+            log.info("listed worker answers", endpoint=worker.endpoint)
+        known.failures = 0
+        known.registration = _registration(
+            ComponentName(self._namespace, component.name), component, worker, place, reports
+        )
+        known.registration.draining = serving is False
+
+    async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
+        """Whether a service says that it is ready; None where it does not say."""
+        health: Any = health_pb2_grpc.HealthStub(self._channel(address))
+        try:
+            request = health_pb2.HealthCheckRequest(service=service.full_name)
+            answer = await health.Check(request, timeout=_PROBE_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return channel
+
+
+def _descriptor(name: ComponentName, component: StaticComponent) -> ComponentDescriptor:
+    return ComponentDescriptor(
+        component=Component(namespace=name.namespace, name=name.name),
+        model=component.model,
+        block_size=component.block_size,
+        role=_ROLES[component.role],
+        max_model_len=component.max_model_len,
+    )
+
+
+def _registration(
+    name: ComponentName, component: StaticComponent, worker: StaticWorker, place: int, reports: Sequence[LoadReport]
+) -> WorkerRegistration:
+    said = reports[0].rank.worker_id if reports else place
+    incarnations = {report.rank.dp_rank: report.incarnation for report in reports}
+    if worker.ranks is None and reports:
+        ranks = [
+            RankRegistration(
+                dp_rank=report.rank.dp_rank, incarnation=report.incarnation, total_blocks=report.total_blocks
+            )
+            for report in reports
+        ]
+    else:
+        ranks = [
+            RankRegistration(dp_rank=number, incarnation=incarnations.get(number, 0), total_blocks=worker.total_blocks)
+            for number in range(worker.ranks or 1)
+        ]
+    return WorkerRegistration(
+        worker_id=said if worker.worker_id is None else worker.worker_id,
+        component=Component(namespace=name.namespace, name=name.name),
+        model=component.model,
+        endpoint=worker.endpoint,
+        block_size=component.block_size,
+        role=_ROLES[component.role],
+        ranks=ranks,
+        labels=worker.labels,
+        lora_names=worker.lora_names,
+        max_batched_tokens=worker.max_batched_tokens,
+        max_model_len=component.max_model_len,
+    )
