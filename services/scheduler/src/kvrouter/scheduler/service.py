@@ -15,7 +15,7 @@ from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.session_stream import Sessions
 from kvrouter.scheduler.status import Status
-from kvrouter.scheduler.thresholds import SharedThresholds, ThresholdBoard
+from kvrouter.scheduler.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
 from kvrouter.v1.scheduler_pb2 import (
     ExplainRequest,
     ExplainResponse,
@@ -52,7 +52,7 @@ class SchedulerService:
         sessions: Sessions,
         decisions: Decisions,
         board: ThresholdBoard,
-        shared_thresholds: SharedThresholds,
+        shared_thresholds: SharedThresholds | OwnThresholds,
         status: Status,
         *,
         is_ready: Callable[[], bool],

@@ -1,6 +1,7 @@
 """The busy thresholds in force, by model: those that were set, over those given at start.
 
-etcd holds what was set, so that all Schedulers have the same and a restart forgets nothing.
+etcd holds what was set, so that all Schedulers have the same and a restart forgets nothing; without etcd each process
+has its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ class ThresholdBoard:
 
     def of(self, model: str) -> Thresholds:
         """Those in force for a model."""
-        return self._set.get(model, Thresholds()).over(self._at_start)
+        return self.was_set(model).over(self._at_start)
+
+    def was_set(self, model: str) -> Thresholds:
+        """Those that were set for a model, without those given at start."""
+        return self._set.get(model, Thresholds())
 
     def in_force(self, models: Iterable[str]) -> dict[str, Thresholds]:
         """Those of every model that has one, among those given and those that were set."""
@@ -48,6 +53,22 @@ class ThresholdBoard:
             self._set.pop(model, None)
         else:
             self._set[model] = thresholds
+
+
+class OwnThresholds:
+    """A board of this process alone, where there is no etcd."""
+
+    synced = True
+    """There is nothing to read."""
+
+    def __init__(self, board: ThresholdBoard) -> None:
+        self._board = board
+
+    async def set(self, model: str, thresholds: Thresholds) -> Thresholds:
+        """Sets those that are given and leaves the others. Returns those in force."""
+        self._board.put(model, thresholds.over(self._board.was_set(model)))
+        log.info("busy thresholds set", model=model, **_shown(self._board.was_set(model)))
+        return self._board.of(model)
 
 
 class SharedThresholds:
