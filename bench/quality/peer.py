@@ -43,7 +43,7 @@ def run(load: float, policy: str, mode: str, config: KvRouterConfig | None = Non
             {
                 "load": load,
                 "policy": policy,
-                "reuse": summary["prefix_cache_reused_ratio"],
+                "reuse": summary["first_admission_prefix_cache_reused_ratio"],
                 "p50": summary["median_ttft_ms"],
                 "p90": summary["p90_ttft_ms"],
                 "p99": summary["p99_ttft_ms"],

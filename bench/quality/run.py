@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvrouter.cli.simulate import Plan, run_plan
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.simulator import traces
 from kvrouter.simulator.generators import GENERATORS, generate
+from kvrouter.simulator.plan import Plan, run_plan
 from kvrouter.simulator.report import Run
 from kvrouter.simulator.workload import Workload
 
@@ -134,9 +134,8 @@ def side_by_side(theirs: Sequence[Mapping[str, Any]], ours: Sequence[Run]) -> li
     own: dict[tuple[float, str], list[Mapping[str, float]]] = {}
     for run in ours:
         ttft = run.figures.ttft_ms
-        # The peer counts what a preempted request finds of itself as well.
         figures = {
-            "reuse": run.figures.readmitted_reuse,
+            "reuse": run.figures.reuse,
             "p50": ttft.p50,
             "p90": ttft.p90,
             "p99": ttft.p99,
