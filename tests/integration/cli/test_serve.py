@@ -106,10 +106,14 @@ async def until_routable(frontend: Frontend) -> None:
 
 
 async def test_wrong_roles_and_options_are_one_line_and_status_2() -> None:
+    listed = ("--static-workers", "127.0.0.1:1", "--static-model", "m")
     for arguments, words in (
         (("--roles", "wat"), "role 'wat' is not known"),
         (("--roles", "indexer", "--router-mode", "kv"), "--router-mode"),
         (("--roles", "scheduler", "--router-temperature", "hot"), "--router-temperature"),
+        (("--roles", "frontend", *listed), "--static-schedulers"),
+        (("--roles", "frontend,scheduler", *listed), "mode kv asks an Indexer"),
+        (("--roles", "indexer,scheduler", "--router-mode", "random", *listed), "leave that role out"),
     ):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments),
