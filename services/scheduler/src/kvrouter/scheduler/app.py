@@ -23,11 +23,14 @@ from kvrouter.scheduler.overlaps import IndexerSource
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.rank_figures import RankFigures
+from kvrouter.scheduler.replica_sync import ReplicaSync
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.service import SchedulerService
 from kvrouter.scheduler.session_stream import Sessions
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.scheduler.status import Status
+from kvrouter.scheduler.sync_link import SyncLink
+from kvrouter.scheduler.sync_metrics import SyncMetrics
 from kvrouter.scheduler.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
 
 log = structlog.get_logger(component="scheduler")
@@ -58,7 +61,8 @@ async def running(
     options = settings.routing()
     metrics = SchedulerMetrics(runtime.registry)
     pools = Pools(runtime.directory, settings.accounting(), report_age_seconds=settings.load_report_age_seconds)
-    ledger = Ledger(session_grace_seconds=settings.session_grace_seconds)
+    life = (time.time_ns(), runtime.instance_id)
+    ledger = Ledger(session_grace_seconds=settings.session_grace_seconds, life=life)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
     shared = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace) if runtime.uses_etcd else None
@@ -69,6 +73,19 @@ async def running(
     keeping_up = KeepingUp(settings.spread_lag_ms)
     if settings.ignored_options():
         log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
+    sync = link = None
+    if settings.replica_sync:
+        sync = ReplicaSync(
+            ledger.records,
+            pools,
+            SyncMetrics(runtime.registry),
+            grace_seconds=settings.session_grace_seconds,
+            clock=clock,
+            predictions=predictions,
+            affinity=affinity,
+        )
+        ledger.witness = sync
+        link = SyncLink(sync, runtime.nats, runtime.directory, heartbeat_seconds=settings.replica_heartbeat_seconds)
     selector = Selector(
         pools,
         ledger,
@@ -112,6 +129,7 @@ async def running(
         mode=options.mode,
         clock=clock,
         held=selector.held,
+        sync=sync,
     )
     service = SchedulerService(
         pools,
@@ -122,7 +140,7 @@ async def running(
         board,
         thresholds,
         status,
-        is_ready=lambda: runtime.directory.is_synced and thresholds.synced,
+        is_ready=lambda: runtime.directory.is_synced and thresholds.synced and (link is None or link.settled),
     )
     tasks = [
         runtime.spawn(remote_indexers.run(), "indexers"),
@@ -132,6 +150,9 @@ async def running(
     if shared is not None:
         tasks.append(runtime.spawn(shared.run(), "thresholds"))
         tasks.append(runtime.spawn(listener.run(), "load reports"))
+    if link is not None:
+        tasks.append(runtime.spawn(link.run(), "replica sync"))
+        tasks.append(runtime.spawn(_every(_EXPIRY_SECONDS, link.expire), "orphans"))
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
     if selector.held is not None:

@@ -58,6 +58,17 @@ class SchedulerSettings(RoutingSettings):
     session_grace_seconds: float = Field(
         default=10.0, ge=0, description="Time that bookings outlive the stream of their session, seconds."
     )
+    replica_sync: bool = Field(
+        default=False,
+        description="Whether Schedulers tell each other of their bookings over NATS, so that each counts all load.",
+        validation_alias=AliasChoices("replica_sync", "router_replica_sync"),
+    )
+    replica_heartbeat_seconds: float = Field(
+        default=1.0,
+        gt=0,
+        description="Time between two heartbeats, by which Schedulers notice what they missed, seconds; only with"
+        " --replica-sync.",
+    )
     load_report_age_seconds: float = Field(
         default=10.0, gt=0, description="Time for which what a rank reports of its load counts, seconds."
     )
@@ -116,6 +127,8 @@ class SchedulerSettings(RoutingSettings):
                 f"--static-workers: mode {self.router_mode} asks an Indexer, and there is none without etcd;"
                 " add --no-kv-events, or choose another --router-mode (round-robin, random, power-of-two, direct)"
             )
+        if self.static_workers and self.replica_sync:
+            raise ValueError("--static-workers: there is no NATS to sync over; leave --replica-sync out")
         return self
 
     def routing(self) -> RoutingOptions:

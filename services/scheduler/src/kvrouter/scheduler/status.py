@@ -14,6 +14,7 @@ from kvrouter.scheduler.held import HeldRequests
 from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.options import Thresholds
 from kvrouter.scheduler.pools import Pool, Pools
+from kvrouter.scheduler.replica_sync import ReplicaSync
 from kvrouter.scheduler.slots import RankLoad
 from kvrouter.scheduler.thresholds import ThresholdBoard
 from kvrouter.v1.common_pb2 import Component
@@ -38,6 +39,7 @@ class Status:
         mode: str,
         clock: Callable[[], float],
         held: HeldRequests | None = None,
+        sync: ReplicaSync | None = None,
     ) -> None:
         """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds."""
         self._pools = pools
@@ -48,6 +50,7 @@ class Status:
         self._mode = mode
         self._clock = clock
         self._held = held
+        self._sync = sync
         self._started_unix_ns = time.time_ns()
 
     def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
@@ -91,6 +94,7 @@ class Status:
                 for rank in sorted(loads.keys() | candidates.keys())
             ],
             held=HeldStatus() if self._held is None else self._held.status(pool.name, listed=listed),
+            replicas=() if self._sync is None else self._sync.of(pool.name).status(),
         )
 
 

@@ -1,0 +1,304 @@
+"""Schedulers tell each other of their bookings over a real NATS, and agree again after whatever came between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
+
+import nats
+from kvrouter.core import Rank
+from kvrouter.runtime.devstack import NatsServer
+from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    FreeRequest,
+    GetStatusRequest,
+    MarkPrefillCompleteRequest,
+    OpenSession,
+    ReportOutputRequest,
+    SessionRequest,
+)
+from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent
+
+from .scheduling import BLOCK, Stack, eventually, routing, scheduling, selecting, soon
+
+Agreement = dict[tuple[str, int], tuple[int, int, int]]
+"""(router, epoch) → (next sequence, bookings, digest)"""
+
+
+@asynccontextmanager
+async def replicas(count: int, namespace: str, etcd: str, nats_url: str, **options: Any) -> AsyncIterator[list[Stack]]:
+    """Schedulers with sync, and two workers that all of them know."""
+    component = ComponentName(namespace, "pool")
+    known: dict[str, Any] = {"replica_sync": True, "replica_heartbeat_seconds": 0.1, "router_mode": "kv"}
+    async with AsyncExitStack() as exits:
+        stacks = [
+            await exits.enter_async_context(
+                scheduling(component, etcd, nats_url, how="object", instance_id=f"s{number}", **(known | options))
+            )
+            for number in range(count)
+        ]
+        for stack in stacks:
+            await stack.register(1, 2)
+        yield stacks
+
+
+async def agreement(stack: Stack) -> Agreement:
+    """What a Scheduler knows of all, itself included."""
+    status = await stack.scheduler.get_status(GetStatusRequest(component=stack.named), deadline=soon())
+    return {
+        (each.router_id, each.router_epoch): (each.next_sequence, each.bookings, each.digest)
+        for each in status.components[0].replicas
+        if each.complete
+    }
+
+
+async def agreed(stacks: list[Stack]) -> Agreement:
+    """Waits until all know the same of all: equal sequences, equal digests; and have the same load."""
+
+    async def ask() -> list[tuple[Agreement, list[Any]]]:
+        return [(await agreement(stack), await ranks(stack)) for stack in stacks]
+
+    found = await eventually(
+        ask, lambda seen: len(seen[0][0]) == len(stacks) and all(each == seen[0] for each in seen[1:])
+    )
+    return found[0][0]
+
+
+async def ranks(stack: Stack) -> list[tuple[Rank, int, int, int]]:
+    """(rank, active blocks, prefill tokens, requests) of every rank."""
+    status = await stack.scheduler.get_status(GetStatusRequest(component=stack.named), deadline=soon())
+    return [
+        ((each.rank.worker_id, each.rank.dp_rank), each.active_blocks, each.prefill_tokens, each.active_requests)
+        for each in status.components[0].ranks
+    ]
+
+
+def figure(stack: Stack, name: str, **labels: str) -> float:
+    return stack.runtime.registry.get_sample_value(f"kvrouter_scheduler_{name}", labels) or 0.0
+
+
+async def reaches(value: Callable[[], float], least: float) -> None:
+    async def ask() -> float:
+        return value()
+
+    await eventually(ask, lambda found: found >= least)
+
+
+async def test_load_that_one_books_counts_at_all_and_any_may_change_it(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with replicas(3, namespace, etcd_endpoint, nats_url) as stacks:
+        first, second, third = stacks
+        for number in range(4):
+            await first.select(selecting(f"r{number}", routing(4, seed=number)))
+        await agreed(stacks)
+        assert [await stack.booked() for stack in stacks] == [4, 4, 4]
+        assert sum(blocks for _, blocks, _, _ in await ranks(third)) == 16
+
+        key = BookingKey(request_id="r0")
+        await second.scheduler.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key), deadline=soon())
+        await second.scheduler.report_output(ReportOutputRequest(booking=key, output_tokens=BLOCK), deadline=soon())
+        await eventually(lambda: ranks(first), lambda seen: sum(tokens for _, _, tokens, _ in seen) == 3 * 4 * BLOCK)
+        await agreed(stacks)
+        assert sum(blocks for _, blocks, _, _ in await ranks(third)) == 17
+
+        freed = await third.scheduler.free(FreeRequest(booking=key), deadline=soon())
+        assert freed.known
+        await eventually(first.booked, lambda count: count == 3)
+        await agreed(stacks)
+        assert not (await first.scheduler.free(FreeRequest(booking=key), deadline=soon())).known
+        for number in range(1, 4):
+            await second.scheduler.free(FreeRequest(booking=BookingKey(request_id=f"r{number}")), deadline=soon())
+        for stack in stacks:
+            await eventually(stack.booked, lambda count: count == 0)
+        assert {count for _, count, _ in (await agreed(stacks)).values()} == {0}
+
+
+async def test_a_retried_selection_has_its_first_outcome_at_another_scheduler(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks:
+        made = await stacks[0].select(selecting("r", routing(4)))
+        await eventually(stacks[1].booked, lambda count: count == 1)
+        again = await stacks[1].select(selecting("r", routing(4)))
+        assert again.repeated
+        assert (again.rank, again.endpoint, again.overlap_blocks) == (made.rank, made.endpoint, made.overlap_blocks)
+        await agreed(stacks)
+        assert [await stack.booked() for stack in stacks] == [1, 1]
+
+
+async def test_one_that_joins_gets_the_state(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(1, namespace, etcd_endpoint, nats_url) as stacks:
+        # Several chunks of a state.
+        for number in range(60):
+            await stacks[0].select(selecting(f"r{number}", routing(500, seed=number)))
+        await stacks[0].scheduler.mark_prefill_complete(
+            MarkPrefillCompleteRequest(booking=BookingKey(request_id="r7")), deadline=soon()
+        )
+        component = ComponentName(namespace, "pool")
+        async with scheduling(
+            component,
+            etcd_endpoint,
+            nats_url,
+            how="object",
+            instance_id="late",
+            replica_sync=True,
+            replica_heartbeat_seconds=0.1,
+        ) as late:
+            await late.register(1, 2)
+            await agreed([*stacks, late])
+            assert await late.booked() == 60
+            assert figure(late, "sync_repairs_total", outcome="done") == 1
+
+
+async def test_a_session_that_ends_takes_its_bookings_at_all(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url, session_grace_seconds=0.2) as stacks:
+        first, second = stacks
+        calls: asyncio.Queue[SessionRequest | None] = asyncio.Queue()
+
+        async def requests() -> AsyncIterator[SessionRequest]:
+            while (call := await calls.get()) is not None:
+                yield call
+
+        calls.put_nowait(SessionRequest(call_id=1, open=OpenSession(session_id="session", client_name="client")))
+        for number in range(3):
+            select = selecting(f"r{number}", routing(4, seed=number))
+            calls.put_nowait(SessionRequest(call_id=number + 2, select=select))
+        await first.select(selecting("leased", routing(4, seed=9)))
+        answers = first.scheduler.session(requests(), deadline=soon())
+        assert [(await anext(answers)).WhichOneof("result") for _ in range(4)] == ["opened", *["select"] * 3]
+        await eventually(second.booked, lambda count: count == 4)
+        calls.put_nowait(None)
+        assert [answer async for answer in answers] == []
+        for stack in stacks:
+            await eventually(stack.booked, lambda count: count == 1)
+        await agreed(stacks)
+
+
+async def test_a_partition_heals_to_agreement(own_nats: NatsServer, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, own_nats.url) as stacks:
+        first, second = stacks
+        for number in range(6):
+            await stacks[number % 2].select(selecting(f"before{number}", routing(4, seed=number)))
+        await agreed(stacks)
+        await own_nats.kill()
+        # Each decides by itself, and the clients of one free at the other what it does not hear of.
+        for number in range(4):
+            await stacks[number % 2].select(selecting(f"apart{number}", routing(4, seed=10 + number)))
+        await first.scheduler.free(FreeRequest(booking=BookingKey(request_id="before1")), deadline=soon())
+        await second.scheduler.free(FreeRequest(booking=BookingKey(request_id="before0")), deadline=soon())
+        await second.scheduler.mark_prefill_complete(
+            MarkPrefillCompleteRequest(booking=BookingKey(request_id="before2")), deadline=soon()
+        )
+        await first.scheduler.free(FreeRequest(booking=BookingKey(request_id="apart0")), deadline=soon())
+        assert [await stack.booked() for stack in stacks] == [6, 7]
+        await own_nats.start()
+        await reaches(lambda: figure(first, "sync_gaps_total"), 1)
+        await agreed(stacks)
+        assert [await stack.booked() for stack in stacks] == [7, 7]
+        assert sum(tokens for _, _, tokens, _ in await ranks(first)) == 6 * 4 * BLOCK
+        assert figure(first, "sync_digest_mismatches_total") == 0
+
+
+async def test_drift_is_seen_by_digest_and_repaired(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks:
+        for number in range(3):
+            await stacks[0].select(selecting(f"r{number}", routing(4, seed=number)))
+        before = await agreed(stacks)
+        (life, (sequence, _, _)) = next((life, told) for life, told in before.items() if life[0] == "s0")
+        # What no Scheduler sends: a booking under its next number that it knows nothing of.
+        forged = ReplicaSyncEvent(router_id=life[0], router_epoch=life[1], sequence=sequence, component=stacks[0].named)
+        forged.add_request.CopyFrom(AddRequest(booking=BookingKey(request_id="ghost"), prompt_tokens=1))
+        forged.add_request.rank.worker_id = 1
+        async with await nats.connect(nats_url) as client:
+            await client.publish(stacks[0].component.sync_subject, forged.SerializeToString())
+        await eventually(stacks[1].booked, lambda count: count == 4)
+        await stacks[0].scheduler.free(FreeRequest(booking=BookingKey(request_id="r2")), deadline=soon())
+        await reaches(lambda: figure(stacks[1], "sync_digest_mismatches_total"), 1)
+        await agreed(stacks)
+        assert await stacks[1].booked() == 2
+        assert figure(stacks[1], "sync_repairs_total", outcome="done") == 1
+
+
+async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+        first = stacks[0]
+        subject = first.component.sync_subject
+
+        async def set_aside(reason: str, event: ReplicaSyncEvent | bytes) -> None:
+            encoded = event if isinstance(event, bytes) else event.SerializeToString()
+            before = figure(first, "sync_set_aside_total", reason=reason)
+            await client.publish(subject, encoded)
+            await reaches(lambda: figure(first, "sync_set_aside_total", reason=reason), before + 1)
+
+        def event(**fields: Any) -> ReplicaSyncEvent:
+            known: dict[str, Any] = {"router_id": "stranger", "router_epoch": 5, "component": first.named}
+            return ReplicaSyncEvent(**(known | fields))
+
+        def told(sequence: int, **fields: Any) -> ReplicaSyncEvent:
+            add: dict[str, Any] = {"booking": BookingKey(request_id="x"), "prompt_tokens": 1, "sequence_hashes": []}
+            return event(sequence=sequence, add_request=AddRequest(**(add | fields)))
+
+        await set_aside("unparsable", b"\xff\xff\xff")
+        await set_aside("other_component", event(component=Component(namespace="else", name="where")))
+        await set_aside("own_id", event(router_id="s0"))
+        await set_aside("bad_epoch", event(router_epoch=1 << 63))
+        await set_aside("bad_epoch", event(router_epoch=0))
+        await set_aside("bad_id", event(router_id="no.subject >"))
+        # Blocks of another size: two hashes for as many tokens as one block has.
+        await set_aside("invalid_argument", told(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
+        await set_aside("invalid_argument", told(1, booking=BookingKey(request_id="y" * 200)))
+        await set_aside("invalid_argument", told(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
+        await set_aside("unknown_event", event(sequence=3))
+        await set_aside("duplicate", event(sequence=3))
+        await set_aside("old_epoch", event(router_epoch=4))
+        await client.publish(first.component.sync_state_subject("s0"), b"")
+        await reaches(lambda: figure(first, "sync_set_aside_total", reason="state_request"), 1)
+        assert await first.booked() == 0
+        await first.select(selecting("r", routing(4)))
+        await eventually(stacks[1].booked, lambda count: count == 1)
+
+
+async def test_a_stranger_far_ahead_stops_nobody(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+        ahead = ReplicaSyncEvent(router_id="ghost", router_epoch=5, sequence=1 << 60, component=stacks[0].named)
+        await client.publish(stacks[0].component.sync_subject, ahead.SerializeToString())
+        await reaches(lambda: figure(stacks[0], "sync_repairs_total", outcome="failed"), 1)
+        await stacks[1].select(selecting("r", routing(4)))
+        await eventually(stacks[0].booked, lambda count: count == 1)
+
+
+async def test_bookings_of_a_scheduler_that_is_gone_are_kept_for_the_grace_alone(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with replicas(1, namespace, etcd_endpoint, nats_url, session_grace_seconds=0.5) as (survivor,):
+        options: dict[str, Any] = {"replica_sync": True, "replica_heartbeat_seconds": 0.1}
+        async with scheduling(
+            survivor.component, etcd_endpoint, nats_url, how="object", instance_id="gone", **options
+        ) as gone:
+            await gone.register(1, 2)
+            await gone.select(selecting("orphan", routing(4)))
+            await gone.select(selecting("adopted", routing(4, seed=1)))
+            await eventually(survivor.booked, lambda count: count == 2)
+        repeated = await survivor.select(selecting("adopted", routing(4, seed=1)))
+        assert repeated.repeated
+        await eventually(survivor.booked, lambda count: count == 1)
+        assert figure(survivor, "sync_orphans_dropped_total") == 1
+        assert figure(survivor, "replicas") == 0
+
+
+async def test_predictions_and_conversations_are_shared(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    options: dict[str, Any] = {"kv_events": False}
+    async with replicas(2, namespace, etcd_endpoint, nats_url, **options) as stacks:
+        first, second = stacks
+        made = await first.select(selecting("r", routing(4, conversation_id="talk")))
+        await eventually(second.booked, lambda count: count == 1)
+        loads = {load.rank.worker_id: load.overlap_blocks for load in await second.loads(routing(4))}
+        assert loads == {made.rank.worker_id: 4, 3 - made.rank.worker_id: 0}
+        follows = await second.select(selecting("next", routing(2, seed=5, conversation_id="talk")))
+        assert follows.rank == made.rank
