@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from kvrouter.frontend import app as frontend_app
@@ -55,13 +56,18 @@ class System:
     where: dict[str, Any]
     stack: AsyncExitStack
     runtime: Runtime
-    scheduler: SchedulerService
+    schedulers: list[SchedulerService]
     frontend: FrontendService
     client: Frontend
     http: str
     target: str
     workers: dict[int, Worker] = field(default_factory=dict)
     _worker_stacks: dict[int, AsyncExitStack] = field(default_factory=dict)
+
+    @property
+    def scheduler(self) -> SchedulerService:
+        """The only one, or the first."""
+        return self.schedulers[0]
 
     async def start_worker(self, worker_id: int, **settings: Any) -> Worker:
         settings = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2} | settings
@@ -86,49 +92,68 @@ class System:
 
     async def _is_candidate(self, worker_id: int) -> bool:
         try:
-            return worker_id in await self.loads()
+            return all([worker_id in await self.loads(scheduler) for scheduler in self.schedulers])
         except KvRouterError:
             return False
 
     async def stop_worker(self, worker_id: int) -> None:
         await self._worker_stacks.pop(worker_id).aclose()
 
-    async def loads(self) -> dict[int, PotentialLoad]:
+    async def loads(self, scheduler: SchedulerService | None = None) -> dict[int, PotentialLoad]:
+        """Load of every worker, by that Scheduler's book or the first one's."""
         routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]))
-        answer = await self.scheduler.get_potential_loads(
+        answer = await (scheduler or self.scheduler).get_potential_loads(
             GetPotentialLoadsRequest(request=routing), deadline=Deadline.after(10)
         )
         return {load.rank.worker_id: load for load in answer.loads}
 
+    async def booked(self) -> list[int]:
+        """Requests that each Scheduler has booked."""
+        loads = [await self.loads(scheduler) for scheduler in self.schedulers]
+        return [sum(load.active_requests for load in each.values()) for each in loads]
+
     async def until_idle(self) -> None:
-        """Returns when the Scheduler has no booking: every request was freed."""
+        """Returns when no Scheduler has a booking: every request was freed."""
         async with asyncio.timeout(30):
-            while any(load.active_requests for load in (await self.loads()).values()):
+            while any(await self.booked()):
                 await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
 async def running_system(
-    nats_url: str, etcd_endpoint: str, namespace: str, **frontend_options: Any
+    nats_url: str,
+    etcd_endpoint: str,
+    namespace: str,
+    *,
+    schedulers: int = 1,
+    scheduling: Mapping[str, Any] = MappingProxyType({}),
+    **frontend_options: Any,
 ) -> AsyncIterator[System]:
+    """Services that run, so many Schedulers among them, with options of these (``scheduling``) and of the Frontend."""
     where: dict[str, Any] = {"nats": nats_url, "etcd": etcd_endpoint, "namespace": namespace}
     common = where | {"drain_seconds": 0.2}
     async with AsyncExitStack() as stack:
-        settings = SchedulerSettings(**common, router_mode="round-robin", session_grace_seconds=0.2)
-        scheduling = await stack.enter_async_context(open_runtime(settings))
-        scheduler = await stack.enter_async_context(scheduler_app.running(settings, scheduling))
-        await stack.enter_async_context(
-            _hosting(scheduling, _SCHEDULER, "scheduler", scheduler, lambda: scheduler.ready)
-        )
+        options: dict[str, Any] = {"router_mode": "round-robin", "session_grace_seconds": 0.2, **scheduling}
+        running = [
+            await _scheduler(stack, SchedulerSettings(**common, **options, instance_id=f"scheduler-{number}"))
+            for number in range(schedulers)
+        ]
         front = FrontendSettings(**common, port=0, **frontend_options)
         runtime = await stack.enter_async_context(open_runtime(front))
-        schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
-        frontend = await stack.enter_async_context(frontend_app.running(front, runtime, schedulers))
+        remote_schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
+        frontend = await stack.enter_async_context(frontend_app.running(front, runtime, remote_schedulers))
         http = await stack.enter_async_context(frontend_app.serving_http(frontend, front, runtime))
         server = await stack.enter_async_context(_hosting(runtime, _FRONTEND, "frontend", frontend, frontend.ready))
         channel = await stack.enter_async_context(open_channel(server.endpoint()))
         client = cast(Frontend, remote(_FRONTEND, channel))
-        yield System(where, stack, runtime, scheduler, frontend, client, http, server.endpoint())
+        yield System(where, stack, runtime, running, frontend, client, http, server.endpoint())
+
+
+async def _scheduler(stack: AsyncExitStack, settings: SchedulerSettings) -> SchedulerService:
+    runtime = await stack.enter_async_context(open_runtime(settings))
+    scheduler = await stack.enter_async_context(scheduler_app.running(settings, runtime))
+    await stack.enter_async_context(_hosting(runtime, _SCHEDULER, "scheduler", scheduler, lambda: scheduler.ready))
+    return scheduler
 
 
 @asynccontextmanager
