@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
+from typing import NamedTuple
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine_config import EngineConfig
@@ -27,20 +28,40 @@ _WHOLE = Wanted()
 _STAGE = Stage.STAGE_WHOLE  # read once: the enum looks its values up by name
 
 
+def ranks_of(configs: Sequence[EngineConfig]) -> list[Rank]:
+    """The rank that each engine is: worker ids from 1."""
+    return [(number, 0) for number in range(1, len(configs) + 1)]
+
+
 def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool:
-    """A component of these engines, worker ids from 1. ``clock`` tells virtual seconds."""
+    """A component of these engines. ``clock`` tells virtual seconds."""
     workers = {
-        number: WorkerRegistration(
-            worker_id=number,
+        worker_id: WorkerRegistration(
+            worker_id=worker_id,
             max_batched_tokens=config.max_batched_tokens,
             max_sequences=config.max_sequences,
-            ranks=[RankRegistration(dp_rank=0, incarnation=1, total_blocks=config.num_blocks)],
+            ranks=[RankRegistration(dp_rank=dp_rank, incarnation=1, total_blocks=config.num_blocks)],
         )
-        for number, config in enumerate(configs, start=1)
+        for (worker_id, dp_rank), config in zip(ranks_of(configs), configs, strict=True)
     }
     name = ComponentName("simulator", "workers")
     descriptor = ComponentDescriptor(model="simulated", block_size=configs[0].block_size)
     return Pool(ComponentView(name, descriptor, workers), Accounting(), report_age_seconds=5.0, clock=clock)
+
+
+class Told(NamedTuple):
+    """What one replica of the Scheduler tells the others of a booking."""
+
+    key: Key
+    generated: int
+    """Output tokens so far; 0 when it is booked."""
+    freed: bool = False
+    booked: tuple[Rank, Prompt, int] | None = None
+    """Where, what, and the prefill tokens; only when it is booked."""
+
+
+def _tell_nobody(_: Told) -> None:
+    """There are no replicas."""
 
 
 class Router:
@@ -51,6 +72,8 @@ class Router:
     ) -> None:
         """``pace`` is how wrong the policy's time model is: at 3 it takes everything to last three times as long."""
         self.pool = pool
+        self.tell: Callable[[Told], None] = _tell_nobody
+        """Is told of every booking, its progress and its end."""
         self._pace = pace
         self._events = events
         self._options = options
@@ -58,7 +81,6 @@ class Router:
         self._held: HoldQueue[int] = HoldQueue()
         self._prompts: dict[int, Prompt] = {}
         self._attempts: dict[int, int] = {}
-        self._slots: list[Rank | None] = [] if events is None else events.index.slots()
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Where a request goes that has just come; None if it is held."""
@@ -90,36 +112,41 @@ class Router:
         return choose(self.pool, prompt, self._options, found, found.free, self._rng, pace_error=self._pace)
 
     def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
-        rank = chosen.row.candidate.rank
+        key, rank = self._key(number), chosen.row.candidate.rank
         self.pool.previous[self._options.mode] = rank
-        if not book(self.pool, self._key(number), prompt, chosen):
+        booked = book(self.pool, key, prompt, chosen) and self.pool.slots.booking(key)
+        if not booked:
             raise ValueError(f"request {number} is booked already")
+        self.tell(Told(key, 0, booked=(rank, prompt, booked.prefill_tokens)))
         return rank
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """So many output tokens have come."""
-        key, slots = self._key(number), self.pool.slots
         if generated == 1 or finished:
             self._held.started(number)
-        if finished:
-            slots.free(key)
-            return
-        if generated == 1:
-            slots.prefill_complete(key)
-        slots.output_tokens(key, generated)
+        self._take(Told(self._key(number), generated, freed=finished))
 
     def lost(self, number: int) -> None:
         """The engine of a request has gone: what it booked is freed. It may be routed once more."""
-        self.pool.slots.free(self._key(number))
         self._held.started(number)
+        self._take(Told(self._key(number), 0, freed=True))
         self._attempts[number] = self._attempts.get(number, 0) + 1
 
-    def overlap_blocks(self, prompt: Prompt) -> Mapping[Rank, int]:
-        """Leading blocks of a prompt that each rank holds, as the index has it; ranks without any are left out."""
-        if self._events is None:
-            return {}
-        blocks = memoryview(self._events.index.overlaps(prompt.local_hashes)).cast("I")
-        return {rank: held for rank, held in zip(self._slots, blocks, strict=True) if rank and held}
+    def _take(self, told: Told) -> None:
+        self.hear(told)
+        self.tell(told)
+
+    def hear(self, told: Told) -> None:
+        """Takes over what has become of a booking, its own or another replica's."""
+        slots = self.pool.slots
+        if told.booked is not None:
+            slots.book(told.key, *told.booked)
+        elif told.freed:
+            slots.free(told.key)
+        else:
+            if told.generated == 1:
+                slots.prefill_complete(told.key)
+            slots.output_tokens(told.key, told.generated)
 
     def _overlaps(self, prompt: Prompt) -> Overlaps:
         if not self._options.asks_indexer or self._events is None:
