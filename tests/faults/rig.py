@@ -10,7 +10,9 @@ import asyncio
 import os
 import random
 import signal
+import struct
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,9 +22,9 @@ from typing import Any, cast
 import nats
 from kvrouter.core import local_hashes
 from kvrouter.mocker.adapter import publish_to
-from kvrouter.mocker.engine_choice import EngineModel, make_engine
+from kvrouter.mocker.engine_choice import make_engine
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+from kvrouter.mocker.engine_types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
 from kvrouter.publisher.etcd import connect, watch_prefix
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.runtime.contracts import Indexer
@@ -38,6 +40,7 @@ from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 from nats.aio.client import Client
+from xxhash import xxh3_64
 
 BLOCK_SIZE = 8
 PATIENCE_SECONDS = 60.0
@@ -47,11 +50,11 @@ COMPONENT = ComponentName("faults", "pool")
 NAMED = Component(namespace=COMPONENT.namespace, name=COMPONENT.name)
 TAKEN = '"event": "snapshot taken"'
 """What a log has where a snapshot was taken."""
-Held = set[tuple[int, int, int]]
-"""(engine hash, local hash, copies) of every block."""
+Held = set[tuple[int, int, int, int]]
+"""(engine hash, local hash, sequence hash, copies) of every block."""
 
 
-class _Idle:
+class Idle:
     """The engine as the SDK sees it; requests come from the test instead."""
 
     async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
@@ -65,22 +68,22 @@ class _Idle:
         return {}
 
 
-class Node:
-    """A worker and the engine model behind it."""
+class EngineNode(ABC):
+    """An engine model that runs requests, and tells somebody what happens to its cache."""
 
-    def __init__(self, worker: Worker, seed: int, engine: EngineModel | None = None) -> None:
+    def __init__(self, seed: int, publish: Callable[[Sequence[CacheEvent]], None]) -> None:
         config = EngineConfig(num_blocks=48, block_size=BLOCK_SIZE, max_batched_tokens=512, hash_seed=seed)
-        self.worker = worker
-        self.engine = engine or make_engine(config)
+        self.engine = make_engine(config)
         self._rng = random.Random(seed)
-        self._publish = publish_to(lambda: worker.rank(0))
+        self._publish = publish
         self._now = 0.0
         self._number = 0
+        self._places: dict[int, int] = {}
 
     @property
+    @abstractmethod
     def cursor(self) -> tuple[int, int]:
         """(incarnation, next event id)"""
-        return self.worker.incarnation, self.worker.rank(0).stats().next_event_id
 
     def serve(self, requests: int = 1) -> None:
         """Runs requests that share prefixes; blocks are stored, and evicted since the cache is small."""
@@ -91,6 +94,7 @@ class Node:
             tokens += [self._rng.randrange(1 << 20) for _ in range(self._rng.randrange(1, 60))]
             self.engine.submit(EngineRequest(f"r{self._number}", pack_tokens(tokens), 4), self._now)
             while (step := self.engine.begin_step(self._now)) is not None:
+                self._learn_places()
                 self._publish(step.events)
                 self._now = step.ends_at
                 self.engine.end_step(self._now)
@@ -98,10 +102,35 @@ class Node:
     def holds(self) -> Held:
         """The engine's own block table."""
         table = self.engine.cached_blocks()
-        return {
-            (name, int.from_bytes(local_hashes(memoryview(block.tokens).cast("I"), BLOCK_SIZE), "little"), block.copies)
-            for name, block in table.items()
-        }
+        return {(name, _local(block), self._places[name], block.copies) for name, block in table.items()}
+
+    def _learn_places(self) -> None:
+        """Sequence hashes by the formula; a block's parent may be evicted before it, so they are noted in time."""
+        table = self.engine.cached_blocks()
+        for name in table:
+            chain = [name]
+            while (parent := table[chain[-1]].parent_hash) is not None and parent not in self._places:
+                chain.append(parent)
+            for each in reversed(chain):
+                parent, local = table[each].parent_hash, _local(table[each])
+                link = b"" if parent is None else struct.pack("<2Q", self._places[parent], local)
+                self._places[each] = xxh3_64(link, seed=1337).intdigest() if link else local
+
+
+def _local(block: CachedBlock) -> int:
+    return int.from_bytes(local_hashes(memoryview(block.tokens).cast("I"), BLOCK_SIZE), "little")
+
+
+class Node(EngineNode):
+    """A worker and the engine model behind it, in one process."""
+
+    def __init__(self, worker: Worker, seed: int) -> None:
+        super().__init__(seed, publish_to(lambda: worker.rank(0)))
+        self.worker = worker
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        return self.worker.incarnation, self.worker.rank(0).stats().next_event_id
 
 
 class IndexerProcess:
@@ -186,9 +215,26 @@ class IndexerProcess:
             async for part in parts:
                 if part.state.rank.worker_id == worker_id:
                     found |= {
-                        (block.engine_hash, block.local_hash, block.copies[0].copies) for block in part.state.blocks
+                        (block.engine_hash, block.local_hash, block.sequence_hash, block.copies[0].copies)
+                        for block in part.state.blocks
                     }
         return found
+
+
+def worker_config(worker_id: int, **settings: Any) -> WorkerConfig:
+    """A worker of the component that notices and tells things soon."""
+    known: dict[str, Any] = {
+        "component": COMPONENT,
+        "model": "m",
+        "block_size": BLOCK_SIZE,
+        "worker_id": worker_id,
+        "lease_ttl_seconds": 2,
+        "heartbeat_seconds": 0.3,
+        "load_report_seconds": 0,
+        "drain_seconds": 0.1,
+        "flush_seconds": 0.3,
+    }
+    return WorkerConfig(**(known | settings))
 
 
 @dataclass
@@ -200,7 +246,7 @@ class Rig:
     etcd: EtcdServer
     rng: random.Random
     exits: AsyncExitStack
-    nodes: dict[int, Node] = field(default_factory=dict)
+    nodes: dict[int, EngineNode] = field(default_factory=dict)
     indexers: list[IndexerProcess] = field(default_factory=list)
 
     async def indexer(self, name: str, failpoint: str = "", **options: object) -> IndexerProcess:
@@ -211,24 +257,12 @@ class Rig:
         return await process.start()
 
     @asynccontextmanager
-    async def node(self, worker_id: int, engine: EngineModel | None = None, **settings: Any) -> AsyncIterator[Node]:
+    async def node(self, worker_id: int, **settings: Any) -> AsyncIterator[Node]:
         """A worker that is registered while the context lasts."""
-        known: dict[str, Any] = {
-            "component": COMPONENT,
-            "model": "m",
-            "block_size": BLOCK_SIZE,
-            "worker_id": worker_id,
-            "etcd": self.etcd.endpoint,
-            "nats": self.nats.url,
-            "lease_ttl_seconds": 2,
-            "heartbeat_seconds": 0.3,
-            "load_report_seconds": 0,
-            "drain_seconds": 0.1,
-            "flush_seconds": 0.3,
-        }
-        async with running(WorkerConfig(**(known | settings)), _Idle()) as worker:
+        config = worker_config(worker_id, etcd=self.etcd.endpoint, **({"nats": self.nats.url} | settings))
+        async with running(config, Idle()) as worker:
             await worker.registered()
-            node = self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32), engine)
+            node = self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32))
             try:
                 yield node
             finally:
@@ -272,11 +306,12 @@ class Rig:
     async def agree(self, *processes: IndexerProcess) -> None:
         """Waits until Indexers are where the workers are, then compares them with the engines block by block."""
         for process in processes or self.indexers:
-            await self.until(lambda process=process: self._caught_up(process))  # type: ignore[misc]
+            await self.until(lambda process=process: self.is_there(process))  # type: ignore[misc]
             for worker_id, node in self.nodes.items():
                 assert await process.held(worker_id) == node.holds(), f"{process.name}, worker {worker_id}"
 
-    async def _caught_up(self, process: IndexerProcess) -> bool:
+    async def is_there(self, process: IndexerProcess) -> bool:
+        """Whether an Indexer is where the workers are."""
         stats = await process.stats()
         found = {
             rank.rank.worker_id: (rank.cursor.incarnation, rank.cursor.next_event_id)

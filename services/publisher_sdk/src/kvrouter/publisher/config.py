@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.publisher.errors import InvalidConfig
@@ -104,6 +105,14 @@ class WorkerConfig:
     flush_seconds: float = 5.0
     """Time that events have to be sent when the worker stops, 0 or more."""
 
+    spill_path: Path | None = None
+    """Directory in which each rank's state is kept, for a relay: a process of its own beside the engine, that may die
+    and start again while the engine lives. None keeps nothing; then each start begins a new incarnation."""
+
+    engine_life: str = ""
+    """Names the life of the engine's cache, such as its process id and start time; with ``spill_path`` only. What is
+    kept of another life is not used."""
+
     def __post_init__(self) -> None:
         for name, low, high in (
             ("block_size", 1, 1 << 20),
@@ -123,6 +132,8 @@ class WorkerConfig:
                 raise InvalidConfig(f"{name} is {value}: it must be from {low} to {high}")
         if not 0 < self.heartbeat_seconds <= 86_400:
             raise InvalidConfig(f"heartbeat_seconds is {self.heartbeat_seconds}: it must be above 0, up to 86400")
+        if (self.spill_path is None) != (not self.engine_life):
+            raise InvalidConfig("spill_path and engine_life go together: what is kept is of one life of the engine")
         if not self.model:
             raise InvalidConfig("model is empty: name the model as clients ask for it")
         if not self.ranks:

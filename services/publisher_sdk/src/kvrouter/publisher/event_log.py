@@ -31,6 +31,10 @@ class EventLog:
         """Events that wait to be sent."""
         return len(self._unsent)
 
+    def waiting(self) -> list[NumberedEvent]:
+        """The events that wait to be sent."""
+        return list(self._unsent)
+
     def extend(self, events: Iterable[NumberedEvent]) -> None:
         """Appends events, in order of their ids."""
         for event in events:

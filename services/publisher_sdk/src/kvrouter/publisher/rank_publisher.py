@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -13,7 +14,8 @@ from kvrouter.core import Scope, local_hashes
 from kvrouter.publisher.batches import MAX_BATCH_BYTES, encode_batch
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
 from kvrouter.publisher.event_log import EventLog
-from kvrouter.publisher.rank_state import NumberedEvent, RankState, block_records
+from kvrouter.publisher.rank_state import CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.spill import NO_POSITION, Spill, SpillPlace
 from kvrouter.publisher.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
@@ -23,7 +25,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 log = structlog.get_logger(__name__)
 
 _BASE_SCOPE = Scope()
-_CHUNK_BLOCKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class RankStats:
     unsent_events: int
     """Events that wait to be sent."""
     unsent_bytes: int
+    unkept_bytes: int
+    """Bytes that wait to be written to the spill file, 32 MiB at most; 0 where there is none."""
 
 
 class RankPublisher:
@@ -71,8 +74,12 @@ class RankPublisher:
         copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED,
         buffer_events: int = 200_000,
         buffer_bytes: int = 32 << 20,
+        spill: SpillPlace | None = None,
     ) -> None:
-        """``buffer_events`` and ``buffer_bytes`` bound the events kept, be it to send or to serve them again."""
+        """``buffer_events`` and ``buffer_bytes`` bound the events kept, be it to send or to serve them again.
+
+        ``spill`` says where the state is kept on disk, and what was found there.
+        """
         self.dp_rank = dp_rank
         """The data parallel rank."""
         self.incarnation = incarnation
@@ -81,13 +88,17 @@ class RankPublisher:
         self._worker_id = worker_id
         self._block_size = block_size
         self._copy_counting = copy_counting
-        self._lock = threading.Lock()
-        self._state = RankState(incarnation, copy_counting)
+        self._lock = threading.RLock()
+        found = spill.recovered if spill else None
+        self._state = found.state if found else RankState(incarnation, copy_counting)
         self._log = EventLog(buffer_events, buffer_bytes)
+        self._log.extend(found.tail if found else ())
+        self._spill = Spill(spill, self._state, self._lock, self._unsent) if spill else None
+        self._reported: list[NumberedEvent] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = asyncio.Event()
         self._sent = asyncio.Condition()
-        self._in_flight = False
+        self._in_flight: list[NumberedEvent] = []
         self._batches_sent = self._heartbeats_sent = self._bytes_sent = self._retries = self._refused = 0
         self._dropped_told = 0
 
@@ -158,24 +169,42 @@ class RankPublisher:
         with self._lock:
             self._append(self._state.cleared(tier))
 
+    @contextmanager
+    def reporting(self, position: int) -> Iterator[None]:
+        """What is reported in the body is all of the engine's message of this number, 0 or more and rising.
+
+        A relay that dies and is started again goes on after the last number of a body that was left: a message counts
+        whole or not at all. No other thread may report meanwhile, so the body should be quick.
+        """
+        with self._lock:
+            self._reported = []
+            try:
+                yield
+            finally:
+                events, self._reported = self._reported, None
+                self._commit(events, position)
+
     def _append(self, events: list[NumberedEvent]) -> None:
+        if self._reported is not None:
+            self._reported += events
+        elif events:
+            self._commit(events, NO_POSITION)
+
+    def _commit(self, events: list[NumberedEvent], position: int) -> None:
+        if self._spill is not None:
+            self._spill.add(events, position)
         idle = not self._log.unsent
         self._log.extend(events)
         if idle and events and self._loop is not None:
             self._loop.call_soon_threadsafe(self._waiting.set)
 
-    def state_chunks(self, chunk_blocks: int = _CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
+    def _unsent(self) -> list[NumberedEvent]:
+        return [*self._in_flight, *self._log.waiting()]
+
+    def state_chunks(self, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
         """The rank's state of this moment, whatever is recorded while the chunks are used."""
         with self._lock:
-            cursor, digest, blocks = self._state.cursor, self._state.digest, self._state.blocks()
-        chunks = block_records(blocks, chunk_blocks)
-        count = max(1, -(-len(blocks) // chunk_blocks))
-        return (
-            GetRankStateResponse(
-                cursor=cursor, blocks=records, last=number == count, digest=digest, copy_counting=self._copy_counting
-            )
-            for number, records in enumerate(chunks, start=1)
-        )
+            return state_chunks(self._state, self._copy_counting, chunk_blocks)
 
     def events(self, from_: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
         """Events from a cursor up to below ``until_event_id`` (0: all), in batches; none if it is up to date.
@@ -209,11 +238,21 @@ class RankPublisher:
                 if events or heartbeat_due:
                     await self._deliver(transport, events)
                 async with self._sent:
-                    self._in_flight = False
+                    self._in_flight = []
                     self._sent.notify_all()
                 heartbeat_due = not await self._recorded_within(heartbeat_seconds)
         finally:
             self._loop = None
+
+    async def keep(self) -> None:
+        """Keeps the state in its file until cancelled; returns at once where there is none."""
+        if self._spill is not None:
+            await self._spill.run()
+
+    async def kept(self) -> None:
+        """Waits until all that was recorded is in the file, if there is one: nobody is to know more than it."""
+        if self._spill is not None:
+            await self._spill.kept()
 
     async def flush(self) -> None:
         """Waits until all that was recorded is sent, which takes for ever where ``run`` does not run."""
@@ -237,6 +276,7 @@ class RankPublisher:
                 events_dropped=self._log.dropped + self._refused,
                 unsent_events=self._log.unsent,
                 unsent_bytes=self._log.unsent_bytes,
+                unkept_bytes=self._spill.queued_bytes if self._spill else 0,
             )
 
     async def _recorded_within(self, seconds: float) -> bool:
@@ -250,7 +290,7 @@ class RankPublisher:
     def _take(self, max_bytes: int) -> list[NumberedEvent]:
         with self._lock:
             events = self._log.take(max_bytes)
-            self._in_flight = bool(events)
+            self._in_flight = events
             if not events:
                 self._waiting.clear()
             dropped = self._log.dropped
@@ -279,9 +319,12 @@ class RankPublisher:
 
     async def _deliver(self, transport: Transport, events: list[NumberedEvent]) -> None:
         payload = self._encode(events)
+        await self.kept()
         message_id = None
         if events:
-            message_id = f"{self._worker_id:x}.{self.dp_rank}.{self.incarnation:x}.{events[0].event_id}"
+            # With its end: a relay that goes on may send what its former self sent in a shorter batch.
+            span = f"{events[0].event_id}-{events[-1].event_id}"
+            message_id = f"{self._worker_id:x}.{self.dp_rank}.{self.incarnation:x}.{span}"
         try:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception_type(TransportAway),

@@ -8,18 +8,21 @@ to it, so that an index that applied every event holds the same and has the same
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvrouter.core import sequence_hashes
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from kvrouter.v1.worker_pb2 import BlockRecord, TierCopies
+from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
 from xxhash import xxh3_64_intdigest
 
 MAX_EVENT_BLOCKS = 8192
 """Blocks in one event at most: 128 KiB of hashes, so that events fill a batch of 512 KiB well."""
+
+CHUNK_BLOCKS = 4096
+"""Blocks in a chunk of a state."""
 
 _U64 = (1 << 64) - 1
 _DIGEST_SEED = 1337
@@ -173,6 +176,38 @@ class RankState:
                 self._set_copies(engine_hash, block, index, 0)
         return [self._numbered(KvEvent(tier=tier, cleared=BlocksCleared()))]
 
+    def load(self, next_event_id: int, records: Iterable[BlockRecord]) -> None:
+        """Makes an empty state that of ``block_records``, parents before children."""
+        self.next_event_id = next_event_id
+        for record in records:
+            parent = record.parent_engine_hash if record.HasField("parent_engine_hash") else None
+            above = self._blocks.get(parent) if parent is not None else None
+            held = {each.tier: each.copies for each in record.copies}
+            copies = tuple(held.get(tier, 0) for tier in _TIERS)
+            place = above.sequence_hash if above is not None else 0
+            block = Block(parent, place, record.local_hash, record.sequence_hash, record.depth, copies)
+            self._blocks[record.engine_hash] = block
+            for index, count in enumerate(copies):
+                if count:
+                    self._digest(record.engine_hash, block, index, count, 1)
+
+    def replay(self, event: KvEvent) -> list[NumberedEvent]:
+        """Records what a former self of the state recorded next; the same event again.
+
+        Raises:
+            InvalidEvent: the event does not follow from this state.
+        """
+        match event.WhichOneof("change"):
+            case "stored":
+                stored = event.stored
+                hashes = struct.pack(f"<{len(stored.local_hashes)}Q", *stored.local_hashes)
+                parent = stored.parent_engine_hash if stored.HasField("parent_engine_hash") else None
+                return self.stored(stored.engine_hashes, hashes, parent, event.tier)
+            case "removed":
+                return self.removed(event.removed.engine_hashes, event.tier)
+            case _:
+                return self.cleared(event.tier)
+
     def _numbered(self, event: KvEvent) -> NumberedEvent:
         event.event_id = self.next_event_id
         self.next_event_id += 1
@@ -215,6 +250,20 @@ class RankState:
     def _digest(self, engine_hash: int, block: Block, index: int, copies: int, sign: int) -> None:
         term = xxh3_64_intdigest(_term(engine_hash, block.sequence_hash, _TIERS[index], copies), _DIGEST_SEED)
         self.digest = (self.digest + sign * term) & _U64
+
+
+def state_chunks(
+    state: RankState, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS
+) -> Iterator[GetRankStateResponse]:
+    """The state of this moment, whatever is recorded while the chunks are used."""
+    cursor, digest, blocks = state.cursor, state.digest, state.blocks()
+    count = max(1, -(-len(blocks) // chunk_blocks))
+    return (
+        GetRankStateResponse(
+            cursor=cursor, blocks=records, last=number == count, digest=digest, copy_counting=copy_counting
+        )
+        for number, records in enumerate(block_records(blocks, chunk_blocks), start=1)
+    )
 
 
 def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Iterator[list[BlockRecord]]:

@@ -60,6 +60,20 @@ async def begin_incarnation(client: aetcd.Client, component: ComponentName, work
             return incarnation
 
 
+async def resume_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> bool:
+    """Goes on with an incarnation, unless a later one has begun. Returns whether it does.
+
+    Raises:
+        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+    """
+    name = component.incarnation_key(worker_id).encode()
+    found = await client.get(name)
+    if found is not None and _incarnation(found.value) > incarnation:
+        return False
+    # Written although it is the same, so that a worker that begins a life in this moment is seen, and sees this one.
+    return await _put_incarnation(client, name, found.mod_revision if found else 0, incarnation)
+
+
 async def keep_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> None:
     """Puts the incarnation back where etcd lost it.
 

@@ -14,7 +14,14 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import UnknownRank
 from kvrouter.publisher.etcd import AWAY, LeasedKeys, connect
 from kvrouter.publisher.rank_publisher import RankPublisher, RankStats
-from kvrouter.publisher.registration import begin_incarnation, join_component, keep_incarnation
+from kvrouter.publisher.registration import (
+    begin_incarnation,
+    join_component,
+    keep_incarnation,
+    resume_incarnation,
+)
+from kvrouter.publisher.spill import Recovered
+from kvrouter.publisher.takeover import claimed, places, recover_worker
 from kvrouter.publisher.transport import NatsLink, TransportAway, check_cancelled, open_transport, room_for_events
 from kvrouter.publisher.worker_server import Engine, WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
@@ -51,17 +58,27 @@ class PublisherStats:
 class Worker:
     """A registered worker. ``running`` makes it."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, incarnation: int, transport: Transport) -> None:
-        """``incarnation`` and ``transport`` are what was settled with etcd."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        incarnation: int,
+        transport: Transport,
+        recovered: Mapping[int, Recovered],
+    ) -> None:
+        """``incarnation`` and ``transport`` are settled with etcd; ``recovered`` is what a former self kept."""
         component = config.component
         self.config = config
         self.incarnation = incarnation
-        """The life of its cache that began with it."""
+        """The life of its cache that began with it, or that it goes on with."""
+        self.resumed = bool(recovered)
+        """Whether it goes on where its former self was, beside an engine that lived on."""
         self.transport = transport
         """How its events travel."""
         self.endpoint = ""
         """Address at which others reach its WorkerService."""
         self._engine = engine
+        kept = places(config, incarnation, recovered)
         self._ranks = {
             rank: RankPublisher(
                 subject=(
@@ -76,6 +93,7 @@ class Worker:
                 copy_counting=config.copy_counting,
                 buffer_events=config.buffer_events,
                 buffer_bytes=config.buffer_bytes,
+                spill=kept.get(rank),
             )
             for rank in sorted(config.ranks)
         }
@@ -153,6 +171,8 @@ class Worker:
         self._background.append(tasks.create_task(self._link.run()))
         if self.config.load_report_seconds:
             self._background.append(tasks.create_task(self._report_load()))
+        for rank in self._ranks.values():
+            self._background.append(tasks.create_task(rank.keep()))
         if self.config.publishes_events:
             transport = open_transport(self.transport, self._link, self.config.component)
             for rank in self._ranks.values():
@@ -169,6 +189,7 @@ class Worker:
             endpoint=self.endpoint,
             incarnation=self.incarnation,
             transport=Transport.Name(self.transport),
+            resumed=self.resumed,
         )
 
     async def _stop(self) -> None:
@@ -228,25 +249,30 @@ async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
         TakenOver: another process registered the same worker; out of the body.
-        InvalidConfig: ``bind`` cannot be listened on.
+        InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``spill_path``.
     """
-    incarnation, transport = await _settle(config)
-    worker = Worker(config, engine, incarnation, transport)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            await worker._start(tasks)
-            try:
-                yield worker
-            finally:
-                await worker._stop()
-    except BaseExceptionGroup as group:
-        # One thing went wrong, and callers want to catch it by its kind.
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise
+    with claimed(config):
+        recovered = await asyncio.to_thread(recover_worker, config)
+        former = next((found.head.incarnation for found in recovered.values()), None)
+        incarnation, transport = await _settle(config, former)
+        worker = Worker(config, engine, incarnation, transport, recovered if incarnation == former else {})
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await worker._start(tasks)
+                try:
+                    yield worker
+                finally:
+                    await worker._stop()
+        except BaseExceptionGroup as group:
+            # One thing went wrong, and callers want to catch it by its kind.
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
 
 
-async def _settle(config: WorkerConfig) -> tuple[int, Transport]:
+async def _settle(config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
+    """The incarnation, which is ``former`` if that can be gone on with, and the transport."""
+
     def tell(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
             log.warning("waiting for etcd", endpoints=config.etcd, error=str(state.outcome.exception()))
@@ -257,7 +283,8 @@ async def _settle(config: WorkerConfig) -> tuple[int, Transport]:
         with attempt:
             async with connect(config.etcd) as client:
                 descriptor = await join_component(client, config.component, config.descriptor())
-                incarnation = await begin_incarnation(client, config.component, config.worker_id, time.time_ns())
                 transport = config.transport or descriptor.default_transport or Transport.TRANSPORT_DURABLE
-                return incarnation, transport
+                if former and await resume_incarnation(client, config.component, config.worker_id, former):
+                    return former, transport
+                return await begin_incarnation(client, config.component, config.worker_id, time.time_ns()), transport
     raise AssertionError("unreachable: the retry ends by return or by an exception")

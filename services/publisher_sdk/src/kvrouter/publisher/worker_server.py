@@ -161,7 +161,9 @@ class WorkerServer:
 
     async def _get_rank_state(self, data: bytes, context: _Context) -> None:
         rank = self._rank(_parse(GetRankStateRequest, data).dp_rank)
-        for chunk in rank.state_chunks():
+        chunks = rank.state_chunks()
+        await rank.kept()
+        for chunk in chunks:
             # Waits for the client to take it: a slow client does not make the worker hold the whole answer.
             await context.write(chunk.SerializeToString())
 
@@ -178,6 +180,7 @@ class WorkerServer:
                 field="from",
                 advice="Ask for the rank's state instead.",
             ) from None
+        await rank.kept()
         for batch in batches:
             await context.write(GetEventsResponse(batch=batch).SerializeToString())
 

@@ -1,0 +1,314 @@
+"""A rank's state in a file, so that a relay that dies beside a living engine goes on where it was.
+
+The file is a row of records: what it is of, then the rank's state in chunks, then the events in it that were not sent,
+then what was recorded since, a record for each message of the engine with its events and the engine's own number of it.
+It is replaced at once when it begins and when what was appended outgrows the state; otherwise it is appended to. It has
+to outlive the process, not the machine, which takes the engine with it: so it is not flushed to the disk.
+
+An event is sent, and a state is served, only once it is in the file. So nobody knows more than the file, and a record
+that the process died in was never heard of: it is cut off. Anything else that is wrong with a file makes it useless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+from google.protobuf.message import DecodeError
+from kvrouter.publisher.errors import InvalidEvent
+from kvrouter.publisher.rank_state import NumberedEvent, RankState, state_chunks
+from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.events_pb2 import KvEvent
+from kvrouter.v1.worker_pb2 import GetRankStateResponse
+from xxhash import xxh3_64_intdigest
+
+log = structlog.get_logger(__name__)
+
+NO_POSITION = -1
+"""Position of an engine that has reported nothing."""
+
+_FORMAT = 1
+_SEED = 1337
+_LEAST_LOG_BYTES = 4 << 20  # appended before the file is written anew, however small the state is
+_MAX_QUEUE_BYTES = 32 << 20  # beyond it a disk is too slow for the log, and the state is written instead
+_record = struct.Struct("<cIQQ")  # kind, length of the body, checksum of these two, checksum of the body
+_group = struct.Struct("<q")
+_event = struct.Struct("<QI")
+_HEAD, _STATE, _UNSENT, _GROUP = b"H", b"S", b"U", b"G"
+
+
+class Unusable(Exception):
+    """A file cannot be gone on from; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a file is of."""
+
+    worker_id: int
+    dp_rank: int
+    incarnation: int
+    block_size: int
+    copy_counting: CopyCounting
+    engine_life: str
+    format: int = _FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a file had."""
+
+    head: Head
+    state: RankState
+    tail: list[NumberedEvent]
+    """The newest events; consumers may lack them."""
+    position: int
+    """The engine's number of the last of its messages that is in the state."""
+    size: int
+    """Bytes of the file that count."""
+
+
+def recover(path: Path, wanted: Head) -> Recovered:
+    """Reads a file; the incarnation in ``wanted`` does not matter.
+
+    Raises:
+        Unusable: there is none, it is of another engine, or it is damaged.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Unusable(error.strerror or "it cannot be read") from None
+    try:
+        return _read(data, wanted)
+    except (ValueError, TypeError, struct.error, DecodeError) as error:
+        raise Unusable(f"it is damaged: {error}") from None
+
+
+def _read(data: bytes, wanted: Head) -> Recovered:
+    records = _records(data)
+    kind, body, size = next(records, (b"", b"", 0))
+    if kind != _HEAD:
+        raise Unusable("it has no beginning")
+    head = Head(**json.loads(body))
+    differences = [
+        name for name, value in asdict(wanted).items() if name != "incarnation" and value != getattr(head, name)
+    ]
+    if differences:
+        raise Unusable(f"it differs in {', '.join(differences)}")
+    state = RankState(head.incarnation, head.copy_counting)
+    chunks, position, tail, whole = [], NO_POSITION, list[NumberedEvent](), False
+    for kind, body, size in records:  # noqa: B007 - the last size counts
+        if kind == _STATE and not whole:
+            position = _group.unpack_from(body)[0]
+            chunks.append(GetRankStateResponse.FromString(body[_group.size :]))
+            whole = chunks[-1].last
+            if whole:
+                state.load(chunks[-1].cursor.next_event_id, [block for chunk in chunks for block in chunk.blocks])
+                if state.digest != chunks[-1].digest:
+                    raise Unusable("it is damaged: the digest of its state differs")
+        elif kind == _UNSENT and whole:
+            tail += [
+                NumberedEvent(KvEvent.FromString(encoded).event_id, encoded, digest)
+                for digest, encoded in _unpacked(body)
+            ]
+        elif kind == _GROUP and whole:
+            numbered, position = _replay(state, body, position)
+            tail += numbered
+        else:
+            raise Unusable(f"it is damaged: a record {kind!r} out of place")
+    if not whole:
+        raise Unusable("its state is not whole")
+    return Recovered(head, state, tail, position, size)
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """(kind, body, end) of each record; one that the file ends in is left out."""
+    at = 0
+    while len(data) - at >= _record.size:
+        kind, length, own, checksum = _record.unpack_from(data, at)
+        if own != _checksum(data[at : at + 5]):
+            raise Unusable(f"it is damaged at byte {at}")
+        body = data[at + _record.size : at + _record.size + length]
+        if len(body) < length:
+            return
+        if _checksum(body) != checksum:
+            raise Unusable(f"it is damaged after byte {at}")
+        at += _record.size + length
+        yield kind, body, at
+
+
+def _replay(state: RankState, body: bytes, before: int) -> tuple[list[NumberedEvent], int]:
+    (position,) = _group.unpack_from(body)
+    numbered: list[NumberedEvent] = []
+    for digest, encoded in _unpacked(body):
+        try:
+            again = state.replay(KvEvent.FromString(encoded))
+        except InvalidEvent as error:
+            raise Unusable(f"it is damaged: {error}") from None
+        if [event.digest for event in again] != [digest]:
+            raise Unusable("it is damaged: an event leads elsewhere")
+        numbered += again
+    return numbered, before if position == NO_POSITION else position
+
+
+def _packed(events: Iterable[NumberedEvent], position: int) -> bytes:
+    parts = [_group.pack(position)]
+    for event in events:
+        parts += (_event.pack(event.digest, len(event.encoded)), event.encoded)
+    return b"".join(parts)
+
+
+def _unpacked(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """(digest, encoded) of each event."""
+    at = _group.size
+    while at < len(body):
+        digest, length = _event.unpack_from(body, at)
+        at += _event.size + length
+        yield digest, body[at - length : at]
+
+
+@dataclass(frozen=True, slots=True)
+class SpillPlace:
+    """Where a rank's state is kept, and what was found there."""
+
+    path: Path
+    head: Head
+    recovered: Recovered | None
+
+
+class Spill:
+    """Keeps the file of one rank. ``add`` may be called from any thread that holds the rank's lock; ``run`` writes."""
+
+    def __init__(
+        self,
+        place: SpillPlace,
+        state: RankState,
+        lock: threading.RLock,
+        unsent: Callable[[], Iterable[NumberedEvent]] = tuple,
+    ) -> None:
+        """Where something was recovered the file is gone on with, else it begins anew.
+
+        ``lock`` guards ``state`` and ``unsent``, which gives the events that are not certainly sent, oldest first.
+        """
+        recovered = place.recovered
+        self._path = place.path
+        self._head = place.head
+        self._state = state
+        self._lock = lock
+        self._unsent = unsent
+        self._position = recovered.position if recovered else NO_POSITION
+        self._size = recovered.size if recovered else 0
+        self._state_bytes = 0
+        self._log_bytes = 0
+        self._queue: list[bytes] = []
+        self._queue_bytes = 0
+        self._added = self._written = 0
+        self._anew = recovered is None
+        self._file: BinaryIO | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._kept = asyncio.Condition()
+        self.failed = False
+        """Whether the file could not be written, and was given up."""
+
+    def add(self, events: Sequence[NumberedEvent], position: int) -> None:
+        """Records events of one message of the engine, and its number (NO_POSITION for none)."""
+        if self.failed:
+            return
+        self._position = position if position != NO_POSITION else self._position
+        self._queue.append(_encoded(_GROUP, _packed(events, position)))
+        self._queue_bytes += len(self._queue[-1])
+        self._added += 1
+        if self._queue_bytes > _MAX_QUEUE_BYTES:
+            self._queue, self._queue_bytes, self._anew = [], 0, True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written; 32 MiB at most."""
+        return self._queue_bytes
+
+    async def kept(self) -> None:
+        """Waits until all that was added is in the file, or the file was given up."""
+        target = self._added
+        async with self._kept:
+            await self._kept.wait_for(lambda: self._written >= target or self.failed)
+
+    async def run(self) -> None:
+        """Writes until cancelled, or until writing fails: then the file goes, and the worker goes on without it."""
+        self._loop = asyncio.get_running_loop()
+        self._wake.set()
+        try:
+            while not self.failed:
+                await self._wake.wait()
+                self._wake.clear()
+                try:
+                    written = await asyncio.to_thread(self._write)
+                except OSError as error:
+                    log.error("spill given up", path=str(self._path), error=str(error))
+                    self.failed = True
+                    with contextlib.suppress(OSError):
+                        self._path.unlink(missing_ok=True)
+                async with self._kept:
+                    self._written = self._added if self.failed else written
+                    self._kept.notify_all()
+        finally:
+            self._loop = None
+
+    def _write(self) -> int:
+        """Writes what waits; returns how much was added by then."""
+        with self._lock:
+            queue, self._queue, self._queue_bytes = self._queue, [], 0
+            written = self._added
+            anew = self._anew or self._log_bytes > max(_LEAST_LOG_BYTES, self._state_bytes)
+            self._anew = False
+            chunks = state_chunks(self._state, self._head.copy_counting) if anew else None
+            position = self._position
+            unsent = list(self._unsent()) if anew else []
+        if chunks is not None:
+            self._replace(chunks, position, unsent)
+        elif queue:
+            self._log_bytes += self._append(queue)
+        return written
+
+    def _replace(self, chunks: Iterable[GetRankStateResponse], position: int, unsent: Sequence[NumberedEvent]) -> None:
+        if self._file is not None:
+            self._file.close()
+        new = self._path.with_suffix(".new")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = new.open("wb", buffering=0)
+        size = self._append([_encoded(_HEAD, json.dumps(asdict(self._head)).encode())])
+        for chunk in chunks:
+            size += self._append([_encoded(_STATE, _group.pack(position) + chunk.SerializeToString())])
+        size += self._append([_encoded(_UNSENT, _packed(unsent, NO_POSITION))])
+        new.replace(self._path)
+        self._state_bytes, self._log_bytes = size, 0
+
+    def _append(self, records: Iterable[bytes]) -> int:
+        if self._file is None:
+            self._file = self._path.open("r+b", buffering=0)
+            self._file.truncate(self._size)
+            self._file.seek(self._size)
+        data = memoryview(b"".join(records))
+        size = len(data)
+        while data:
+            data = data[self._file.write(data) or 0 :]
+        return size
+
+
+def _encoded(kind: bytes, body: bytes) -> bytes:
+    front = kind + struct.pack("<I", len(body))
+    return _record.pack(kind, len(body), _checksum(front), _checksum(body)) + body
+
+
+def _checksum(data: bytes) -> int:
+    return xxh3_64_intdigest(data, _SEED)
