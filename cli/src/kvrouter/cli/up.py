@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def _describe(stack: Stack, console: Console) -> None:
         console.print(f"port {DEFAULT_HTTP_PORT} is taken: HTTP is on another one", highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     for what, where in (
-        ("HTTP (completions, models, health, metrics)", f"http://{stack.http}"),
+        ("HTTP API", f"http://{stack.http}"),
         ("Frontend, gRPC", stack.frontend),
         ("Scheduler, gRPC", stack.scheduler),
         ("Indexer, gRPC", stack.indexer),
@@ -94,13 +95,21 @@ def _describe(stack: Stack, console: Console) -> None:
         soft_wrap=True,
         markup=False,
     )
-    console.print("\nA trace (from the same directory):\n")
+    command = _own_command()
+    console.print("\nA trace:\n")
     console.print(
-        f"  kvrouter replay --target {stack.frontend} --indexer {stack.indexer} --clock {options.clock:g} "
+        f"  {command} replay --target {stack.frontend} --indexer {stack.indexer} --clock {options.clock:g} "
         "--requests 100",
         highlight=False,
         soft_wrap=True,
     )
-    console.print("\nLoad, cache hits and decisions as they are:\n")
-    console.print(f"  kvrouter top --etcd {stack.etcd.endpoint}", highlight=False, soft_wrap=True)
+    console.print("\nLoad, cache hits and decisions as they happen:\n")
+    console.print(f"  {command} top --etcd {stack.etcd.endpoint}", highlight=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.")
+
+
+def _own_command() -> str:
+    """How this command is called from this directory, in another terminal, where no environment is activated."""
+    command = Path(sys.executable).with_name("kvrouter")
+    here = Path.cwd()
+    return str(command.relative_to(here) if command.is_relative_to(here) else command)
