@@ -26,6 +26,7 @@ from kvrouter.v1.scheduler_pb2 import (
     HeldStatus,
     HitCounts,
     RankStatus,
+    ReplicaStatus,
 )
 from rich.console import Console
 
@@ -160,6 +161,20 @@ def test_the_view_of_the_scheduler_that_decides_counts() -> None:
     assert line(found, "Scheduler at s-3:1") == "Scheduler at s-3:1 does not answer: refused"
     assert "load as s-2 sees it" in line(found, "ns/pool")
     assert line(found, "1:0").split()[5:7] == ["0", "9"]
+
+
+def test_replicas_whose_load_is_counted_are_named() -> None:
+    replicas = [
+        ReplicaStatus(router_id="s-1", bookings=2, complete=True),
+        ReplicaStatus(router_id="s-2", bookings=3, heard_ms_ago=400, complete=True),
+        ReplicaStatus(router_id="s-3", bookings=1, heard_ms_ago=2000),
+    ]
+    found = lines(system([scheduler(pool(rank(1), replicas=replicas))]))
+    assert (
+        "with the load of s-2 (3 bookings, heard 400 ms ago); s-3 (1 booking, heard 2.0 s ago, "
+        "its state is being fetched)"
+    ) in found
+    assert not any("with the load of" in each for each in lines(system([scheduler(pool(replicas=replicas[:1]))])))
 
 
 def test_each_component_has_its_ranks() -> None:

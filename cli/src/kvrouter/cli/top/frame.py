@@ -41,7 +41,7 @@ def frame(system: System, hits: HitWindow, *, width: int, height: int | None = N
             continue
         seen, status = leading
         lines.append(_component_line(component, status, seen, system, hits))
-        lines.extend(held_lines(status.held))
+        lines.extend(_notes(status))
         lines.append(
             ranks_table(
                 status.ranks, system.indexed(component), hits.rates(component), hits.rate(component), width, ranks
@@ -127,6 +127,25 @@ def _component_line(
     return text
 
 
+def _notes(status: ComponentStatus) -> list[Text]:
+    return [*_replica_line(status), *held_lines(status.held)]
+
+
+def _replica_line(status: ComponentStatus) -> list[Text]:
+    """The other Schedulers whose bookings are counted; nothing where there are none."""
+    others = status.replicas[1:]
+    if not others:
+        return []
+    text = Text("with the load of ")
+    for place, each in enumerate(others):
+        heard = duration(each.heard_ms_ago / 1000)
+        text.append("; " if place else "")
+        text.append(f"{each.router_id} ({amount(each.bookings, 'booking')}, heard {heard} ago")
+        text.append("" if each.complete else ", its state is being fetched", "yellow")
+        text.append(")")
+    return [text]
+
+
 def _nothing(system: System) -> Text:
     if any(seen.status is not None for seen in system.schedulers):
         return Text("no worker is registered")
@@ -138,8 +157,8 @@ def _room(system: System, components: Sequence[ComponentName], used: int, height
     if height is None:
         return None, _DECISIONS
     statuses = [found[1] for name in components if (found := system.leading(name)) is not None]
-    held = sum(len(held_lines(status.held)) for status in statuses)
-    left = height - used - held - _TABLE_LINES * len(statuses) - 1
+    notes = sum(len(_notes(status)) for status in statuses)
+    left = height - used - notes - _TABLE_LINES * len(statuses) - 1
     ranks = max(_LEAST_RANKS, (left - max(_LEAST_DECISIONS, left // 3)) // max(1, len(statuses)))
     decisions = left - sum(min(ranks, len(status.ranks)) for status in statuses)
     return ranks, max(_LEAST_DECISIONS, decisions)
