@@ -66,8 +66,10 @@ async def errors_as_json(
         status, body, headers = error_body(error)
         return web.json_response(body, status=status, headers=headers)
     except web.HTTPException as error:
-        body = {"error": {"message": error.reason, "type": "invalid_request_error", "param": None, "code": None}}
-        return web.json_response(body, status=error.status, headers={"Allow": error.headers.get("Allow", "")})
+        words = f"{request.method} {request.path}: {error.reason.lower()}"
+        body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return web.json_response(body, status=error.status, headers=allowed)
     except Exception:
         log.exception("request failed", path=request.path)
         body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
