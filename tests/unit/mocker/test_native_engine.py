@@ -1,19 +1,30 @@
 """The engine in Rust against its oracle: outputs, events, times, loads and tables are equal after every action."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.mocker.engine import Engine
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.engine_types import RequestRefused
+from kvrouter.mocker.time_model import TimeModel
 
 from .engine_harness import request
 from .test_engine_invariants import SCOPES, prompts
 
 native_engine = pytest.importorskip("kvrouter.mocker.native_engine", reason="the engine in Rust is not built")
 
+
+def fitting(max_model_tokens: int | None, **settings: Any) -> EngineConfig:
+    """A configuration whose longest sequence fits its cache."""
+    capacity = settings["num_blocks"] * settings["block_size"]
+    longest = None if max_model_tokens is None else min(max_model_tokens, capacity)
+    return EngineConfig(max_model_tokens=longest, **settings)
+
+
 configs = st.builds(
-    EngineConfig,
+    fitting,
     num_blocks=st.integers(2, 24),
     block_size=st.integers(1, 4),
     max_sequences=st.integers(1, 5),
@@ -23,7 +34,9 @@ configs = st.builds(
     hash_seed=st.integers(0, (1 << 64) - 1),
     speed=st.sampled_from([1.0, 0.3, 7.0]),
     prefix_caching=st.sampled_from([True, True, True, False]),
-).filter(lambda config: config.capacity_tokens > 1)
+    max_model_tokens=st.sampled_from([None, None, 2, 7, 15]),
+    time_model=st.sampled_from([TimeModel(), TimeModel(1e-3, 0.0, 0.0, -9.0, 3.0, 0.0, 0.5)]),
+)
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), prompts, st.integers(1, 12), st.sampled_from(SCOPES), st.booleans()),
