@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,7 +19,7 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, scheduler_pb2
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest, HeldStatus, RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client import CollectorRegistry
 
@@ -60,14 +61,21 @@ class Processes:
     def frontend(self, name: str) -> Frontend:
         return cast(Frontend, self._stubs[name])
 
+    def scheduler(self, name: str) -> Scheduler:
+        return cast(Scheduler, self._stubs[name])
+
     async def booked(self, name: str) -> int:
         """Bookings that a Scheduler counts."""
         asked = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]))
-        scheduler = cast(Scheduler, self._stubs[name])
-        answer = await scheduler.get_potential_loads(
+        answer = await self.scheduler(name).get_potential_loads(
             GetPotentialLoadsRequest(request=asked), deadline=Deadline.after(10)
         )
         return sum(load.active_requests for load in answer.loads)
+
+    async def held(self, name: str) -> HeldStatus:
+        """What waits at a Scheduler."""
+        answer = await self.scheduler(name).get_status(GetStatusRequest(), deadline=Deadline.after(10))
+        return answer.components[0].held
 
     async def until_booked(self, name: str, count: int) -> None:
         last: object = None
@@ -101,16 +109,24 @@ async def _watching(etcd_endpoint: str, namespace: str) -> AsyncIterator[Directo
         await asyncio.wait({following})
 
 
-async def start_system(processes: Processes, *, schedulers: int, frontends: int, clock_factor: float) -> None:
+async def start_system(
+    processes: Processes,
+    *,
+    schedulers: int,
+    frontends: int,
+    clock_factor: float,
+    mode: str = "round-robin",
+    engine: Sequence[str] = (),
+) -> None:
     """Two workers of slow engines, and services that are ready."""
-    grace = ("--session-grace-seconds", str(GRACE_SECONDS), "--router-mode", "round-robin")
+    grace = ("--session-grace-seconds", str(GRACE_SECONDS))
     for number in range(schedulers):
-        await processes.start("scheduler", f"scheduler-{number}", *grace)
+        await processes.start("scheduler", f"scheduler-{number}", *grace, "--router-mode", mode)
     for number in range(frontends):
         await processes.start("frontend", f"frontend-{number}", "--port", "0")
     for number in range(2):
         options = ("--worker-id", str(number + 1), "--clock-factor", str(clock_factor), "--max-sequences", "512")
-        await processes.start("mocker", f"mocker-{number}", *options, "--load-report-seconds", "0")
+        await processes.start("mocker", f"mocker-{number}", *options, *engine, "--load-report-seconds", "0")
     for number in range(schedulers):
         await processes.ready("scheduler", f"scheduler-{number}")
         await processes.until_booked(f"scheduler-{number}", 0)
@@ -118,11 +134,11 @@ async def start_system(processes: Processes, *, schedulers: int, frontends: int,
         await processes.ready("frontend", f"frontend-{number}")
 
 
-async def streamed(frontend: Frontend, number: int, max_tokens: int) -> int:
+async def streamed(frontend: Frontend, number: int, max_tokens: int, prompt_tokens: int = 40) -> int:
     """Runs a request to its end. Returns the tokens it got."""
     request = FrontendServiceGenerateRequest(
         model=MODEL,
-        token_ids=range(number * 40, number * 40 + 40),
+        token_ids=range(number * prompt_tokens, (number + 1) * prompt_tokens),
         stop_conditions=StopConditions(max_tokens=max_tokens),
     )
     tokens = 0
@@ -188,6 +204,34 @@ async def test_a_frontend_and_its_scheduler_killed_at_once_leave_nothing(process
         for task in running:
             task.cancel()
         await processes.until_booked(second, 0)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+
+
+async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_they_are(processes: Processes) -> None:
+    engine = ("--num-blocks", "80")
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=1.0, mode="forecast", engine=engine)
+    frontend = processes.frontend("frontend-0")
+    running = [asyncio.create_task(streamed(frontend, number, 100, 320)) for number in range(16)]
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not any(held := [(await processes.held(f"scheduler-{number}")).requests for number in range(2)]):
+                await asyncio.sleep(0.02)
+        first, second = ("scheduler-0", "scheduler-1") if held[0] else ("scheduler-1", "scheduler-0")
+        seen = time.monotonic()
+        await processes.kill(first)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                asked = time.monotonic()
+                if (moved := await processes.held(second)).requests:
+                    break
+                await asyncio.sleep(0.02)
+        assert moved.oldest_age_ms >= (asked - seen) * 1e3, "they had arrived before they were seen to wait"
+        assert await asyncio.gather(*running) == [100] * 16
+        await processes.until_booked(second, 0)
+        assert (await processes.held(second)).requests == 0
     finally:
         for task in running:
             task.cancel()
