@@ -1,10 +1,13 @@
-"""A scheduler's decision: the load of every rank, with a request's blocks added, beside the reference.
+"""A scheduler's decision: the load of every rank, with a request's blocks added, then all of it in each mode.
 
     python bench/core/sequences.py [--ranks 1000] [--requests 20000] [--blocks 250] [--no-reference]
 
 Requests share their first blocks with others as conversations do: a system prompt for all, a stem for some. Worst cases
 follow: one prompt in use on every rank, and one that requests leave at every depth, so that no two of its blocks have
 the same holders.
+
+The first table is the core's call beside the reference. The second is what a Scheduler does between the Indexer's
+answer and the booking: survey, facts, policy, choice, with and without busy thresholds; and reading that answer.
 """
 
 from __future__ import annotations
@@ -17,6 +20,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvrouter.core import Booking, _native, reference
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.scheduler.candidates import Wanted
+from kvrouter.scheduler.choosing import choose
+from kvrouter.scheduler.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.overlaps import read_answer
+from kvrouter.scheduler.pools import Pool
+from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.slots import Accounting
+from kvrouter.scheduler.survey import survey
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
 BLOCK_SIZE = 16
 
@@ -95,6 +111,57 @@ def answers_agree(case: Case, ranks: int, blocks: int) -> bool:
     return native == expected
 
 
+def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> dict[str, list[float]]:
+    """Microseconds by what is done: 10th, 50th and 99th percentile."""
+    rng, tokens = random.Random(2), blocks * BLOCK_SIZE + 1
+    workers = {
+        number: WorkerRegistration(
+            worker_id=number,
+            max_batched_tokens=8192,
+            ranks=[RankRegistration(dp_rank=0, incarnation=1, total_blocks=100_000)],
+        )
+        for number in range(ranks)
+    }
+    view = ComponentView(ComponentName("bench", "pool"), ComponentDescriptor(model="m", block_size=BLOCK_SIZE), workers)
+    pool = Pool(view, Accounting(), report_age_seconds=10)
+    for number, hashes in enumerate(case.prompts):
+        key = (str(number), 0, int(Stage.STAGE_WHOLE))
+        pool.slots.book(key, (number % ranks, 0), Prompt(tokens, b"", hashes), number * 7 % tokens)
+    answer = FindMatchesResponse(
+        worker_ids=range(ranks),
+        dp_ranks=[0] * ranks,
+        device_blocks=[rng.randrange(blocks) for _ in range(ranks)],
+        incarnations=[1] * ranks,
+        next_event_ids=[9] * ranks,
+    )
+    overlaps = read_answer(answer, blocks)
+
+    def decide(options: RoutingOptions) -> Callable[[bytes], None]:
+        def one(hashes: bytes) -> None:
+            prompt = Prompt(tokens, b"", hashes)
+            found = survey(pool, prompt, Wanted(), options, overlaps, now=1.0)
+            choose(pool, prompt, options, found, found.free, rng)
+
+        return one
+
+    busy = Thresholds(decode_blocks=0.9, prefill_tokens=10**9)
+    calls: dict[str, Callable[[bytes], object]] = {
+        "kv": decide(RoutingOptions("kv")),
+        "kv, thresholds": decide(RoutingOptions("kv", thresholds=busy)),
+        "forecast": decide(RoutingOptions("forecast")),
+        "round-robin": decide(RoutingOptions("round-robin")),
+        "reading the Indexer's answer": lambda _: read_answer(answer, blocks),
+    }
+    measured = {}
+    gc.collect()
+    gc.disable()
+    for name, call in calls.items():
+        spent = each_ns(call, case.asked * rounds)
+        measured[name] = [spent[len(spent) * percent // 100] / 1e3 for percent in (10, 50, 99)]
+    gc.enable()
+    return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1000)
@@ -115,6 +182,13 @@ def main() -> None:
         for name, sequences, decisions in rows:
             p10, p50, p99, book, free = measure(sequences, case, ranks, blocks, decisions)
             print(f"{case.name + ', ' + name:36}{p10:14.1f}{p50:10.1f}{p99:10.1f}{book:10.1f}{free:10.1f}", flush=True)
+    print(f"\nthe Scheduler's decision; microseconds{'p10':>31}{'p50':>10}{'p99':>10}")
+    cases = [(make, ranks, requests) for make in (conversations, one_prompt, left_everywhere)]
+    for make, count, booked in (*cases, (conversations, 16, 320)):
+        case = make(booked, blocks, random.Random(1))
+        print(f"{case.name}, {count} ranks, {booked} requests")
+        for name, (p10, p50, p99) in whole_decisions(case, count, blocks).items():
+            print(f"  {name:64}{p10:8.1f}{p50:10.1f}{p99:10.1f}", flush=True)
 
 
 if __name__ == "__main__":

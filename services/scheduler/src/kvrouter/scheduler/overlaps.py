@@ -6,6 +6,7 @@ An Indexer that is missing, late or failing costs the overlap of that request, n
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -116,17 +117,19 @@ async def ask(
         # The Indexer may be an object in this process: what is wrong with it must not fail a request either.
         log.exception("indexer failed", routed=str(component))
         return Overlaps(failure="internal")
-    return _read(response, prompt.blocks)
+    return read_answer(response, prompt.blocks)
 
 
-def _read(response: FindMatchesResponse, prompt_blocks: int) -> Overlaps:
-    event_ids = response.next_event_ids
-    answer = (response.worker_ids, response.dp_ranks, response.device_blocks, response.incarnations, event_ids)
-    count = min(len(column) for column in answer)
+def read_answer(response: FindMatchesResponse, prompt_blocks: int) -> Overlaps:
+    """An Indexer's answer to a prompt of so many blocks."""
+    worker_ids, dp_ranks, blocks = response.worker_ids, response.dp_ranks, response.device_blocks
+    incarnations, event_ids = response.incarnations, response.next_event_ids
+    count = min(map(len, (worker_ids, dp_ranks, blocks, incarnations, event_ids)))
+    # By way of arrays, which takes half as long as from the message's own sequences.
     return Overlaps(
-        np.fromiter(response.worker_ids, np.uint64, count),
-        np.fromiter(response.dp_ranks, np.uint32, count),
-        np.minimum(np.fromiter(response.device_blocks, np.int64, count), prompt_blocks),
-        np.fromiter(response.incarnations, np.uint64, count),
+        np.asarray(array("Q", worker_ids[:count])),
+        np.asarray(array("I", dp_ranks[:count])),
+        np.minimum(np.asarray(array("q", blocks[:count])), prompt_blocks),
+        np.asarray(array("Q", incarnations[:count])),
         event_ids,
     )

@@ -140,6 +140,11 @@ class SlotManager:
             active + added if added else active, prefill, requests, leading, self._prefills.heads(self._clock())
         )
 
+    def active_blocks(self) -> Column:
+        """Distinct blocks of requests in flight on each registered rank, in order of rank."""
+        columns = self._sequences.loads()
+        return np.frombuffer(columns.active_blocks, np.int64)[self._places_of_registered(columns.ranks)]
+
     def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
         """Load of every rank that is registered or has bookings, for those who show it."""
         columns, added = self._read(prompt, stage)

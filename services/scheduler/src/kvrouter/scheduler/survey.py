@@ -135,8 +135,9 @@ def survey(
     judged: Load | None = None
     if thresholds.any_set:
         # Judged without the request, whose blocks would make every rank busy by itself.
-        before = pool.slots.loads() if thresholds.decode_blocks is not None else loads
-        judged = Load.of(before.active_blocks, loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now))
+        judged = Load.of(
+            pool.slots.active_blocks(), loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now)
+        )
         free = fit[~judged.above(thresholds)[fit]]
     overlap_blocks = overlaps.on(roster)
     new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.slots.block_size, wanted.stage)
