@@ -46,7 +46,7 @@ class Runtime:
             settings.etcd,
             settings.namespace,
             registry,
-            source=None if listed is None else StaticDiscovery(listed, settings.namespace).changes,
+            source=None if listed is None else StaticDiscovery(listed, settings.namespace, registry).changes,
         )
         self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
         self._tasks = tasks

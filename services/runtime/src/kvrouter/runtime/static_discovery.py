@@ -33,6 +33,7 @@ from kvrouter.v1.registry_pb2 import (
     WorkerRegistration,
 )
 from kvrouter.v1.worker_pb2 import GetLoadRequest
+from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="discovery")
 
@@ -58,8 +59,12 @@ class _Known:
 class StaticDiscovery:
     """Probes all that is listed. ``changes`` is what ``watch_prefix`` is where there is etcd."""
 
-    def __init__(self, listed: StaticEndpoints, namespace: str) -> None:
+    def __init__(self, listed: StaticEndpoints, namespace: str, registry: CollectorRegistry) -> None:
         self._listed = listed
+        self._twins: set[str] = set()
+        """Workers left out because another has their id."""
+        workers = Gauge("kvrouter_directory_listed_workers", "Workers listed by hand, live or not.", registry=registry)
+        workers.set(sum(len(component.workers) for component in listed.components))
         self._namespace = namespace
         self._known: dict[str, _Known] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -109,8 +114,11 @@ class StaticDiscovery:
                 continue
             key = name.worker_key(registration.worker_id)
             if key in entries:
-                log.warning("listed worker left out: another has its id", endpoint=worker.endpoint, key=key)
+                if worker.endpoint not in self._twins:
+                    log.warning("listed worker left out: another has its id", endpoint=worker.endpoint, key=key)
+                self._twins.add(worker.endpoint)
                 continue
+            self._twins.discard(worker.endpoint)
             entries[key] = registration.SerializeToString(deterministic=True)
         return entries
 

@@ -1,0 +1,140 @@
+"""What becomes of workers and Schedulers that are listed by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from kvrouter.mocker.alone import serving_alone
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.runtime.contracts import Scheduler, Worker
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.errors import Unimplemented
+from kvrouter.runtime.metrics import new_registry
+from kvrouter.runtime.rpc import RpcServer
+from kvrouter.runtime.static_discovery import StaticDiscovery
+from kvrouter.runtime.static_list import StaticComponent, StaticEndpoints
+from kvrouter.v1 import scheduler_pb2, worker_pb2
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.worker_pb2 import GetLoadRequest, GetLoadResponse
+
+POOL = ComponentName("ns", "workers")
+SILENT = "127.0.0.1:1"
+
+
+@asynccontextmanager
+async def mocker(worker_id: int, **settings: Any) -> AsyncIterator[str]:
+    known = MockerSettings(worker_id=worker_id, drain_seconds=5, **settings)
+    async with serving_alone(known, new_registry()) as endpoint:
+        yield endpoint
+
+
+@asynccontextmanager
+async def discovery(
+    *workers: dict[str, Any], schedulers: tuple[str, ...] = (), **fields: Any
+) -> AsyncIterator[Directory]:
+    component = StaticComponent.model_validate({"model": "m", "workers": workers, **fields})
+    registry = new_registry()
+    source = StaticDiscovery(StaticEndpoints([component], schedulers, probe_seconds=0.02), "ns", registry)
+    directory = Directory("nowhere:1", "ns", registry, source=source.changes)
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(directory.run())
+        try:
+            async with asyncio.timeout(30):
+                await directory.synced()
+            assert registry.get_sample_value("kvrouter_directory_listed_workers") == len(workers)
+            yield directory
+        finally:
+            following.cancel()
+
+
+def registered(directory: Directory) -> dict[int, WorkerRegistration]:
+    return dict(directory.components[POOL].workers)
+
+
+async def until(directory: Directory, accept: Callable[[Directory], bool]) -> None:
+    async with asyncio.timeout(30):
+        await directory.wait_for(accept)
+
+
+async def test_a_worker_tells_its_id_its_ranks_and_its_blocks() -> None:
+    async with mocker(7, dp_size=2, num_blocks=300) as one, discovery({"endpoint": one}) as directory:
+        found = registered(directory)[7]
+        assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 300), (1, 300)]
+        assert all(rank.incarnation for rank in found.ranks)
+        assert (found.endpoint, found.model, found.draining) == (one, "m", False)
+
+
+async def test_the_list_goes_over_what_a_worker_tells() -> None:
+    listed = {"worker_id": 9, "ranks": 1, "total_blocks": 50, "labels": {"zone": "b"}, "lora_names": ["l"]}
+    async with mocker(7, dp_size=2) as one, discovery({"endpoint": one, **listed}, block_size=64) as directory:
+        found = registered(directory)[9]
+        assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 50)]
+        assert (dict(found.labels), list(found.lora_names), found.block_size) == ({"zone": "b"}, ["l"], 64)
+
+
+async def test_a_worker_whose_id_another_has_is_left_out() -> None:
+    async with mocker(7) as one, mocker(7) as two, discovery({"endpoint": one}, {"endpoint": two}) as directory:
+        assert {key: worker.endpoint for key, worker in registered(directory).items()} == {7: one}
+
+
+async def test_a_component_is_there_before_its_workers() -> None:
+    async with discovery({"endpoint": SILENT}) as directory:
+        assert registered(directory) == {}
+        assert directory.components[POOL].descriptor.model == "m"
+
+
+async def test_a_worker_that_stops_is_draining_and_then_gone() -> None:
+    async with AsyncExitStack() as worker:
+        endpoint = await worker.enter_async_context(mocker(7))
+        async with discovery({"endpoint": endpoint}) as directory:
+            assert 7 in registered(directory)
+            await worker.aclose()
+            await until(directory, lambda seen: not registered(seen))
+
+
+class Mute:
+    """A worker that does not tell its load."""
+
+    async def get_load(self, request: GetLoadRequest, *, deadline: Deadline) -> GetLoadResponse:
+        raise Unimplemented("GetLoad")
+
+
+@asynccontextmanager
+async def serving(descriptor: Any, service: object) -> AsyncIterator[RpcServer]:
+    server = RpcServer("127.0.0.1:0")
+    server.add_service(descriptor, service)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.drain(0)
+
+
+async def test_an_engine_that_tells_nothing_has_one_rank_and_its_place_for_an_id() -> None:
+    descriptor = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+    async with serving(descriptor, cast(Worker, Mute())) as server:
+        await server.health.set_ready(descriptor.full_name, True)
+        async with discovery({"endpoint": SILENT}, {"endpoint": server.endpoint()}) as directory:
+            found = registered(directory)
+            assert list(found) == [2]
+            assert [(rank.dp_rank, rank.total_blocks) for rank in found[2].ranks] == [(0, 0)]
+            await server.health.set_ready(descriptor.full_name, False)
+            await until(directory, lambda seen: registered(seen)[2].draining)
+            await server.health.set_ready(descriptor.full_name, True)
+            await until(directory, lambda seen: not registered(seen)[2].draining)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_listed_scheduler_is_ready_when_it_says_so(ready: bool) -> None:
+    descriptor = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+    async with serving(descriptor, cast(Scheduler, object())) as server:
+        await server.health.set_ready(descriptor.full_name, ready)
+        async with discovery({"endpoint": SILENT}, schedulers=(server.endpoint(), SILENT)) as directory:
+            found = directory.services("scheduler")
+            assert {key: each.ready for key, each in found.items()} == {server.endpoint(): ready, SILENT: False}
