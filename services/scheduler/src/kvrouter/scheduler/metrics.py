@@ -22,7 +22,7 @@ class SchedulerMetrics:
         )
         self.select_seconds = Histogram(
             "kvrouter_scheduler_select_seconds",
-            "Time that a selection took, the Indexer's included.",
+            "Time that a selection took, the Indexer's included, without the time that it was held.",
             buckets=_SECONDS,
             registry=registry,
         )

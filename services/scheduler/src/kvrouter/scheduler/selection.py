@@ -111,20 +111,23 @@ class Selector:
             KvRouterError: the request is refused, or no rank can take it.
         """
         started = time.perf_counter()
-        code, mode = "OK", ""
+        code, mode, held_seconds = "OK", "", 0.0
         try:
             key = checked_key(request.booking) if request.HasField("booking") else None
             question = self.question(request.request, None if key is None else stage_of(request.booking))
             mode = question.options.mode
             if key is None:
-                return await self._decide(question, request, None, "", deadline)
-            return await self._book_once(question, request, key, session_id, deadline)
+                response = await self._decide(question, request, None, "", deadline)
+            else:
+                response = await self._book_once(question, request, key, session_id, deadline)
+            held_seconds = response.held_us / 1e6
+            return response
         except KvRouterError as error:
             code = error.code.name
             raise
         finally:
             self._metrics.selections.labels(mode=mode, code=code).inc()
-            self._metrics.select_seconds.observe(time.perf_counter() - started)
+            self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - held_seconds))
 
     def question(self, request: RoutingRequest, stage: Stage | None, *, needs_worker: bool = True) -> Question:
         """Checks a request.
