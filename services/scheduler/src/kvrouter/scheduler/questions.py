@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.candidates import Wanted
 from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.scheduler.overlaps import NOT_ASKED, Overlaps
@@ -11,6 +12,10 @@ from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.scheduler.slots import Key
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+DEFAULT_LEASE_SECONDS = 3600.0
+MAX_LEASE_SECONDS = 24 * 3600.0
+"""Longest lease: a caller that forgets its bookings does not bind load for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +41,19 @@ class Asked:
     lease_seconds: float = 0.0
     overlaps: Overlaps = NOT_ASKED
     """What the ranks hold of the prompt; the last answer, where it was asked for again."""
+
+
+def lease_seconds(lease_ms: int) -> float:
+    """The lease that a request asks for, seconds.
+
+    Raises:
+        BadRequest: it is too long.
+    """
+    seconds = lease_ms / 1000 if lease_ms else DEFAULT_LEASE_SECONDS
+    if seconds > MAX_LEASE_SECONDS:
+        raise BadRequest(
+            f"lease_ms is {lease_ms}",
+            field="lease_ms",
+            advice=f"Send {int(MAX_LEASE_SECONDS * 1000)} at most; calls that name the booking renew it.",
+        )
+    return seconds

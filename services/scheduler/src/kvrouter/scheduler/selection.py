@@ -26,10 +26,11 @@ from kvrouter.runtime.errors import (
     RequestIdReused,
 )
 from kvrouter.scheduler.affinity import Affinity, conversation_of
+from kvrouter.scheduler.answers import answer
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.candidates import Wanted, check_pinned
 from kvrouter.scheduler.choosing import Chosen, book, choose
-from kvrouter.scheduler.decisions import Decided, Decisions, rank_message
+from kvrouter.scheduler.decisions import Decided, Decisions
 from kvrouter.scheduler.held import HeldRequests
 from kvrouter.scheduler.hold_queue import MAX_HELD
 from kvrouter.scheduler.ledger import BookingFreed, Ledger, Record
@@ -41,18 +42,14 @@ from kvrouter.scheduler.policies.interface import Explanation, Hold, rank_label
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.prompts import read_prompt
-from kvrouter.scheduler.questions import Asked, Question
+from kvrouter.scheduler.questions import Asked, Question, lease_seconds
 from kvrouter.scheduler.slots import Key, stage_of
 from kvrouter.scheduler.survey import Row, Survey, survey
 from kvrouter.scheduler.thresholds import ThresholdBoard
-from kvrouter.v1.common_pb2 import Component, Role, Stage
+from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
 
 log = structlog.get_logger(component="scheduler")
-
-DEFAULT_LEASE_SECONDS = 3600.0
-MAX_LEASE_SECONDS = 24 * 3600.0
-"""Longest lease: a caller that forgets its bookings does not bind load for ever."""
 
 
 class Selector:
@@ -181,7 +178,7 @@ class Selector:
     ) -> SelectWorkerResponse:
         """The first outcome for a key, however often and however concurrently it is asked for."""
         while True:
-            repeated = self._repeated(key, question, session_id, _lease_seconds(request.lease_ms))
+            repeated = self._repeated(key, question, session_id, lease_seconds(request.lease_ms))
             if repeated is not None:
                 return repeated
             under_way = self._under_way.get(key)
@@ -221,7 +218,7 @@ class Selector:
     async def _decide(
         self, question: Question, request: SelectWorkerRequest, key: Key | None, session_id: str, deadline: Deadline
     ) -> SelectWorkerResponse:
-        asked = Asked(question, request.request, key, session_id, _lease_seconds(request.lease_ms))
+        asked = Asked(question, request.request, key, session_id, lease_seconds(request.lease_ms))
         self._check(asked)
         asked.overlaps = await self.overlaps(question, deadline, wanted=question.options.asks_indexer)
         if asked.overlaps.failure:
@@ -268,7 +265,7 @@ class Selector:
         """
         question, key, candidate = asked.question, asked.key, chosen.row.candidate
         pool, decision_id = question.pool, self._decisions.next_id()
-        response = _answer(asked, chosen, decision_id, held_seconds)
+        response = answer(asked, chosen, decision_id, held_seconds)
         response.spread_advised = self._is_behind()
         if key is not None:
             if not book(pool, key, question.prompt, chosen):
@@ -347,32 +344,3 @@ class Selector:
 def _holding(chosen: Chosen) -> Explanation:
     why = chosen.decided.explanation
     return replace(why, reason=f"held for {rank_label(chosen.row.candidate.rank)}: {why.reason}")
-
-
-def _lease_seconds(lease_ms: int) -> float:
-    seconds = lease_ms / 1000 if lease_ms else DEFAULT_LEASE_SECONDS
-    if seconds > MAX_LEASE_SECONDS:
-        raise BadRequest(
-            f"lease_ms is {lease_ms}",
-            field="lease_ms",
-            advice=f"Send {int(MAX_LEASE_SECONDS * 1000)} at most; calls that name the booking renew it.",
-        )
-    return seconds
-
-
-def _answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float) -> SelectWorkerResponse:
-    question, candidate = asked.question, chosen.row.candidate
-    pool = question.pool
-    return SelectWorkerResponse(
-        rank=rank_message(candidate.rank),
-        endpoint=candidate.endpoint,
-        overlap_blocks=chosen.row.overlap_blocks,
-        prompt_blocks=question.prompt.blocks,
-        decision_id=decision_id,
-        load_only=bool(asked.overlaps.failure),
-        component=Component(namespace=pool.name.namespace, name=pool.name.name),
-        mode=question.options.mode,
-        held_us=int(held_seconds * 1e6),
-        role=candidate.role,
-        cursor=asked.overlaps.cursor(candidate.rank),
-    )
