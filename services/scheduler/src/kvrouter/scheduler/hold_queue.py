@@ -78,6 +78,11 @@ class _Held:
     rank: Rank | None
 
     @property
+    def must_go(self) -> float:
+        """When its prompt must begin to be computed, seconds."""
+        return self.deadline - self.work_ms / 1e3
+
+    @property
     def place(self) -> _Place:
         """Where it is in the order. The time of asking makes no difference: all age alike."""
         return -self.priority, self.work_ms + AGING * 1e3 * self.since
@@ -98,6 +103,8 @@ class HoldQueue(Generic[T]):
         self._look_again = False
         self._looked_to: tuple[_Place, int] | None = None
         self._gone, self._counted_from = 0.0, 0.0
+        self._soonest = math.inf
+        """No one must go before that."""
 
     def __len__(self) -> int:
         """Requests held."""
@@ -135,6 +142,7 @@ class HoldQueue(Generic[T]):
         since = now if since is None else since
         held = _Held(next(self._numbers), since, deadline, priority, hold.work_ms, hold.rank)
         self._held[request] = held
+        self._soonest = min(self._soonest, held.must_go)
         insort(self._order, (held.place, held.number, request))
         insort(self._ages, (since, held.number, request))
         return True
@@ -152,15 +160,22 @@ class HoldQueue(Generic[T]):
     def is_late(self, request: T, now: float) -> bool:
         """Whether one that is held would miss its deadline."""
         held = self._held[request]
-        return self._misses(held, bisect_left(self._order, (held.place, held.number)), self._between_s(now), now)
+        ahead = bisect_left(self._order, (held.place, held.number))
+        return now + (ahead + 1) * self._between_s(now) > held.must_go
 
     def late(self, now: float) -> list[T]:
         """Those that would miss their deadline."""
         between = self._between_s(now)
         found: list[T] = []
+        if now + len(self._held) * between <= self._soonest:
+            return found
+        self._soonest = math.inf
         for index, (_, _, request) in enumerate(self._order):
-            if self._misses(self._held[request], index - len(found), between, now):
+            must_go = self._held[request].must_go
+            if now + (index - len(found) + 1) * between > must_go:
                 found.append(request)
+            else:
+                self._soonest = min(self._soonest, must_go)
         return found
 
     def release(self, now: float, decide: Callable[[T], Choice | Hold]) -> Iterator[tuple[T, Choice | Hold]]:
@@ -221,10 +236,6 @@ class HoldQueue(Generic[T]):
         requests = [request for _, _, request in self._order[start:] + self._order[:start]]
         return requests if first is None else [first, *requests]
 
-    @staticmethod
-    def _misses(held: _Held, ahead: int, between: float, now: float) -> bool:
-        return now + (ahead + 1) * between + held.work_ms / 1e3 > held.deadline
-
     def _drop(self, request: T) -> bool:
         held = self._held.pop(request, None)
         if held is None:
@@ -237,6 +248,7 @@ class HoldQueue(Generic[T]):
         """What makes its place may have changed."""
         del self._order[bisect_left(self._order, (held.place, held.number))]
         held.work_ms, held.rank = hold.work_ms, hold.rank
+        self._soonest = min(self._soonest, held.must_go)
         insort(self._order, (held.place, held.number, request))
 
     def _count(self, now: float) -> None:
