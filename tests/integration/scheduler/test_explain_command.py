@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from unittest.mock import ANY
 
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import FreeRequest
 
-from .scheduling import routing, scheduling, selecting
+from .scheduling import eventually, routing, scheduling, selecting, soon
 
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
@@ -42,3 +44,22 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
         assert (status, out) == (1, "")
         assert "no decision on nobody" in errors
         assert await run("talk", *dead, "--seconds", "5") == (1, "", ANY)
+
+
+async def test_why_a_request_waits_is_shown_and_how_long_it_did(
+    etcd_endpoint: str, nats_url: str, namespace: str
+) -> None:
+    component = ComponentName(namespace, "decode")
+    async with scheduling(component, etcd_endpoint, nats_url, kv_events=False, router_mode="forecast") as stack:
+        await stack.register(1)
+        at = f"127.0.0.1:{stack.server.port}"
+        await stack.select(selecting("first", routing(600)))
+        waiting = asyncio.create_task(stack.select(selecting("second", routing(600, seed=1))))
+        await eventually(lambda: run("second", "--scheduler", at), lambda shown: shown[0] == 0)
+        _, out, _ = await run("second", "--scheduler", at)
+        assert "no rank by mode forecast" in out
+        assert "held for worker_1: cheapest once it has room" in out
+        await stack.scheduler.free(FreeRequest(booking=BookingKey(request_id="first")), deadline=soon())
+        assert (await waiting).held_us > 0
+        _, out, _ = await run("second", "--scheduler", at)
+        assert re.search(r"rank 1:0 by mode forecast.*\nheld for \d+\.\d\d s before", out)
