@@ -20,16 +20,22 @@ from kvrouter.runtime.context import open_runtime
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import free_port
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import AllBusy, KvRouterError
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import scheduler_pb2
-from kvrouter.v1.common_pb2 import RoutingConstraints
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, PotentialLoadsRequest, RoutingInfo
+from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import (
+    BestWorkerRequest,
+    FrontendServiceGenerateRequest,
+    PotentialLoadsRequest,
+    RoutingInfo,
+)
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.worker_pb2 import StopConditions
 from pydantic import ValidationError
 
 from .gateway import MODEL, request, until
@@ -62,6 +68,15 @@ class Gateway:
                 if piece.HasField("routing"):
                     routing.CopyFrom(piece.routing)
         return routing
+
+    async def is_busy(self, overrides: RoutingOverrides) -> bool:
+        """Whether a request, which is not sent, would be refused since all ranks are busy."""
+        routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]), overrides=overrides)
+        try:
+            await self.frontend.best_worker(BestWorkerRequest(request=routing), deadline=Deadline.after(5))
+        except AllBusy:
+            return True
+        return False
 
     async def until_ranks(self, count: int) -> None:
         """Returns when the Frontend has a session and so many ranks are candidates."""
@@ -158,6 +173,23 @@ async def test_thresholds_are_those_of_the_process() -> None:
             assert await answer.json() == {"thresholds": [body]}
         async with http.post("/busy_threshold", json={"model": MODEL, "active_prefill_tokens_threshold": 9}) as answer:
             assert await answer.json() == body | {"active_prefill_tokens_threshold": 9}
+
+
+async def test_what_workers_report_makes_them_busy() -> None:
+    slow = {"clock_factor": 0.01}
+    async with worker(1, **slow) as one, gateway([one]) as system, gateway([one]) as other:
+        await system.until_ranks(1)
+        await other.until_ranks(1)
+        limits = RoutingOverrides(active_decode_blocks_threshold=0.0)
+        async with asyncio.TaskGroup() as group:
+            # The other gateway's request is no booking of this one: the worker alone tells of it.
+            running = group.create_task(
+                other.run(request(range(4000), stop_conditions=StopConditions(max_tokens=1000)))
+            )
+            async with asyncio.timeout(30):
+                while not await system.is_busy(limits):
+                    await asyncio.sleep(0.01)
+            running.cancel()
 
 
 def test_a_mode_that_asks_an_indexer_is_refused_at_start() -> None:

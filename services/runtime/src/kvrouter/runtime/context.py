@@ -40,13 +40,13 @@ class Runtime:
         self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
         """Keys that are in etcd for as long as this process lives."""
         listed = settings.static_endpoints()
-        self.uses_etcd = listed is None
-        """Whether etcd says who is there; otherwise that is listed by hand, and there is neither etcd nor NATS."""
+        self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry)
+        """Workers that are listed by hand, where there is neither etcd nor NATS; None where etcd says who is there."""
         self.directory = Directory(
             settings.etcd,
             settings.namespace,
             registry,
-            source=None if listed is None else StaticDiscovery(listed, settings.namespace, registry).changes,
+            source=None if self.listed is None else self.listed.changes,
         )
         self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
         self._tasks = tasks
@@ -97,7 +97,7 @@ async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | 
     async with asyncio.TaskGroup() as tasks:
         runtime = Runtime(settings, registry if registry is not None else new_registry(), tasks)
         runtime.spawn(runtime.directory.run(), "directory")
-        if runtime.uses_etcd:
+        if runtime.listed is None:
             runtime.spawn(runtime.keys.run(), "keys")
         try:
             yield runtime

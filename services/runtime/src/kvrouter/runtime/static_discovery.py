@@ -7,7 +7,7 @@ of itself (``GetLoad``: id, ranks, blocks, life of its cache; grpc.health: wheth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,6 +54,8 @@ class _Known:
     """None while it is left out."""
     failures: int = 0
     """In a row."""
+    reports: Sequence[LoadReport] = ()
+    """What it said of its load at the last look."""
 
 
 class StaticDiscovery:
@@ -67,6 +69,8 @@ class StaticDiscovery:
         workers.set(sum(len(component.workers) for component in listed.components))
         self._namespace = namespace
         self._known: dict[str, _Known] = {}
+        self.on_load: Callable[[ComponentName, LoadReport], None] | None = None
+        """Told what each rank says of its load, at every look."""
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def changes(self) -> AsyncGenerator[Snapshot]:
@@ -78,6 +82,7 @@ class StaticDiscovery:
                 if entries != last:
                     last = entries
                     yield Snapshot(entries)
+                self._tell_load()
                 await asyncio.sleep(self._listed.probe_seconds)
         finally:
             for channel in self._channels.values():
@@ -122,6 +127,14 @@ class StaticDiscovery:
             entries[key] = registration.SerializeToString(deterministic=True)
         return entries
 
+    def _tell_load(self) -> None:
+        if self.on_load is None:
+            return
+        for component in self._listed.components:
+            for worker in component.workers:
+                for report in self._known[worker.endpoint].reports:
+                    self.on_load(ComponentName(self._namespace, component.name), report)
+
     async def _probe(self, component: StaticComponent, worker: StaticWorker, place: int) -> None:
         known = self._known.setdefault(worker.endpoint, _Known())
         service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint)))
@@ -134,6 +147,7 @@ class StaticDiscovery:
         except KvRouterError as error:
             # An engine that does not tell its load is there all the same.
             failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
+        known.reports = [_as_listed(report, worker) for report in reports]
         if failure:
             known.failures += 1
             if known.failures == 1 and known.registration is None:
@@ -146,7 +160,7 @@ class StaticDiscovery:
             log.info("listed worker answers", endpoint=worker.endpoint)
         known.failures = 0
         known.registration = _registration(
-            ComponentName(self._namespace, component.name), component, worker, place, reports
+            ComponentName(self._namespace, component.name), component, worker, place, known.reports
         )
         known.registration.draining = serving is False
 
@@ -165,6 +179,15 @@ class StaticDiscovery:
         if channel is None:
             channel = self._channels[address] = open_channel(address)
         return channel
+
+
+def _as_listed(report: LoadReport, worker: StaticWorker) -> LoadReport:
+    """The report under the id that the list gives the worker."""
+    listed = LoadReport()
+    listed.CopyFrom(report)
+    if worker.worker_id is not None:
+        listed.rank.worker_id = worker.worker_id
+    return listed
 
 
 def _descriptor(name: ComponentName, component: StaticComponent) -> ComponentDescriptor:

@@ -65,7 +65,8 @@ async def running(
     ledger = Ledger(session_grace_seconds=settings.session_grace_seconds, life=life)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
-    shared = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace) if runtime.uses_etcd else None
+    listed = runtime.listed
+    shared = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace) if listed is None else None
     thresholds = shared or OwnThresholds(board)
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
@@ -112,6 +113,8 @@ async def running(
         clock=clock,
     )
     listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock)
+    if listed is not None:
+        listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     metrics.late_ms.set_function(lambda: keeping_up.late_ms)
     metrics.behind.set_function(lambda: keeping_up.behind)
     metrics.bookings.set_function(lambda: len(ledger))

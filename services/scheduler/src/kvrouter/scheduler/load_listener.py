@@ -50,12 +50,16 @@ class LoadListener:
                 self._subscriptions[name] = await client.subscribe(name.load_wildcard, cb=self._taker(name))
                 log.debug("load reports subscribed", of=str(name))
 
+    def take(self, name: ComponentName, encoded: bytes) -> None:
+        """Takes in what a rank of a component says."""
+        pool = self._pools.get(name)
+        refused = pool.reports.take(encoded, self._clock()) if pool is not None else "unknown_component"
+        if refused:
+            self._metrics.reports_set_aside.labels(reason=refused).inc()
+            log.debug("load report set aside", reason=refused, of=str(name))
+
     def _taker(self, name: ComponentName) -> Callable[[Msg], Awaitable[None]]:
         async def take(message: Msg) -> None:
-            pool = self._pools.get(name)
-            refused = pool.reports.take(message.data, self._clock()) if pool is not None else "unknown_component"
-            if refused:
-                self._metrics.reports_set_aside.labels(reason=refused).inc()
-                log.debug("load report set aside", reason=refused, subject=message.subject)
+            self.take(name, message.data)
 
         return take
