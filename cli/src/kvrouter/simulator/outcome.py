@@ -71,18 +71,19 @@ def spread(ordered: Sequence[float], scale: float = 1.0) -> Spread:
 class Peaks:
     """How far the fullest engine stands out, summed over the arrivals of requests."""
 
+    arrivals: int = 0
     fullest_blocks: int = 0
     mean_blocks: float = 0.0
     longest_prefill: int = 0
-    mean_prefill: float = 0.0
+    """Tokens."""
 
     def see(self, loads: Sequence[EngineLoad]) -> None:
         """A request arrives, and this is what engines have to do."""
-        blocks, prefill = [load.active_blocks for load in loads], [load.prefill_tokens for load in loads]
+        blocks = [load.active_blocks for load in loads]
+        self.arrivals += 1
         self.fullest_blocks += max(blocks)
         self.mean_blocks += sum(blocks) / len(blocks)
-        self.longest_prefill += max(prefill)
-        self.mean_prefill += sum(prefill) / len(prefill)
+        self.longest_prefill += max(load.prefill_tokens for load in loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,8 @@ class Figures:
     """Time that the busiest engine computed, over the mean; 1 is even."""
     block_peak: float
     """Active blocks of the fullest engine over the mean of all, seen by arriving requests; 1 is even."""
-    prefill_peak: float
-    """The same for prompt tokens that wait to be computed."""
+    longest_prefill_tokens: float
+    """Prompt tokens that wait at the engine with most of them, seen by arriving requests."""
     held: int
     """Requests that the router kept for a while."""
     failed: int
@@ -153,7 +154,7 @@ def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures
         output_tokens_per_s=_ratio(sum(request.output_tokens for request in served), span),
         imbalance=_ratio(max(busy), sum(busy) / len(busy)),
         block_peak=_ratio(peaks.fullest_blocks, peaks.mean_blocks),
-        prefill_peak=_ratio(peaks.longest_prefill, peaks.mean_prefill),
+        longest_prefill_tokens=_ratio(peaks.longest_prefill, peaks.arrivals),
         held=sum(1 for request in served if request.attempts == 1 and request.sent_at > request.arrived_at),
         failed=len(outcome.served) - len(served),
         retried=sum(1 for request in served if request.attempts > 1),

@@ -76,7 +76,7 @@ _FULL: Sequence[Sequence[Figure]] = (
     (
         ("load imbalance: busiest engine / mean", lambda f: f.imbalance, ".2f"),
         ("fullest engine / mean, seen by arrivals", lambda f: f.block_peak, ".2f"),
-        ("longest prefill queue / mean, likewise", lambda f: f.prefill_peak, ".2f"),
+        ("longest prefill queue, tokens, likewise", lambda f: f.longest_prefill_tokens, ",.0f"),
         ("regret, ms", lambda f: f.regret_ms, ",.1f"),
     ),
     _RARE,
