@@ -94,9 +94,14 @@ PROMPTS = Prompts(AT_ONCE, 16)  # those of both
 
 
 def run(
-    schedulers: int, sync: Sync | None = None, mode: str = "kv", seed: int = 0, workload: Workload = AT_ONCE
+    schedulers: int,
+    sync: Sync | None = None,
+    mode: str = "kv",
+    seed: int = 0,
+    workload: Workload = AT_ONCE,
+    spread: bool = False,
 ) -> Outcome:
-    setting = Setting(ENGINES, RoutingOptions(mode), seed, schedulers=schedulers, sync=sync)
+    setting = Setting(ENGINES, RoutingOptions(mode), seed, schedulers=schedulers, sync=sync, spread=spread)
     return simulate(workload, setting, PROMPTS)
 
 
@@ -137,3 +142,18 @@ def test_what_comes_later_than_the_lag_is_known_and_what_is_lost_is_not() -> Non
     assert synced.ttft_ms.mean == pytest.approx(one.ttft_ms.mean, rel=0.03)
     assert 1.04 * one.block_peak < lossy.block_peak < apart.block_peak
     assert 1.04 * one.ttft_ms.mean < lossy.ttft_ms.mean < apart.ttft_ms.mean
+
+
+def test_requests_of_one_prompt_meet_at_one_replica_where_they_are_spread() -> None:
+    """Of caches nothing is known here: only who booked a prompt before knows where it is."""
+    requests = [Request(0.2 * number, 6000, 600, (number % 8,)) for number in range(32)]
+    workload = Workload("again", requests, 6000)
+
+    def reuse(schedulers: int, *, spread: bool) -> float:
+        options = RoutingOptions("forecast")
+        setting = Setting(ENGINES, options, event_lag_s=1e6, schedulers=schedulers, spread=spread)
+        return summed(simulate(workload, setting, Prompts(workload, 16))).reuse
+
+    one, spread, random = reuse(1, spread=False), reuse(4, spread=True), reuse(4, spread=False)
+    assert spread == pytest.approx(one, abs=0.1)
+    assert random < one - 0.2

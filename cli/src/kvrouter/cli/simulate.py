@@ -79,6 +79,9 @@ def simulate_command(
     schedulers: Annotated[
         int, typer.Option(min=1, help="Replicas of the Scheduler; each decides on a part of the requests, at random.")
     ] = 1,
+    spread: Annotated[
+        bool, typer.Option(help="Deal requests to the replicas by prompt prefix, as a Frontend with --spread does.")
+    ] = False,
     sync_lag_ms: Annotated[
         float | None,
         typer.Option(help="Time until a replica knows of another's bookings; without it, it never does."),
@@ -144,6 +147,7 @@ def simulate_command(
         regret=regret,
         schedulers=schedulers,
         sync=sync,
+        spread=spread,
     )
     if save is not None:
         save.write_text("".join(traces.lines(plan.workload.faster(loads[0]))), encoding="utf-8")

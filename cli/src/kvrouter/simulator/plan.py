@@ -39,6 +39,7 @@ class Plan:
     regret: bool = True
     schedulers: int = 1
     sync: Sync | None = None
+    spread: bool = False
 
     def described(self) -> Mapping[str, Any]:
         """What the runs have in common, as JSON values."""
@@ -53,6 +54,7 @@ class Plan:
             "slo_itl_s": self.slo_itl_s,
             "temperature": self.temperature,
             "schedulers": self.schedulers,
+            "spread": self.spread,
             "sync": asdict(self.sync) if self.sync is not None else None,
             "engine_model": IMPLEMENTATION,
         }
@@ -83,6 +85,7 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
                     regret=plan.regret,
                     schedulers=plan.schedulers,
                     sync=plan.sync,
+                    spread=plan.spread,
                 )
                 outcome = simulate(workload, setting, prompts)
                 summed = figures(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)

@@ -1,9 +1,10 @@
 """Scheduler replicas that decide independently, and what they learn of each other's bookings.
 
-Requests are dealt to the replicas at random. A replica sees its own bookings at once. What it tells another arrives
-after a lag; each message is lost with a probability. What is lost shows as a gap with the next message that arrives, or
-with a heartbeat. The other then asks for the whole state, which takes the repair time, and holds back what comes
-meanwhile: then it knows all that was told until then. Without a sync, replicas never learn of each other's bookings.
+Requests are dealt to the replicas at random, or by prompt prefix as a spreading Frontend does. A replica sees its own
+bookings at once. What it tells another arrives after a lag; each message is lost with a probability. What is lost shows
+as a gap with the next message that arrives, or with a heartbeat. The other then asks for the whole state, which takes
+the repair time, and holds back what comes meanwhile: then it knows all that was told until then. Without a sync,
+replicas never learn of each other's bookings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvrouter.core import Rank
+from kvrouter.frontend.prefix_split import PrefixSplit
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.scheduler.prompts import Prompt
@@ -90,14 +92,19 @@ class Schedulers:
         *,
         count: int,
         sync: Sync | None,
+        spread: bool,
         seed: int,
         pace: float,
     ) -> None:
-        """``clock`` tells virtual seconds; without ``sync`` replicas learn nothing of each other."""
+        """``clock`` tells virtual seconds; without ``sync`` replicas learn nothing of each other.
+
+        ``spread``: by prompt prefix instead of at random.
+        """
         self._clock = clock
         self._hearing_at: float | None = None
         self._deal, self._losses = Random(seed), Random(seed + 1)
         self._loss = sync.loss if sync is not None else 0.0
+        self._split = PrefixSplit() if spread else None
         self._home: dict[int, int] = {}
         self._routers = [
             Router(pool_of(engines, self._now), events, options, seed=seed + 7919 * place, pace=pace)
@@ -113,7 +120,7 @@ class Schedulers:
         """Where a request goes that has just come; None if it is held."""
         self._hear(now)
         if number not in self._home:
-            self._home[number] = self._deal.randrange(len(self._routers)) if len(self._routers) > 1 else 0
+            self._home[number] = self._dealt(prompt)
         return self._routers[self._home[number]].route(number, prompt, now)
 
     def release(self, now: float) -> Iterator[tuple[int, Rank]]:
@@ -133,6 +140,14 @@ class Schedulers:
     def lost(self, number: int) -> None:
         """The engine of a request has gone."""
         self._routers[self._home[number]].lost(number)
+
+    def _dealt(self, prompt: Prompt) -> int:
+        replicas = len(self._routers)
+        if replicas == 1:
+            return 0
+        if self._split is None:
+            return self._deal.randrange(replicas)
+        return self._split.shard(prompt.sequence_hashes) % replicas
 
     def _hear(self, now: float) -> None:
         for link, receiver in self._links:

@@ -37,6 +37,8 @@ class Setting:
     """Replicas of the Scheduler, each with decisions of its own."""
     sync: Sync | None = None
     """How replicas learn of each other's bookings; None: never."""
+    spread: bool = False
+    """Whether requests are dealt to the replicas by prompt prefix; otherwise at random."""
     regret: bool = True
     """Whether each choice is compared with the others in hindsight; it costs a third of the time or so."""
 
@@ -67,6 +69,7 @@ class _Run:
             lambda: self._fleet.now,
             count=setting.schedulers,
             sync=setting.sync,
+            spread=setting.spread,
             seed=setting.seed,
             pace=setting.pace,
         )
