@@ -85,10 +85,11 @@ def test_idle_ranks_count_in_the_balance() -> None:
 
 
 def test_records_take_pieces_as_they_come() -> None:
-    taken = RequestRecord(0, 0.0, prompt_tokens=50)
+    taken = RequestRecord(0, 0.0, prompt_tokens=50, clock=2.0)
     first = FrontendServiceGenerateResponse()
     first.routing.rank.worker_id = 9
-    first.routing.router_us = 1500
+    first.routing.router_us = 4500
+    first.routing.held_us = 3000
     first.routing.predicted_overlap_blocks = 2
     first.output.token_ids.extend([1, 2])
     first.output.token_engine_ns.extend([30_000_000, 41_000_000])
@@ -99,7 +100,7 @@ def test_records_take_pieces_as_they_come() -> None:
     taken.take(first)
     taken.take(second)
     assert (taken.worker, taken.router_ms, taken.predicted_overlap_blocks) == ((9, 0), 1.5, 2)
-    assert (taken.ttft_ms, taken.itl_ms, taken.output_tokens) == (20.0, [11.0, 14.0], 3)
+    assert (taken.ttft_ms, taken.itl_ms, taken.output_tokens) == (26.0, [11.0, 14.0], 3)
     assert taken.cached_tokens == 32
 
 

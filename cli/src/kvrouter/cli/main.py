@@ -27,7 +27,7 @@ from kvrouter.runtime.devstack import BinaryMissing, StartFailed
 from kvrouter.v1.names import InvalidName, check_name
 from rich.console import Console
 
-MODES = ("kv", "round-robin", "random", "power-of-two")
+MODES = ("kv", "forecast", "round-robin", "random", "power-of-two")
 DEFAULT_LOAD = 2.5
 DEFAULT_CLOCK = 2.0
 DEFAULT_REQUESTS = 800

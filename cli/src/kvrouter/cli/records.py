@@ -29,7 +29,8 @@ class RequestRecord:
     cached_tokens: int | None = None
     """Prompt tokens that the worker says it had cached; None where it never said."""
     ttft_ms: float | None = None
-    """Time from arrival in the engine to the first token, engine milliseconds; None where no token came."""
+    """Time to the first token from arrival in the engine, or at the Scheduler where that held it, engine milliseconds;
+    None where no token came."""
     itl_ms: list[float] = field(default_factory=list)
     """Times between one token and the next, engine milliseconds."""
     output_tokens: int = 0
@@ -37,13 +38,16 @@ class RequestRecord:
     worker: tuple[int, int] | None = None
     """The rank that ran it last: (worker id, data parallel rank)."""
     router_ms: float | None = None
-    """What the router added before the dispatch, wall milliseconds."""
+    """What the router added before the dispatch, without the time that it held the request, wall milliseconds."""
     predicted_overlap_blocks: int | None = None
     """Leading blocks that the rank was predicted to hold."""
     attempts: int = 1
     """Tries that it took."""
     preemptions: int = 0
     """Times that the engine preempted it."""
+    clock: float = 1.0
+    """Engine seconds in one second of the wall."""
+    _held_ms: float = 0.0
     _last_token_ns: int | None = None
 
     @property
@@ -56,7 +60,8 @@ class RequestRecord:
         if piece.HasField("routing"):
             routing = piece.routing
             self.worker = (routing.rank.worker_id, routing.rank.dp_rank)
-            self.router_ms = routing.router_us / 1000
+            self.router_ms = (routing.router_us - routing.held_us) / 1000
+            self._held_ms = routing.held_us / 1000 * self.clock
             self.predicted_overlap_blocks = routing.predicted_overlap_blocks
             self.attempts = routing.attempt + 1
         output = piece.output
@@ -72,6 +77,6 @@ class RequestRecord:
             if self._last_token_ns is not None:
                 self.itl_ms.append((stamp - self._last_token_ns) / 1e6)
             elif arrived_ns is not None:
-                self.ttft_ms = (stamp - arrived_ns) / 1e6
+                self.ttft_ms = (stamp - arrived_ns) / 1e6 + self._held_ms
             self._last_token_ns = stamp
             self.output_tokens += 1

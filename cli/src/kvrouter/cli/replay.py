@@ -88,7 +88,12 @@ class _Run:
 
     async def play(self, requests: Sequence[TraceRequest]) -> ReplayResult:
         records = [
-            RequestRecord(request.index, self._pace.due_engine_seconds(request.arrival_ms), request.input_length)
+            RequestRecord(
+                request.index,
+                self._pace.due_engine_seconds(request.arrival_ms),
+                request.input_length,
+                clock=self._pace.clock,
+            )
             for request in requests
         ]
         async with asyncio.TaskGroup() as tasks:

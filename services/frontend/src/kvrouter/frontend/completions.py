@@ -203,4 +203,5 @@ class Completion:
             "prompt_blocks": routing.prompt_blocks,
             "mode": routing.mode,
             "router_us": routing.router_us,
+            "held_us": routing.held_us,
         }

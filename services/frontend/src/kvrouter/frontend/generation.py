@@ -190,6 +190,7 @@ class Generation:
             decision_id=selection.decision_id,
             load_only=selection.load_only,
             router_us=added_us,
+            held_us=selection.held_us,
             mode=selection.mode,
         )
         finished = False
