@@ -1,0 +1,250 @@
+"""Every policy on every kind of traffic, below, near and past the knee, and when something is wrong: Markdown tables.
+
+    .venv/bin/python bench/quality/tables.py [--minutes 4] [--only chat,half-speed] [--fresh]
+
+Runs what the results lack, a line for each run, and prints the tables of what is there; begun again, it goes on where
+it was, so that it may be given minutes at a time. A run depends on its key and on the code: where that has changed,
+begin with --fresh. Seed by seed, so that tables are whole early; more seeds make medians of them, with their spread.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.simulator import traces
+from kvrouter.simulator.generators import generate
+from kvrouter.simulator.outcome import figures
+from kvrouter.simulator.plan import routing_options
+from kvrouter.simulator.simulation import Setting, simulate
+from kvrouter.simulator.workload import Prompts, Workload
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "cli/src/kvrouter/cli/data/conversation_trace.jsonl.gz"
+SEEDS = 5
+WEIGHTS = ("kv:1", "kv:4", "kv:64")
+OTHERS = ("product", "sticky", "power-of-two", "round-robin", "random")
+READ_CACHES = ("forecast", *WEIGHTS, "product", "sticky")
+"""Policies that a late index can harm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A workload, the engines that it goes to, and its loads below, near and past the knee."""
+
+    requests: int | None
+    engines: int
+    loads: Sequence[float]
+    disturbed: Sequence[float]
+    """The loads at which something is wrong as well."""
+    seeds: int = SEEDS
+
+
+TRAFFIC: Mapping[str, Traffic] = {
+    "prompts": Traffic(3000, 8, (2, 3, 4), (3,)),
+    "chat": Traffic(3000, 8, (3, 5, 7), (5,)),
+    "documents": Traffic(1500, 8, (1.5, 2, 3), (2,)),
+    # A run of all of it takes as long as ten of the others; nothing but the draws differs from seed to seed.
+    "trace": Traffic(None, 16, (2, 4, 5, 6), (), seeds=1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What is wrong, and the policies to which it makes a difference."""
+
+    title: str
+    policies: Sequence[str]
+    event_lag_s: float = 0.0
+    every_other_speed: float = 1.0
+    pace: float = 1.0
+    """Time that the policy takes steps to last, over what they do."""
+
+    def setting(self, engines: int) -> Setting:
+        """Of the simulation."""
+        fleet = [EngineConfig(hash_seed=n, speed=self.every_other_speed if n % 2 else 1.0) for n in range(engines)]
+        return Setting(fleet, event_lag_s=self.event_lag_s, pace=self.pace, regret=False)
+
+
+CONDITIONS: Mapping[str, Condition] = {
+    "plain": Condition("Nothing wrong", ("forecast", *WEIGHTS, *OTHERS)),
+    "event-lag": Condition("The index 50 ms late", READ_CACHES, event_lag_s=0.05),
+    "half-speed": Condition(
+        "Every other worker at half speed", (*READ_CACHES, "power-of-two", "round-robin"), every_other_speed=0.5
+    ),
+    "slow-model": Condition("forecast takes steps to last three times as long", ("forecast",), pace=3.0),
+    "fast-model": Condition("forecast takes steps to last a third as long", ("forecast",), pace=1 / 3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run."""
+
+    traffic: str
+    seed: int
+    condition: str
+    load: float
+    policy: str
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        return f"{self.traffic}/{self.seed}/{self.condition}/{self.load:g}/{self.policy}"
+
+
+def cells() -> Iterator[Cell]:
+    """All of them; those of one workload together, so that its prompts are hashed once."""
+    for seed in range(SEEDS):
+        for traffic, spec in TRAFFIC.items():
+            if seed < spec.seeds:
+                for name, condition in CONDITIONS.items():
+                    loads = spec.loads if name == "plain" else spec.disturbed
+                    yield from (
+                        Cell(traffic, seed, name, load, policy) for load in loads for policy in condition.policies
+                    )
+
+
+def workload_of(traffic: str, seed: int) -> Workload:
+    """The trace is what it is; the others are drawn."""
+    requests = TRAFFIC[traffic].requests
+    return traces.read(TRACE) if requests is None else generate(traffic, requests, seed)
+
+
+def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
+    """Runs one."""
+    started = time.process_time()
+    setting = CONDITIONS[cell.condition].setting(TRAFFIC[cell.traffic].engines)
+    setting = replace(setting, options=routing_options(cell.policy), seed=cell.seed)
+    summed = figures(simulate(workload.faster(cell.load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
+    return {
+        "key": cell.key,
+        "mean": summed.ttft_ms.mean,
+        "p99": summed.ttft_ms.p99,
+        "slo": summed.within_slo / summed.requests,
+        "reuse": summed.reuse,
+        "itl": summed.itl_ms.p99,
+        "cpu_s": time.process_time() - started,
+    }
+
+
+def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float) -> int:
+    """Runs what is missing until that time. Returns how many are missing still."""
+    wanted = [cell for cell in cells() if not only or any(word in cell.key.split("/") for word in only)]
+    missing = [cell for cell in wanted if cell.key not in known]
+    left = len(missing)
+    with results.open("a", encoding="utf-8") as lines:
+        for (traffic, seed), group in groupby(missing, lambda cell: (cell.traffic, cell.seed)):
+            workload = workload_of(traffic, seed)
+            prompts = Prompts(workload, EngineConfig().block_size)
+            for cell in group:
+                if time.monotonic() > until:
+                    return left
+                row = known[cell.key] = measure(cell, workload, prompts)
+                left -= 1
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()
+                print(f"{cell.key}: {row['mean']:.0f} ms, {row['cpu_s']:.1f} s", file=sys.stderr, flush=True)
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One policy at one load, a row for each seed."""
+
+    rows: Sequence[Mapping[str, float]]
+
+    def middle(self, figure: str) -> float:
+        """Median."""
+        return median(row[figure] for row in self.rows)
+
+    def ends(self, figure: str) -> tuple[float, float]:
+        """Least and greatest."""
+        values = [row[figure] for row in self.rows]
+        return min(values), max(values)
+
+
+def entries(known: Mapping[str, Any], traffic: str, condition: str, load: float) -> dict[str, Entry]:
+    """Those that have been run, by policy."""
+    found = {}
+    for policy in CONDITIONS[condition].policies:
+        keys = [Cell(traffic, seed, condition, load, policy).key for seed in range(SEEDS)]
+        rows = [known[key] for key in keys if key in known]
+        if rows:
+            found[policy] = Entry(rows)
+    return found
+
+
+def best_weight(found: Mapping[str, Entry]) -> str | None:
+    """The weight of the least mean, which nobody knows beforehand."""
+    return min((name for name in WEIGHTS if name in found), key=lambda name: found[name].middle("mean"), default=None)
+
+
+def table(known: Mapping[str, Any], traffic: str, condition: str) -> list[str]:
+    """A line for each policy, best in hindsight among the weights marked."""
+    loads = TRAFFIC[traffic].loads if condition == "plain" else TRAFFIC[traffic].disturbed
+    columns = [entries(known, traffic, condition, load) for load in loads]
+    policies = [policy for policy in CONDITIONS[condition].policies if any(policy in column for column in columns)]
+    if not policies:
+        return []
+    lines = ["| policy | " + " | ".join(f"load {load:g}" for load in loads) + " |", "|---" * (len(loads) + 1) + "|"]
+    for policy in policies:
+        texts = [
+            cell_text(column[policy], best_weight(column) == policy) if policy in column else "" for column in columns
+        ]
+        lines.append(f"| {policy} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def cell_text(entry: Entry, best: bool) -> str:
+    """Mean (least to greatest) / p99 / within SLO / reuse."""
+    low, high = entry.ends("mean")
+    spread = f" ({low:,.0f} to {high:,.0f})" if round(low) != round(high) else ""
+    mean = f"{entry.middle('mean'):,.0f}"
+    return (
+        f"{f'**{mean}**' if best else mean}{spread} / {entry.middle('p99'):,.0f} / {entry.middle('slo'):.1%} / "
+        f"{entry.middle('reuse'):.1%}"
+    )
+
+
+def show(known: Mapping[str, Any]) -> None:
+    """All tables."""
+    print("Mean time to first token, ms (least to greatest seed) / its p99 / share within SLO / prompt tokens reused")
+    for name, condition in CONDITIONS.items():
+        for traffic, spec in TRAFFIC.items():
+            lines = table(known, traffic, name)
+            if lines:
+                print(f"\n**{condition.title}: {traffic}, {spec.engines} engines**\n\n" + "\n".join(lines))
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "quality.jsonl")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after; begin again to go on")
+    parser.add_argument("--only", default="", help="words of which a run's key must have one")
+    parser.add_argument("--fresh", action="store_true", help="forget the results: the code has changed")
+    options = parser.parse_args()
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    if options.fresh:
+        options.results.unlink(missing_ok=True)
+    known: dict[str, Any] = {}
+    if options.results.exists():
+        known = {row["key"]: row for row in map(json.loads, options.results.read_text("utf-8").splitlines())}
+    until = time.monotonic() + options.minutes * 60
+    left = run_missing(options.results, known, [word for word in options.only.split(",") if word], until)
+    show(known)
+    if left:
+        print(f"\n{left} runs are missing", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
