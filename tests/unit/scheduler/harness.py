@@ -22,9 +22,12 @@ from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import PredictionLimits, Predictions
 from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.records import Life
+from kvrouter.scheduler.replica_sync import ReplicaSync
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.session_stream import Sessions
 from kvrouter.scheduler.slots import Accounting
+from kvrouter.scheduler.sync_metrics import SyncMetrics
 from kvrouter.scheduler.thresholds import ThresholdBoard
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes, TokenIds
@@ -161,7 +164,9 @@ class Parts:
         predicts: PredictionLimits | None = None,
         conversations: int = 100,
         max_held: int = 100,
+        life: Life | None = None,
     ) -> None:
+        """``life`` makes it tell others of its bookings: see ``sync``."""
         self.now = 1000.0
         self.registered = Registered()
         self.registered.register(*views)
@@ -170,7 +175,11 @@ class Parts:
         clock: Callable[[], float] = lambda: self.now  # noqa: E731
         self.metrics = SchedulerMetrics(self.registry)
         self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
-        self.ledger = Ledger(session_grace_seconds=grace)
+        self.ledger = Ledger(session_grace_seconds=grace, life=life or (0, ""))
+        self.sync_metrics = SyncMetrics(self.registry)
+        self.sync = ReplicaSync(self.ledger.records, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
+        if life is not None:
+            self.ledger.witness = self.sync
         self.decisions = Decisions(decisions)
         self.options = options or RoutingOptions()
         self.board = ThresholdBoard(self.options.thresholds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
 from kvrouter.scheduler.ledger import BookingFreed, Ledger, Record
+from kvrouter.scheduler.records import Place
 from kvrouter.scheduler.slots import Accounting, SlotManager
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
@@ -118,9 +119,9 @@ def test_a_booking_moves_between_owners() -> None:
     leased = books.book("a", lease=10)
     first = books.ledger.open_session("s1", "c")
     books.ledger.open_session("s2", "c")
-    books.ledger.adopt(leased, "s1")
+    books.ledger.adopt(leased, "s1", Place(RANK, 32))
     assert books.ledger.expire(1000).leases == []
-    books.ledger.adopt(leased, "s2")
+    books.ledger.adopt(leased, "s2", Place(RANK, 32))
     books.ledger.close_session("s1", first, now=0)
     books.ledger.expire(1000)
     assert books.requests() == 1

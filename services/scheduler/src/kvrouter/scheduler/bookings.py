@@ -9,6 +9,7 @@ from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.ledger import Ledger, Record
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.pools import Pools
+from kvrouter.scheduler.records import Place
 from kvrouter.scheduler.slots import Key, key_of
 from kvrouter.scheduler.told import book_told
 from kvrouter.v1.common_pb2 import BookingKey, Stage
@@ -95,7 +96,8 @@ class Bookings:
         record = self._ledger.find(key, now)
         known = record is not None or self._ledger.was_freed(key)
         if record is not None:
-            self._ledger.adopt(record, session_id)
+            rank = (request.rank.worker_id, request.rank.dp_rank)
+            self._ledger.adopt(record, session_id, Place(rank, min(request.prefill_tokens, request.prompt_tokens)))
         elif not known:
             record = self._book_again(key, request, session_id, now)
         if record is not None:

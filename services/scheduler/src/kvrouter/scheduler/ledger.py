@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
-from kvrouter.scheduler.records import Life, Record, Records
+from kvrouter.scheduler.records import Life, Place, Record, Records
 from kvrouter.scheduler.slots import Key
 from kvrouter.v1.names import ComponentName
 
@@ -169,16 +169,20 @@ class Ledger:
         if self.records.is_here(record):
             return
         self.check_bookable(record.key, session_id)
-        self.records.hold(record, self.records.here)
+        answered = record.outcome
+        rank = (answered.rank.worker_id, answered.rank.dp_rank)
+        self.records.hold(record, self.records.here, Place(rank, answered.prefill_tokens))
         record.session_id, record.lease_seconds = session_id, lease_seconds
         self._own(record, now)
 
-    def adopt(self, record: Record, session_id: str) -> None:
-        """Makes an open session the owner of a booking."""
-        if self.records.is_here(record) and record.session_id == session_id:
+    def adopt(self, record: Record, session_id: str, place: Place) -> None:
+        """Makes an open session the owner of a booking, which is at that place by its own account."""
+        here = self.records.here
+        is_same = self.records.is_here(record) and self.records.place(record, here) == place
+        if is_same and record.session_id == session_id:
             return
         self._disown(record)
-        self.records.hold(record, self.records.here)
+        self.records.hold(record, here, place)
         record.session_id = session_id
         self._sessions[session_id].keys.add(record.key)
         self.witness.held(record)

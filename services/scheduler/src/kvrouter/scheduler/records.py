@@ -109,14 +109,17 @@ class Records:
         self._records[record.key] = record
         record.holders[holder] = None
 
-    def hold(self, record: Record, holder: Life, place: Place | None = None) -> None:
-        """A Scheduler holds a live booking; at its own place if it has booked it by itself."""
-        if place is not None and len(record.holders) == 1:
+    def hold(self, record: Record, holder: Life, place: Place) -> None:
+        """A Scheduler holds a live booking, at that place."""
+        if len(record.holders) == 1:
             (only,) = record.holders
-            record.holders[only] = record.holders[only] or _place_of(record)
-        if place is not None or holder not in record.holders:
-            record.holders[holder] = place or _place_of(record)
+            record.holders[only] = self.place(record, only)
+        record.holders[holder] = place
         self._settle(record)
+
+    def place(self, record: Record, holder: Life) -> Place:
+        """Where one of its holders has a live booking."""
+        return record.holders.get(holder) or _place_of(record)
 
     def let_go(self, key: Key, holder: Life) -> Record | None:
         """A Scheduler holds a booking no longer; with its last holder it is dropped. Returns it if that held it."""

@@ -62,7 +62,7 @@ def _items(replicas: Replicas, now: float) -> Iterator[tuple[str, Message]]:
     for key in own:
         record = records.get(key)
         if record is not None:
-            yield "bookings", _state(record, add_request(record, now))
+            yield "bookings", _state(record, add_request(record, records.place(record, records.here), now))
     for record in all_records:
         if record.told and record.component == replicas.component and not records.is_here(record):
             yield "progress", _state(record, AddRequest(booking=key_message(record.key)))

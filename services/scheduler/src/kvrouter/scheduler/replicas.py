@@ -94,7 +94,7 @@ class Replicas:
 
     def held(self, record: Record) -> None:
         """A booking is held here, or by another owner here."""
-        told = add_request(record, self.now())
+        told = add_request(record, self.records.place(record, self.records.here), self.now())
         if told.ByteSize() > MAX_TOLD_BYTES:
             self._set_aside("too_large")
             return

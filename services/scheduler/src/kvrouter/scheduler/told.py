@@ -8,7 +8,7 @@ from typing import cast
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt, pack_hashes
-from kvrouter.scheduler.records import Record, booking_of
+from kvrouter.scheduler.records import Place, Record, booking_of
 from kvrouter.scheduler.slots import Key
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, Stage
 from kvrouter.v1.names import ComponentName
@@ -27,17 +27,17 @@ def component_message(name: ComponentName) -> Component:
     return Component(namespace=name.namespace, name=name.name)
 
 
-def add_request(record: Record, now: float) -> AddRequest:
-    """A live booking as other Schedulers are told of it."""
+def add_request(record: Record, place: Place, now: float) -> AddRequest:
+    """A live booking, as the Scheduler that holds it at that place tells others of it."""
     booking = booking_of(record)
     lease_left = 0.0 if record.session_id else record.lease_until - now
     return AddRequest(
         booking=key_message(record.key),
-        rank=Rank(worker_id=booking.rank[0], dp_rank=booking.rank[1]),
+        rank=Rank(worker_id=place.rank[0], dp_rank=place.rank[1]),
         sequence_hashes=memoryview(booking.sequence_hashes).cast("Q").tolist(),
         local_hashes=memoryview(record.local_hashes).cast("Q").tolist(),
         prompt_tokens=booking.prompt_tokens,
-        prefill_tokens=booking.prefill_tokens,
+        prefill_tokens=place.prefill_tokens,
         overlap_blocks=record.outcome.overlap_blocks,
         session_id=record.session_id,
         lease_until_unix_ns=time.time_ns() + int(lease_left * 1e9) if not record.session_id else 0,
@@ -63,7 +63,8 @@ def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Recor
         )
     prompt = Prompt(told.prompt_tokens, b"", hashes)
     rank = (told.rank.worker_id, told.rank.dp_rank)
-    if not pool.slots.book(key, rank, prompt, min(told.prefill_tokens, prompt.tokens)):
+    prefill_tokens = min(told.prefill_tokens, prompt.tokens)
+    if not pool.slots.book(key, rank, prompt, prefill_tokens):
         return None
     endpoint = next((each.endpoint for each in pool.candidates if each.rank == rank), "")
     outcome = SelectWorkerResponse(
@@ -71,6 +72,7 @@ def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Recor
         endpoint=endpoint,
         overlap_blocks=max(0, told.prompt_tokens - told.prefill_tokens) // block_size,
         prompt_blocks=prompt.blocks,
+        prefill_tokens=prefill_tokens,
         component=component_message(pool.name),
         role=pool.role,
     )
