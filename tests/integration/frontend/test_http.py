@@ -85,6 +85,11 @@ async def test_a_client_that_disconnects_during_prefill_frees_its_load(
         (body(prompt="text"), 400, "prompt"),
         (body(max_tokens=0), 400, "stop_conditions.max_tokens"),
         (body(router_config_override={"router_temperature": -1}), 400, "overrides.router_temperature"),
+        (
+            body(router_config_override={"active_decode_blocks_threshold": 2}),
+            400,
+            "overrides.active_decode_blocks_threshold",
+        ),
         (body(worker_id=9, router_config_override={"mode": "direct"}), 404, "constraints.worker_id"),
     ],
 )

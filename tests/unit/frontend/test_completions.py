@@ -23,7 +23,7 @@ def test_fields_reach_the_contract() -> None:
         temperature=0.5,
         worker_id=3,
         cache_salt="s",
-        router_config_override={"overlap_score_weight": 2.0},
+        router_config_override={"overlap_score_weight": 2.0, "active_prefill_tokens_threshold": 9},
     ).to_generate()
     assert list(request.token_ids) == [1, 2, 3]
     assert request.stop_conditions.max_tokens == 7
@@ -35,6 +35,8 @@ def test_fields_reach_the_contract() -> None:
     assert request.scope.cache_salt == "s"
     assert request.overrides.overlap_score_weight == 2.0
     assert not request.overrides.HasField("router_temperature")
+    assert request.overrides.active_prefill_tokens_threshold == 9
+    assert not request.overrides.HasField("active_decode_blocks_threshold")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ class RouterConfigOverride(BaseModel):
     overlap_score_weight: float | None = None
     router_temperature: float | None = None
     mode: str | None = None
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
 
 
 class CompletionRequest(BaseModel):
@@ -118,6 +120,8 @@ class CompletionRequest(BaseModel):
                 overlap_score_weight=override.overlap_score_weight,
                 router_temperature=override.router_temperature,
                 mode=override.mode,
+                active_decode_blocks_threshold=override.active_decode_blocks_threshold,
+                active_prefill_tokens_threshold=override.active_prefill_tokens_threshold,
             ),
             constraints=RoutingConstraints(worker_id=self.worker_id, dp_rank=self.dp_rank),
             scope=BlockScope(cache_salt=self.cache_salt),
