@@ -17,7 +17,7 @@ from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.time_model import TimeModel
 from kvrouter.simulator import report, traces
 from kvrouter.simulator.generators import GENERATORS, generate
-from kvrouter.simulator.plan import Plan, routing_options, run_plan
+from kvrouter.simulator.plan import NAMES, Plan, routing_options, run_plan
 from kvrouter.simulator.replicas import Sync
 from kvrouter.simulator.workload import Workload
 from rich.console import Console
@@ -42,7 +42,10 @@ def simulate_command(
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Engines.")] = 16,
-    policy: Annotated[str, typer.Option(help="Policy; kv may have its weight after a colon, as in kv:64.")] = "kv",
+    policy: Annotated[
+        str,
+        typer.Option(help=f"Policy: {', '.join(NAMES)}; kv may have its weight after a colon, as in kv:64."),
+    ] = "kv",
     compare: Annotated[str | None, typer.Option(help="Policies side by side, separated by commas.")] = None,
     load: Annotated[float, typer.Option(help="Requests arrive this many times as fast.")] = 1.0,
     sweep: Annotated[

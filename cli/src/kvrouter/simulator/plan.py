@@ -19,6 +19,9 @@ from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workload import Prompts, Workload
 from rich.console import Console
 
+NAMES = tuple(mode for mode, policy in POLICIES.items() if not policy.needs_worker)
+"""The policies that can be simulated: all but those that are told the worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -103,9 +106,8 @@ def routing_options(name: str, temperature: float = 0.0) -> RoutingOptions:
         WrongUsage: there is none of that name, or its weight is no weight.
     """
     mode, colon, weight = name.partition(":")
-    if mode not in POLICIES or POLICIES[mode].needs_worker:
-        known = ", ".join(mode for mode, policy in POLICIES.items() if not policy.needs_worker)
-        raise WrongUsage(f"policy {mode!r} is not known: {known}")
+    if mode not in NAMES:
+        raise WrongUsage(f"policy {mode!r} is not known: {', '.join(NAMES)}")
     if not colon:
         return RoutingOptions(mode, temperature=temperature)
     if mode != "kv":
