@@ -72,9 +72,14 @@ impl ActiveBlocks {
     }
 
     /// Distinct blocks in use.
-    #[cfg(test)]
     pub fn len(&self) -> usize {
         self.blocks.len()
+    }
+
+    /// Bytes of the tables.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        self.blocks.bytes() + self.groups.bytes() + self.by_hash.bytes()
     }
 
     /// Adds a booking's blocks, each once, for a rank. Returns its pieces, and how many blocks the rank did not use

@@ -3,6 +3,7 @@
 mod active_blocks;
 pub mod apply;
 mod blocks;
+mod ebb;
 mod figures;
 mod floating;
 pub mod hash;

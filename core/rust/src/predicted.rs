@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
+use crate::ebb::Ebb;
 use crate::hash::{Secret, sequence_hash};
 use crate::holders::Holders;
 use crate::ranks::Name;
@@ -58,6 +59,7 @@ pub struct Predicted {
     ranks: Vec<Rank>,
     slots: HashMap<Name, u32>,
     free_slots: Vec<u32>,
+    ebb: Ebb,
 }
 
 impl Predicted {
@@ -78,12 +80,18 @@ impl Predicted {
             ranks: Vec::new(),
             slots: HashMap::new(),
             free_slots: Vec::new(),
+            ebb: Ebb::default(),
         }
     }
 
     /// Entries, expired ones that were not dropped yet included.
     pub fn len(&self) -> usize {
         self.entries.len()
+    }
+
+    /// Whether so much has gone that memory had better be given back to the system.
+    pub fn ebbed(&mut self) -> bool {
+        self.ebb.hear(self.entries.len())
     }
 
     /// A request with these blocks was sent to the rank.

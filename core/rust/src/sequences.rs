@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use crate::active_blocks::{ActiveBlocks, Piece, without_repeats};
+use crate::ebb::Ebb;
 use crate::hash::Secret;
 use crate::ranks::Name;
 use crate::tombstones::Tombstones;
@@ -109,6 +110,7 @@ pub struct Sequences<T> {
     booked: u64,
     freed: Tombstones<Key>,
     active: ActiveBlocks,
+    ebb: Ebb,
     secret: Secret,
 }
 
@@ -127,6 +129,7 @@ impl<T> Sequences<T> {
             booked: 0,
             freed: Tombstones::new(tombstones),
             active: ActiveBlocks::new(),
+            ebb: Ebb::default(),
             secret: Secret::random(),
         }
     }
@@ -215,6 +218,11 @@ impl<T> Sequences<T> {
         Booked::Yes
     }
 
+    /// Whether so much has gone that memory had better be given back to the system.
+    pub fn ebbed(&mut self) -> bool {
+        self.ebb.hear(self.active.len())
+    }
+
     /// What the caller gave with a live booking.
     pub fn payload(&self, key: &Key) -> Option<&T> {
         self.bookings.get(key).map(|live| &live.payload)
@@ -268,6 +276,9 @@ impl<T> Sequences<T> {
                 load.prefill_tokens -= u128::from(live.prefill_tokens);
             }
             load.live.remove(&live.order);
+        }
+        if self.bookings.len() * 8 < self.bookings.capacity() {
+            self.bookings.shrink_to(self.bookings.len() * 2);
         }
         Some(live.payload)
     }
@@ -357,6 +368,28 @@ mod tests {
         let columns = sequences.loads(&[1, 2], 0);
         assert_eq!((columns.active_blocks, columns.leading_active_blocks), (vec![2], vec![0]));
         assert_eq!((sequences.loads.len(), sequences.active.len()), (1, 0));
+    }
+
+    #[test]
+    fn what_is_freed_takes_no_room() {
+        let mut sequences = Sequences::new(1, usize::MAX, 10);
+        let bytes = |sequences: &Sequences<()>| {
+            sequences.active.bytes() + sequences.bookings.capacity() * size_of::<(Arc<Key>, Live<()>)>()
+        };
+        sequences.add_rank((1, 0));
+        for number in 0..4000 {
+            let hashes: Vec<u64> = (number * 100..number * 100 + 50).collect();
+            sequences.book(request(&number.to_string(), (1, 0), 50, Blocks::Shared(&hashes)), ());
+        }
+        let full = bytes(&sequences);
+        assert!(full > 4_000_000);
+        for number in 1..4000 {
+            assert!(sequences.free(Arc::new(key(&number.to_string()))).is_some());
+        }
+        // Ids of blocks are kept, 4 bytes each, until none is left.
+        assert!(bytes(&sequences) < full / 4, "{} of {full}", bytes(&sequences));
+        assert!(sequences.free(Arc::new(key("0"))).is_some());
+        assert!(bytes(&sequences) < 5000, "{}", bytes(&sequences));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use pyo3::types::PyDict;
 
 use super::exclusive::Exclusive;
 use super::sequences::words;
+use crate::memory::trim_heap;
 use crate::predicted::Predicted;
 use crate::ranks::Name;
 
@@ -16,6 +17,14 @@ const LONG: usize = 512;
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct PredictedIndex {
     index: Exclusive<Predicted>,
+}
+
+impl PredictedIndex {
+    fn ebb(&self, py: Python<'_>) {
+        if self.index.with(py, false, |index| index.ebbed()) {
+            py.detach(trim_heap);
+        }
+    }
 }
 
 #[pymethods]
@@ -40,6 +49,7 @@ impl PredictedIndex {
         let locals = words(local_hashes)?;
         let long = self.index.with(py, false, |index| index.work(locals.len(), now, LONG)) >= LONG;
         let recorded = self.index.with(py, long, |index| index.record(rank, &locals, now));
+        self.ebb(py);
         recorded.map_err(|_| PyMemoryError::new_err("no memory for the request's blocks"))
     }
 
@@ -59,12 +69,16 @@ impl PredictedIndex {
 
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> usize {
         let known = self.index.with(py, false, |index| index.entries_of(rank)) > 0;
-        if known { self.index.with(py, true, |index| index.remove_rank(rank)) } else { 0 }
+        let dropped = if known { self.index.with(py, true, |index| index.remove_rank(rank)) } else { 0 };
+        self.ebb(py);
+        dropped
     }
 
     fn expire(&self, py: Python<'_>, now: f64) -> usize {
         let long = self.index.with(py, false, |index| index.work(0, now, LONG)) >= LONG;
-        self.index.with(py, long, |index| index.expire(now))
+        let dropped = self.index.with(py, long, |index| index.expire(now));
+        self.ebb(py);
+        dropped
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -10,6 +10,7 @@ use pyo3::types::{PyBytes, PyMemoryView, PyTuple, PyType};
 
 use super::buffers;
 use super::exclusive::Exclusive;
+use crate::memory::trim_heap;
 use crate::ranks::Name;
 use crate::sequences::{Blocks, Booked, Key, Request, Sequences};
 
@@ -73,6 +74,12 @@ fn buffer<'py>(py: Python<'py>, column: &[i64]) -> PyResult<Bound<'py, PyAny>> {
 }
 
 impl ActiveSequences {
+    fn ebb(&self, py: Python<'_>) {
+        if self.sequences.with(py, false, |sequences| sequences.ebbed()) {
+            py.detach(trim_heap);
+        }
+    }
+
     /// The same tuple for the same ranks.
     fn ranks<'py>(&self, py: Python<'py>, names: &Arc<[Name]>) -> PyResult<Bound<'py, PyTuple>> {
         let lock = || self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,6 +116,7 @@ impl ActiveSequences {
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> Vec<Key> {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of_rank(rank)) > LONG;
         let gone = self.sequences.with(py, long, |sequences| sequences.remove_rank(rank));
+        self.ebb(py);
         gone.into_iter().map(|(key, _)| Arc::unwrap_or_clone(key)).collect()
     }
 
@@ -162,7 +170,9 @@ impl ActiveSequences {
 
     fn free(&self, py: Python<'_>, key: Key) -> bool {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of(&key)) > LONG;
-        self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key))).is_some()
+        let known = self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key))).is_some();
+        self.ebb(py);
+        known
     }
 
     #[pyo3(signature = (sequence_hashes=None, prompt_tokens=None))]
