@@ -12,6 +12,7 @@ import pytest
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
 
 from . import newer_etcd
+from .processes import Processes, system
 from .rig import Rig
 
 
@@ -33,3 +34,10 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
                 await process.kill()
             for server in servers:
                 await server.kill()
+
+
+@pytest.fixture
+async def processes(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[Processes]:
+    """Services as processes, in a namespace of the test's own."""
+    async with system(nats_url, etcd_endpoint, namespace) as found:
+        yield found

@@ -1,4 +1,4 @@
-"""Scenarios 2, 3, 7 and 8: NATS and etcd that go, come back, forget, or bring back what is past."""
+"""Scenarios 2, 3 and 8: NATS and etcd that go, come back, forget, or bring back what is past."""
 
 from __future__ import annotations
 
@@ -102,27 +102,6 @@ async def test_a_holder_that_was_paused_past_its_lease_publishes_nothing(rig: Ri
     assert TAKEN not in paused.log()
     await rig.serve(10, 0.01)
     await rig.agree(other)
-
-
-async def test_a_replica_that_is_gone_for_good_holds_nothing_back(rig: Rig) -> None:
-    await rig.start_nodes(1)
-    gone = await rig.indexer("gone")
-    await rig.serve(5)
-    await rig.agree(gone)
-    await gone.kill()
-    rig.indexers.remove(gone)
-    one = await rig.indexer("one", snapshot_threshold=20)
-    await rig.serve(30, 0.02)
-    client = await rig.client()
-
-    async def purged() -> bool:
-        await rig.serve(25)
-        return (await client.jetstream().stream_info(COMPONENT.stream)).state.first_seq > 10
-
-    await rig.until(purged)
-    await rig.agree(one)
-    third = await rig.indexer("third")
-    await rig.agree(third)
 
 
 @pytest.mark.parametrize("limit", ["age", "bytes"])

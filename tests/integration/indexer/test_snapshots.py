@@ -104,6 +104,37 @@ async def test_it_is_taken_when_it_is_due_by_one_of_the_replicas(
         assert pointer.previous.stream_sequence < pointer.current.stream_sequence
 
 
+async def test_questions_are_answered_and_events_applied_while_one_is_written(
+    connection: Client, component: ComponentName, etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = await fill(connection, component)
+    async with indexing(connection, component, home=home(etcd_endpoint)) as index:
+        await until(lambda: index.ready)
+        assert index.snapshots
+        writing, go_on = asyncio.Event(), asyncio.Event()
+        put = index.snapshots._store.put
+
+        async def slow_put(name: str, data: bytes) -> None:
+            writing.set()
+            await go_on.wait()
+            await put(name, data)
+
+        monkeypatch.setattr(index.snapshots._store, "put", slow_put)
+        taking = asyncio.create_task(index.snapshots.take(index.position))
+        await writing.wait()
+        await more(connection, sources, 5, 8)
+        for source in sources:
+            await follows(index, source)
+        assert max((await overlaps(index, tokens(6, seed=7))).values()) == 6
+        go_on.set()
+        ref, _ = await taking
+        assert ref.stream_sequence == 15
+        wanted = await answers(index, 8)
+    async with indexing(connection, component, "another", home=home(etcd_endpoint, "another")) as index:
+        await until(lambda: index.ready)
+        assert await answers(index, 8) == wanted
+
+
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "future"])
 async def test_one_that_cannot_be_used_gives_way_to_the_one_before(
     connection: Client, component: ComponentName, etcd_endpoint: str, damage: str

@@ -10,6 +10,7 @@ from kvrouter.indexer.replay import (
     Recreate,
     StreamIdentity,
     StreamView,
+    is_behind,
     plan,
 )
 
@@ -57,6 +58,20 @@ def test_deliveries_follow_each_other() -> None:
     assert not order.follows(5)
     assert not order.follows(3)
     assert order.follows(4)
+
+
+@pytest.mark.parametrize(
+    ("stream", "behind"),
+    [
+        pytest.param(STREAM, False, id="all there"),
+        pytest.param(replace(STREAM, first_sequence=41), False, id="the next is the oldest"),
+        pytest.param(replace(STREAM, first_sequence=42), True, id="the next is gone"),
+        pytest.param(replace(STREAM, first_sequence=51), True, id="all gone"),
+        pytest.param(replace(STREAM, identity=StreamIdentity("stream", 1_001)), True, id="another stream"),
+    ],
+)
+def test_a_later_snapshot_is_worth_a_look(stream: StreamView, behind: bool) -> None:
+    assert is_behind(POSITION, stream) is behind
 
 
 @pytest.mark.parametrize(

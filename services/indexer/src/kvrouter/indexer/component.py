@@ -65,10 +65,11 @@ class ComponentIndex:
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
         self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
-        self.ingest = Ingest(str(name), self.state, consumer)
+        self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
+        later = self.snapshots.load_later if self.snapshots else None
+        self.ingest = Ingest(str(name), self.state, consumer, later)
         self.light = LightEvents(consumer.connection, name, self.state)
         self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
-        self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
         self.ranks: list[RankInfo] = []
         """Ranks of the index, about a second old at most."""
         self.ready = False
@@ -184,6 +185,9 @@ class ComponentIndex:
         await self.light.subscribed.wait()
         if self._stream_wanted.is_set():
             await self.ingest.wait_caught_up()
+            if self.snapshots and any(info.partial or not info.next_event_id for info in await self.state.ranks()):
+                # What another replica has kept meanwhile costs no worker anything.
+                await self.snapshots.load_later()
         self._transport_read.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._compare_seconds):

@@ -74,7 +74,8 @@ class DurableConsumer:
         """
         self._reconnects = self.connection.stats["reconnects"]
         info = await ensure_stream(self._js, self._component)
-        return StreamView(StreamIdentity(self._component.stream, created_unix_ns(info)), info.state.last_seq)
+        identity = StreamIdentity(self._component.stream, created_unix_ns(info))
+        return StreamView(identity, info.state.last_seq, info.state.first_seq)
 
     async def view(self) -> ConsumerView | None:
         """The consumer, or None if there is none.

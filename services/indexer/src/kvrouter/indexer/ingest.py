@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import structlog
 from kvrouter.indexer.consumer import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
-from kvrouter.indexer.replay import CatchUp, Position, Recreate, plan
+from kvrouter.indexer.replay import CatchUp, Position, Recreate, StreamView, is_behind, plan
 from kvrouter.indexer.state import IndexState, StreamMessage
 
 log = structlog.get_logger(component="indexer")
@@ -40,9 +41,17 @@ class Progress:
 class Ingest:
     """The task that keeps one index up to date. ``progress`` tells how far it is."""
 
-    def __init__(self, name: str, state: IndexState, consumer: DurableConsumer) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: IndexState,
+        consumer: DurableConsumer,
+        later: Callable[[StreamView], Awaitable[Position | None]] | None = None,
+    ) -> None:
+        """``later`` loads a snapshot that is further than the index, if there is one, and says where it leaves off."""
         self._state = state
         self._consumer = consumer
+        self._later = later
         self._catch_up: CatchUp | None = None
         self._caught_up = asyncio.Event()
         self._fingerprint: int | None = None
@@ -93,6 +102,11 @@ class Ingest:
         """Makes sure that the consumer gives out what comes after the replica's position."""
         stream = await self._consumer.view_stream()
         position = self.progress.position
+        if position is not None and self._later is not None and is_behind(position, stream):
+            later = await self._later(stream)
+            heed_cancellation()
+            if later is not None and (later.identity != position.identity or later.applied > position.applied):
+                position, self._fingerprint = later, None
         same = None
         if position is not None and self._fingerprint is not None:
             same = await self._consumer.holds(position.applied, self._fingerprint)

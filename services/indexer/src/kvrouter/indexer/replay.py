@@ -25,6 +25,8 @@ class StreamView:
     identity: StreamIdentity
     last_sequence: int
     """Sequence of the newest message ever stored."""
+    first_sequence: int = 1
+    """Sequence of the oldest message that is still there; one past the last where none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ def plan(
         # The server would give them out again, but only when it has waited for their acknowledgement.
         return Recreate(position.applied + 1, "messages lost on the way")
     return ReadOn()
+
+
+def is_behind(position: Position, stream: StreamView) -> bool:
+    """Whether messages that the replica would read next are gone, so that a later snapshot is worth a look."""
+    return stream.identity != position.identity or stream.first_sequence > position.applied + 1
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from kvrouter.core import InvalidDump
 from kvrouter.indexer.consumer import AWAY as NATS_AWAY
 from kvrouter.indexer.consumer import created_unix_ns, heed_cancellation
 from kvrouter.indexer.failpoints import reach
-from kvrouter.indexer.replay import Position, StreamIdentity
+from kvrouter.indexer.replay import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshot_format import InvalidSnapshot, Snapshot, decode, encode
 from kvrouter.indexer.snapshot_lock import HeldLock, LockLost, holding, live_replicas, read_pointer
 from kvrouter.indexer.snapshot_rules import is_due, purge_up_to
@@ -114,6 +114,8 @@ class Snapshots:
         self.unusable = 0
         """Snapshots that could not be read, since start."""
         self.taken = 0
+        self._known = ""
+        """Name of the newest snapshot that the index contains, or that cannot be used."""
 
     async def restore(self) -> Position | None:
         """Loads the newest snapshot that can be used; returns the position it covers, None if there is none.
@@ -136,6 +138,26 @@ class Snapshots:
                 self._log.warning("snapshots out of reach", error=repr(error))
                 await asyncio.sleep(_RETRY_SECONDS)
 
+    async def load_later(self, stream: StreamView | None = None) -> Position | None:
+        """Loads the newest snapshot if it is not known yet; ranks that are further ahead stay as they are.
+
+        Returns the position that it covers in ``stream``; None where there is no such snapshot, or it is of another
+        stream. Where etcd or NATS is away there is none: the workers have it all.
+        """
+        try:
+            async with connect(self._etcd) as client:
+                pointer = (await read_pointer(client, self._name)).value
+            if pointer.current.object_name in ("", self._known):
+                return None
+            position = await self._restore(pointer)
+            self._known = pointer.current.object_name
+        except AWAY as error:
+            self._log.warning("snapshots out of reach", error=repr(error))
+            return None
+        if position is None or stream is None or position.identity != stream.identity:
+            return None
+        return position if position.applied <= stream.last_sequence else None
+
     async def _reset_first(self) -> None:
         messages, snapshots = await self.reset(even_if_others_live=self._options.reset_even_if_others_live)
         self._log.warning("states reset", messages=messages, snapshots=snapshots)
@@ -154,6 +176,7 @@ class Snapshots:
             blocks = await self._load(snapshot)
             header = snapshot.header
             self.current = ref
+            self._known = ref.object_name
             self._log.info(
                 "restored",
                 name=ref.object_name,
@@ -210,11 +233,13 @@ class Snapshots:
             at = position()
             if at is None:
                 raise NothingApplied("no stream was seen yet")
+            if only_if_due and _covers(before.value.current, at):
+                raise NothingApplied("the newest snapshot is further than this replica")
             ref, blocks = await self._write(at)
             reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=before.value.current)
             await lock.move(before, pointer)
-            self.current = ref
+            self.current, self._known = ref, ref.object_name
             self.taken += 1
             self._log.info("snapshot taken", name=ref.object_name, stream_sequence=ref.stream_sequence, blocks=blocks)
             reach("snapshot.pointed")
@@ -311,6 +336,11 @@ class Snapshots:
             oldest_age_seconds=time.time() - since,
             retention_seconds=float(info.config.max_age or 0),
         )
+
+
+def _covers(ref: SnapshotRef, at: Position) -> bool:
+    """Whether a snapshot has all that is applied at a position."""
+    return ref.stream == _stream(at.identity) and ref.stream_sequence >= at.applied
 
 
 def _stream(identity: StreamIdentity) -> StreamMessage:
