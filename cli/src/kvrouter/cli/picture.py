@@ -9,9 +9,6 @@ from pathlib import Path
 
 from kvrouter.cli.figures import RunFigures, hit_rate
 from kvrouter.cli.records import RequestRecord
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 _COLORS = ("#8a8f98", "#0b7a75", "#b5541c", "#5b4b8a")
 _WINDOWS = 12  # spans of time in which hit rates are averaged: some 70 requests each in the demo
@@ -43,6 +40,11 @@ def draw(path: Path, runs: Sequence[DrawnRun]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    # Only here: they take long to import, and most commands draw nothing.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
+
     figure = Figure(figsize=(12.5, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     first = runs[0].figures

@@ -149,7 +149,7 @@ def _replica_line(status: ComponentStatus) -> list[Text]:
 def _nothing(system: System) -> Text:
     if any(seen.status is not None for seen in system.schedulers):
         return Text("no worker is registered")
-    return Text("no Scheduler answers" if system.schedulers else "no Scheduler is there")
+    return Text("no Scheduler answers" if system.schedulers else "")
 
 
 def _room(system: System, components: Sequence[ComponentName], used: int, height: int | None) -> tuple[int | None, int]:

@@ -71,9 +71,13 @@ class Sources:
         return [each.endpoint for each in _by_id(self._directory.services(kind))]
 
     def _note(self) -> str:
-        if self._directory is None or self._directory.is_synced:
+        if self._directory is None:
             return ""
-        return f"etcd at {self._where.etcd} does not answer"
+        if not self._directory.is_synced:
+            return f"etcd at {self._where.etcd} does not answer"
+        if not self._directory.services("scheduler"):
+            return f"no Scheduler is registered in namespace {self._where.namespace} of etcd at {self._where.etcd}"
+        return ""
 
     async def _ask_scheduler(self, address: str) -> SchedulerSeen:
         scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))
@@ -81,7 +85,7 @@ class Sources:
         try:
             return SchedulerSeen(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
         except KvRouterError as error:
-            return SchedulerSeen(address, failure=str(error))
+            return SchedulerSeen(address, failure=_why(error))
 
     async def _ask_indexer(self, address: str) -> IndexerSeen:
         indexer = cast(Indexer, self._stub(_INDEXER, address))
@@ -89,7 +93,7 @@ class Sources:
             stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
             return IndexerSeen(address, stats)
         except KvRouterError as error:
-            return IndexerSeen(address, failure=str(error))
+            return IndexerSeen(address, failure=_why(error))
 
     def _stub(self, descriptor: ServiceDescriptor, address: str) -> object:
         channel = self._channels.get(address)
@@ -126,6 +130,12 @@ async def open_sources(where: Where) -> AsyncIterator[Sources]:
         finally:
             following.cancel()
             await sources.close()
+
+
+def _why(error: KvRouterError) -> str:
+    """The last part of what gRPC says where it cannot connect: ``Connection refused``."""
+    words = str(error)
+    return words.rpartition(": ")[2] if error.code is grpc.StatusCode.UNAVAILABLE else words
 
 
 def _by_id(services: Mapping[str, ServiceRegistration]) -> list[ServiceRegistration]:
