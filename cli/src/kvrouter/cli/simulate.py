@@ -168,7 +168,8 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
         f"{plan.workload.name}: {len(plan.workload.requests):,} requests on {len(plan.engines)} engines of "
         f"{first.num_blocks:,} blocks of {first.block_size} tokens"
     )
-    console.print(report.table(runs, title))
+    console.print(title, highlight=False)
+    console.print(report.table(runs))
     for words in (
         report.knee_words(runs),
         f"objectives: {plan.slo_ttft_s * 1e3:g} ms to the first token, {plan.slo_itl_s * 1e3:g} ms between tokens",

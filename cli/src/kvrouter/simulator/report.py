@@ -83,14 +83,14 @@ _FULL: Sequence[Sequence[Figure]] = (
 )
 
 
-def table(runs: Sequence[Run], title: str) -> Table:
+def table(runs: Sequence[Run]) -> Table:
     """Policies side by side at one load; over several, a row for each load and policy. Over seeds, medians."""
-    return _by_load(runs, title) if len({run.load for run in runs}) > 1 else _side_by_side(runs, title)
+    return _by_load(runs) if len({run.load for run in runs}) > 1 else _side_by_side(runs)
 
 
-def _side_by_side(runs: Sequence[Run], title: str) -> Table:
+def _side_by_side(runs: Sequence[Run]) -> Table:
     groups = grouped(runs)
-    drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    drawn = Table(box=box.SIMPLE_HEAD)
     drawn.add_column(f"load x{runs[0].load:g}", no_wrap=True)
     for _, policy in groups:
         drawn.add_column(policy, justify="right")
@@ -103,8 +103,8 @@ def _side_by_side(runs: Sequence[Run], title: str) -> Table:
     return drawn
 
 
-def _by_load(runs: Sequence[Run], title: str) -> Table:
-    drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+def _by_load(runs: Sequence[Run]) -> Table:
+    drawn = Table(box=box.SIMPLE_HEAD)
     drawn.add_column("load")
     drawn.add_column("policy")
     for name, _, _ in _BRIEF:
