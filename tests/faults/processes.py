@@ -1,0 +1,160 @@
+"""Services as processes that share a NATS and an etcd, and streams that run through them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kvrouter.runtime.contracts import Frontend, Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import (
+    GetPotentialLoadsRequest,
+    GetStatusRequest,
+    GetStatusResponse,
+    HeldStatus,
+    RoutingRequest,
+)
+from kvrouter.v1.worker_pb2 import StopConditions
+from prometheus_client import CollectorRegistry
+
+_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+MODEL = "mock-model"
+PATIENCE_SECONDS = 60.0
+GRACE_SECONDS = 2.0
+
+
+@dataclass
+class Processes:
+    """Services as processes, and what is registered of them."""
+
+    where: list[str]
+    directory: Directory
+    stack: AsyncExitStack
+    running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    _stubs: dict[str, Any] = field(default_factory=dict)
+
+    async def start(self, kind: str, name: str, *options: str) -> None:
+        command = [sys.executable, "-m", f"kvrouter.{kind}", *self.where, "--instance-id", name, *options]
+        self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+        self.stack.push_async_callback(self.kill, name)
+
+    async def ready(self, kind: str, name: str) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await self.directory.wait_for(lambda seen: name in seen.services(kind) and seen.services(kind)[name].ready)
+        channel = await self.stack.enter_async_context(open_channel(self.directory.services(kind)[name].endpoint))
+        self._stubs[name] = remote(_SCHEDULER if kind == "scheduler" else _FRONTEND, channel)
+
+    async def kill(self, name: str) -> None:
+        process = self.running[name]
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    def frontend(self, name: str) -> Frontend:
+        return cast(Frontend, self._stubs[name])
+
+    def scheduler(self, name: str) -> Scheduler:
+        return cast(Scheduler, self._stubs[name])
+
+    def signal(self, name: str, which: signal.Signals) -> None:
+        self.running[name].send_signal(which)
+
+    async def booked(self, name: str) -> int:
+        """Bookings that a Scheduler counts."""
+        asked = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]))
+        answer = await self.scheduler(name).get_potential_loads(
+            GetPotentialLoadsRequest(request=asked), deadline=Deadline.after(10)
+        )
+        return sum(load.active_requests for load in answer.loads)
+
+    async def status(self, name: str) -> GetStatusResponse:
+        """What a Scheduler believes."""
+        return await self.scheduler(name).get_status(GetStatusRequest(), deadline=Deadline.after(10))
+
+    async def held(self, name: str) -> HeldStatus:
+        """What waits at a Scheduler."""
+        return (await self.status(name)).components[0].held
+
+    async def until_booked(self, name: str, count: int) -> None:
+        last: object = None
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while last != count:
+                    try:
+                        last = await self.booked(name)
+                    except KvRouterError as error:
+                        last = error
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"{name} has {last!r} bookings, not {count}") from None
+
+
+@asynccontextmanager
+async def _watching(etcd_endpoint: str, namespace: str) -> AsyncIterator[Directory]:
+    directory = Directory(etcd_endpoint, namespace, CollectorRegistry())
+    following = asyncio.create_task(directory.run())
+    try:
+        yield directory
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
+
+
+async def start_system(
+    processes: Processes,
+    *,
+    schedulers: int,
+    frontends: int,
+    clock_factor: float,
+    mode: str = "round-robin",
+    engine: Sequence[str] = (),
+    frontend: Sequence[str] = (),
+    scheduler: Sequence[str] = (),
+) -> None:
+    """Two workers of slow engines, and services that are ready."""
+    grace = ("--session-grace-seconds", str(GRACE_SECONDS))
+    for number in range(schedulers):
+        await processes.start("scheduler", f"scheduler-{number}", *grace, "--router-mode", mode, *scheduler)
+    for number in range(frontends):
+        await processes.start("frontend", f"frontend-{number}", "--port", "0", *frontend)
+    for number in range(2):
+        options = ("--worker-id", str(number + 1), "--clock-factor", str(clock_factor), "--max-sequences", "512")
+        await processes.start("mocker", f"mocker-{number}", *options, *engine, "--load-report-seconds", "0")
+    for number in range(schedulers):
+        await processes.ready("scheduler", f"scheduler-{number}")
+        await processes.until_booked(f"scheduler-{number}", 0)
+    for number in range(frontends):
+        await processes.ready("frontend", f"frontend-{number}")
+
+
+async def streamed(frontend: Frontend, number: int, max_tokens: int, prompt_tokens: int = 40) -> int:
+    """Runs a request to its end. Returns the tokens it got."""
+    request = FrontendServiceGenerateRequest(
+        model=MODEL,
+        token_ids=range(number * prompt_tokens, (number + 1) * prompt_tokens),
+        stop_conditions=StopConditions(max_tokens=max_tokens),
+    )
+    tokens = 0
+    async for piece in frontend.generate(request, deadline=Deadline.after(120)):
+        tokens += len(piece.output.token_ids)
+    return tokens
+
+
+@asynccontextmanager
+async def system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[Processes]:
+    """No process yet; those that are started are killed at the end."""
+    async with _watching(etcd_endpoint, namespace) as directory, AsyncExitStack() as stack:
+        where = ["--nats", nats_url, "--etcd", etcd_endpoint, "--namespace", namespace, "--http-bind", ""]
+        yield Processes(where, directory, stack)

@@ -1,0 +1,104 @@
+"""Schedulers that sync: the one that takes over has the load already, and what nobody holds any more goes at all."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+from kvrouter.runtime.errors import KvRouterError
+
+from .processes import PATIENCE_SECONDS, Processes, start_system, streamed
+from .rig import FULL
+
+SYNC = ("--replica-sync", "--lease-seconds", "2", "--replica-heartbeat-seconds", "0.2")
+STREAMS = 500 if FULL else 100
+BOTH = ("scheduler-0", "scheduler-1")
+
+
+async def deciding(processes: Processes) -> tuple[str, str]:
+    """The Scheduler that holds the Frontends' sessions, and the other one."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            open_sessions = [(await processes.status(name)).sessions for name in BOTH]
+            if sum(map(bool, open_sessions)) == 1:
+                return BOTH if open_sessions[0] else (BOTH[1], BOTH[0])
+            await asyncio.sleep(0.05)
+
+
+async def until_all_booked(processes: Processes, count: int) -> None:
+    for name in BOTH:
+        await processes.until_booked(name, count)
+
+
+async def cancelled(tasks: list[asyncio.Task[int]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_the_one_that_takes_over_has_the_load_before_it_is_told(processes: Processes) -> None:
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.5, scheduler=SYNC)
+    frontend = processes.frontend("frontend-0")
+    running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(STREAMS)]
+    try:
+        await until_all_booked(processes, STREAMS)
+        first, second = await deciding(processes)
+        # The Frontend cannot tell it anything as long as it stands still.
+        processes.signal("frontend-0", signal.SIGSTOP)
+        await processes.kill(first)
+        assert await processes.booked(second) == STREAMS
+        processes.signal("frontend-0", signal.SIGCONT)
+        late = [asyncio.create_task(streamed(frontend, STREAMS + number, 1500)) for number in range(20)]
+        running += late
+        seen = set[int]()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (booked := await processes.booked(second)) != STREAMS + 20:
+                seen.add(booked)
+                await asyncio.sleep(0.01)
+        assert all(STREAMS <= booked <= STREAMS + 20 for booked in seen), f"a gap, or something twice: {sorted(seen)}"
+        assert await asyncio.gather(*running) == [1500] * (STREAMS + 20)
+        await processes.until_booked(second, 0)
+    finally:
+        await cancelled(running)
+
+
+@pytest.mark.parametrize("with_scheduler", [False, True], ids=["frontend", "frontend and scheduler"])
+async def test_what_a_killed_frontend_had_goes_at_all(processes: Processes, with_scheduler: bool) -> None:
+    await start_system(processes, schedulers=2, frontends=2, clock_factor=0.02, scheduler=SYNC)
+    doomed, other = processes.frontend("frontend-0"), processes.frontend("frontend-1")
+    lost = [asyncio.create_task(streamed(doomed, number, 1000)) for number in range(STREAMS)]
+    kept = [asyncio.create_task(streamed(other, STREAMS + number, 1000)) for number in range(20)]
+    try:
+        await until_all_booked(processes, STREAMS + 20)
+        first, second = await deciding(processes)
+        await asyncio.gather(processes.kill("frontend-0"), *([processes.kill(first)] if with_scheduler else []))
+        outcomes = await asyncio.gather(*lost, return_exceptions=True)
+        assert all(isinstance(outcome, KvRouterError) for outcome in outcomes)
+        for name in (second,) if with_scheduler else BOTH:
+            await processes.until_booked(name, 20)
+        await cancelled(kept)
+        for name in (second,) if with_scheduler else BOTH:
+            await processes.until_booked(name, 0)
+    finally:
+        await cancelled(lost + kept)
+
+
+async def test_one_that_is_paused_past_its_lease_and_comes_back_agrees(processes: Processes) -> None:
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SYNC)
+    frontend = processes.frontend("frontend-0")
+    running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(20)]
+    try:
+        await until_all_booked(processes, 20)
+        first, second = await deciding(processes)
+        processes.signal(first, signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await processes.directory.wait_for(lambda seen: first not in seen.services("scheduler"))
+        running += [asyncio.create_task(streamed(frontend, 20 + number, 1500)) for number in range(20)]
+        await processes.until_booked(second, 40)
+        processes.signal(first, signal.SIGCONT)
+        await until_all_booked(processes, 40)
+        await cancelled(running)
+        await until_all_booked(processes, 0)
+    finally:
+        await cancelled(running)

@@ -1,0 +1,38 @@
+"""What mode forecast is for: no worse than kv with the best weight in hindsight, and far better past the knee.
+
+Runs are exact: equal seeds give equal figures, so that the margins are room for changes of the policy, not for chance.
+"""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.mocker.engine_choice import IMPLEMENTATION
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.simulator.generators import generate
+from kvrouter.simulator.outcome import Figures, figures
+from kvrouter.simulator.simulation import Setting, simulate
+from kvrouter.simulator.workload import Prompts
+
+ENGINES = [EngineConfig(num_blocks=8192, hash_seed=number) for number in range(4)]
+
+
+@pytest.mark.skipif(IMPLEMENTATION != "native", reason="the engine in Rust is not built: minutes in plain Python")
+@pytest.mark.parametrize(
+    ("traffic", "load", "most"),
+    [("chat", 1.5, 1.0), ("prompts", 0.4, 0.4), ("prompts", 0.5, 0.4)],
+    ids=["below the knee", "at the knee", "past the knee"],
+)
+def test_forecast_needs_no_weight_to_beat_the_best(traffic: str, load: float, most: float) -> None:
+    workload = generate(traffic, 700)
+    prompts = Prompts(workload, 16)
+
+    def run(options: RoutingOptions) -> Figures:
+        setting = Setting(ENGINES, options, regret=False)
+        return figures(simulate(workload.faster(load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
+
+    ours = run(RoutingOptions("forecast"))
+    weighted = [run(RoutingOptions("kv", overlap_score_weight=weight)) for weight in (1.0, 4.0, 64.0)]
+    assert ours.ttft_ms.mean <= most * min(theirs.ttft_ms.mean for theirs in weighted)
+    assert ours.ttft_ms.p99 <= 1.03 * min(theirs.ttft_ms.p99 for theirs in weighted)
+    assert ours.within_slo >= max(theirs.within_slo for theirs in weighted)
