@@ -1,6 +1,6 @@
 //! Steady state without Python: chains are stored and the oldest removed, at a set number of live blocks.
 //!
-//!     cargo run --release --no-default-features --example steady -- LIVE_BLOCKS CHAIN_BLOCKS
+//!     cargo run --release --no-default-features --example steady -- LIVE_BLOCKS CHAIN_BLOCKS [ROUNDS]
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -60,7 +60,7 @@ fn main() {
     let mut event_id = 0;
     let (mut stored, mut removed, mut asked) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut worst = Duration::ZERO;
-    let rounds = 2000;
+    let rounds = args.next().unwrap_or(2000);
     let fill = live / length;
     let start = now();
     for round in 0..fill + rounds {

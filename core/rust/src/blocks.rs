@@ -4,6 +4,7 @@
 //! each. A chunk of a label holds eight engine hashes of a rank that knows the blocks by names of its own. Each has an
 //! 8-byte header, so that a reference alone leads to the block's place.
 
+use crate::memory::prefetch;
 use crate::pages::{Page, Pages};
 
 /// Blocks in a chunk.
@@ -151,6 +152,18 @@ impl Blocks {
         self.0.page_mut(at >> 3).headers.get_mut(Pages::<BlockPage>::unit(at >> 3))
     }
 
+    /// Asks for the local hashes of a chunk.
+    #[inline]
+    pub fn prefetch_locals(&self, id: u32) {
+        prefetch(&self.chunk(id).locals);
+    }
+
+    /// Asks for the engine hashes of a chunk.
+    #[inline]
+    pub fn prefetch_engines(&self, id: u32) {
+        prefetch(&self.chunk(id).engines);
+    }
+
     #[inline]
     pub fn local(&self, at: Slot) -> u64 {
         lane(&self.chunk(at >> 3).locals, at)
@@ -203,6 +216,14 @@ impl LabelBlocks {
     #[inline]
     pub fn header_mut(&mut self, at: Slot) -> Option<&mut Header> {
         self.0.page_mut(at >> 3).headers.get_mut(Pages::<LabelPage>::unit(at >> 3))
+    }
+
+    /// Asks for the engine hashes of a chunk.
+    #[inline]
+    pub fn prefetch(&self, id: u32) {
+        if let Some(words) = self.0.page(id).chunks.get(Pages::<LabelPage>::unit(id)) {
+            prefetch(words);
+        }
     }
 
     #[inline]

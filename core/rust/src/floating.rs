@@ -5,6 +5,12 @@
 
 use std::collections::HashMap;
 
+use crate::hash::sequence_hash;
+use crate::index::Index;
+use crate::ranks::{Counting, Spot};
+use crate::runs::Seat;
+use crate::store::{Chain, Refused};
+
 /// A block that floats.
 #[derive(Clone, Copy, Debug)]
 pub struct FloatingBlock {
@@ -15,6 +21,14 @@ pub struct FloatingBlock {
     pub depth: u32,
     /// Copies in each tier.
     pub copies: [u32; 4],
+}
+
+impl FloatingBlock {
+    /// Tiers that it is held in, and those of them beyond the first.
+    fn entries(&self) -> (u64, u64) {
+        let held = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
+        (held, held - u64::from(matches!(self.copies, [first, ..] if first > 0)))
+    }
 }
 
 /// The floating blocks of one rank.
@@ -94,5 +108,127 @@ impl Floating {
 
     pub fn heap(&self) -> usize {
         self.blocks.capacity() * (size_of::<FloatingBlock>() + 9) + self.places.capacity() * 41 + self.places.len() * 32
+    }
+}
+
+impl Index {
+    /// Takes an engine hash out of the floating blocks of a rank that stores it at a known place. Where the place is the
+    /// same, its copies come along.
+    pub(crate) fn land(&mut self, rank_slot: u32, engine: u64, spot: Spot) {
+        let Some(rank) = self.ranks.get_mut(rank_slot) else { return };
+        if rank.floating.is_empty() {
+            return;
+        }
+        let Some(block) = rank.floating.take(engine) else { return };
+        self.uncount(rank_slot, &block);
+        if block.depth != spot.depth || self.sequence_at(spot.run, spot.depth) != block.sequence {
+            return;
+        }
+        // As if each copy were stored again at its place, where the tree now knows it.
+        let single = [engine];
+        let hashes = [self.secret.mix(engine)];
+        for (tier, copies) in (0u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
+            let seat = Seat::new(rank_slot, tier);
+            let chain =
+                Chain { seat, counting: Counting::Set, engines: &single, locals: &[block.local], hashes: &hashes };
+            if self.cover(&chain, spot.run, spot.depth, 0, 1).is_err() {
+                return;
+            }
+            if let Some(held) = self.locate(rank_slot, engine, self.secret.mix(engine)) {
+                self.set_copies(seat, held, copies);
+            }
+        }
+    }
+
+    /// Stores a chain below a floating block.
+    pub(crate) fn store_floating(
+        &mut self,
+        seat: Seat,
+        counting: Counting,
+        parent: u64,
+        engines: &[u64],
+        locals: &[u64],
+    ) -> Result<(), Refused> {
+        let Some(rank) = self.ranks.get(seat.rank()) else { return Err(Refused::UnknownParent) };
+        let Some(above) = rank.floating.get(parent).copied() else { return Err(Refused::UnknownParent) };
+        let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;
+        if above.depth.checked_add(count).is_none() {
+            return Err(Refused::Malformed("its chain is deeper than 2^32 blocks"));
+        }
+        let (mut depth, mut sequence) = (above.depth, above.sequence);
+        for (&engine, &local) in engines.iter().zip(locals) {
+            let before = sequence;
+            (depth, sequence) = (depth + 1, sequence_hash(depth + 1, sequence, local));
+            let block = FloatingBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
+            self.float(seat, counting, engine, block);
+        }
+        self.tidy();
+        Ok(())
+    }
+
+    /// Adds a copy of a floating block in a seat's tier. What the rank holds elsewhere under this engine hash moves.
+    pub(crate) fn float(&mut self, seat: Seat, counting: Counting, engine: u64, block: FloatingBlock) {
+        let rank = seat.rank();
+        let hash = self.secret.mix(engine);
+        let mut block = block;
+        if let Some(held) = self.locate(rank, engine, hash) {
+            if held.depth == block.depth && self.sequence_at(held.run, held.depth) == block.sequence {
+                self.hold(seat, held.run, held.label, held.depth, held.depth + 1, counting);
+                return;
+            }
+            self.release_everywhere(rank, held);
+        }
+        if let Some(old) = self.ranks.get_mut(rank).and_then(|rank| rank.floating.take(engine)) {
+            self.uncount(rank, &old);
+            if (old.sequence, old.depth) == (block.sequence, block.depth) {
+                block.copies = old.copies;
+                block.parent = block.parent.or(old.parent);
+            }
+        }
+        if let Some(copies) = block.copies.get_mut(seat.tier() as usize) {
+            *copies = if counting == Counting::Set { 1 } else { copies.saturating_add(1) };
+        }
+        let Some(rank) = self.ranks.get_mut(rank) else { return };
+        let (entries, slow) = block.entries();
+        rank.floating.add(engine, block);
+        rank.entries += entries;
+        self.entries += entries;
+        self.slow_entries += slow;
+        self.floating += entries;
+    }
+
+    /// Takes the entries of a block that floats no more out of the counts.
+    fn uncount(&mut self, rank: u32, block: &FloatingBlock) {
+        let (entries, slow) = block.entries();
+        if let Some(rank) = self.ranks.get_mut(rank) {
+            rank.entries -= entries;
+        }
+        self.entries -= entries;
+        self.slow_entries -= slow;
+        self.floating -= entries;
+    }
+
+    /// Removes a copy of a floating block from a seat (as a set: all copies). Returns whether it was held.
+    pub(crate) fn remove_floating(&mut self, seat: Seat, counting: Counting, engine: u64) -> bool {
+        let Some(rank) = self.ranks.get_mut(seat.rank()) else { return false };
+        if rank.floating.is_empty() {
+            return false;
+        }
+        let Some(block) = rank.floating.get_mut(engine) else { return false };
+        let Some(copies) = block.copies.get_mut(seat.tier() as usize).filter(|copies| **copies > 0) else {
+            return false;
+        };
+        *copies = if counting == Counting::Set { 0 } else { *copies - 1 };
+        if *copies == 0 {
+            let gone = block.copies == [0; 4];
+            rank.entries -= 1;
+            self.entries -= 1;
+            self.floating -= 1;
+            self.slow_entries -= u64::from(seat.tier() > 0);
+            if gone {
+                rank.floating.take(engine);
+            }
+        }
+        true
     }
 }

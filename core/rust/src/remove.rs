@@ -63,7 +63,7 @@ impl Index {
             let last = spot.depth - run.start - 1 - same as u32;
             let Some(&chunk) = run.chunks.get((last / LANES) as usize) else { break };
             if let Some(&ahead) = run.chunks.get(((last / LANES) as usize).wrapping_sub(4)) {
-                self.chunk_prefetch_engines(ahead);
+                self.blocks.prefetch_engines(ahead);
             }
             let held = self.blocks.chunk(chunk).engines.iter().take((last % LANES) as usize + 1).rev();
             let asked = engines.iter().take(most).skip(same);
@@ -110,29 +110,6 @@ impl Index {
             rank.extras.remove(&key);
             if rank.extras.capacity() > 64 && rank.extras.len() < rank.extras.capacity() / 8 {
                 rank.extras.shrink_to(rank.extras.len() * 2);
-            }
-        }
-        true
-    }
-
-    fn remove_floating(&mut self, seat: Seat, counting: Counting, engine: u64) -> bool {
-        let Some(rank) = self.ranks.get_mut(seat.rank()) else { return false };
-        if rank.floating.is_empty() {
-            return false;
-        }
-        let Some(block) = rank.floating.get_mut(engine) else { return false };
-        let Some(copies) = block.copies.get_mut(seat.tier() as usize).filter(|copies| **copies > 0) else {
-            return false;
-        };
-        *copies = if counting == Counting::Set { 0 } else { *copies - 1 };
-        if *copies == 0 {
-            let gone = block.copies == [0; 4];
-            rank.entries -= 1;
-            self.entries -= 1;
-            self.floating -= 1;
-            self.slow_entries -= u64::from(seat.tier() > 0);
-            if gone {
-                rank.floating.take(engine);
             }
         }
         true
