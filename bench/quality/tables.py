@@ -27,7 +27,7 @@ from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workload import Prompts, Workload
 
 ROOT = Path(__file__).parents[2]
-TRACE = ROOT / "cli/src/kvrouter/cli/data/conversation_trace.jsonl.gz"
+SHARED_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
 SEEDS = 5
 WEIGHTS = ("kv:1", "kv:4", "kv:64")
 OTHERS = ("product", "sticky", "power-of-two", "round-robin", "random")
@@ -112,10 +112,10 @@ def cells() -> Iterator[Cell]:
                     )
 
 
-def workload_of(traffic: str, seed: int) -> Workload:
+def workload_of(traffic: str, seed: int, trace: Path) -> Workload:
     """The trace is what it is; the others are drawn."""
     requests = TRAFFIC[traffic].requests
-    return traces.read(TRACE) if requests is None else generate(traffic, requests, seed)
+    return traces.read(trace) if requests is None else generate(traffic, requests, seed)
 
 
 def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
@@ -135,14 +135,14 @@ def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
     }
 
 
-def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float) -> int:
+def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float, trace: Path) -> int:
     """Runs what is missing until that time. Returns how many are missing still."""
     wanted = [cell for cell in cells() if not only or any(word in cell.key.split("/") for word in only)]
     missing = [cell for cell in wanted if cell.key not in known]
     left = len(missing)
     with results.open("a", encoding="utf-8") as lines:
         for (traffic, seed), group in groupby(missing, lambda cell: (cell.traffic, cell.seed)):
-            workload = workload_of(traffic, seed)
+            workload = workload_of(traffic, seed, trace)
             prompts = Prompts(workload, EngineConfig().block_size)
             for cell in group:
                 if time.monotonic() > until:
@@ -230,6 +230,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "quality.jsonl")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after; begin again to go on")
     parser.add_argument("--only", default="", help="words of which a run's key must have one")
+    parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="a whole one; the shipped one is its start")
     parser.add_argument("--fresh", action="store_true", help="forget the results: the code has changed")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +240,8 @@ def main() -> int:
     if options.results.exists():
         known = {row["key"]: row for row in map(json.loads, options.results.read_text("utf-8").splitlines())}
     until = time.monotonic() + options.minutes * 60
-    left = run_missing(options.results, known, [word for word in options.only.split(",") if word], until)
+    only = [word for word in options.only.split(",") if word]
+    left = run_missing(options.results, known, only, until, options.trace)
     show(known)
     if left:
         print(f"\n{left} runs are missing", file=sys.stderr)
