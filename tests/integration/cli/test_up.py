@@ -20,11 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class RunningUp:
-    """A `kvrouter up` that is up."""
+    """A `kvrouter up`, and what it says."""
 
-    def __init__(self, process: asyncio.subprocess.Process, said: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
         self.process = process
-        self.said = said
+        self.said = ""
+        self._output = output
 
     def children(self) -> list[int]:
         """Every process that it started."""
@@ -32,36 +33,43 @@ class RunningUp:
             int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         ]
 
+    async def until_said(self, words: str) -> None:
+        """Reads on until a line has these words."""
+        async with asyncio.timeout(90):
+            while words not in (line := (await self._output.readline()).decode()):
+                assert line, f"it ended:\n{self.said}"
+                self.said += line
+
     async def rest(self) -> str:
         """What it says until it ends."""
-        assert self.process.stdout is not None
-        rest = (await self.process.stdout.read()).decode()
+        rest = (await self._output.read()).decode()
         await self.process.wait()
         return rest
 
 
 @asynccontextmanager
-async def up(directory: Path, *arguments: str) -> AsyncIterator[RunningUp]:
+async def starting(directory: Path) -> AsyncIterator[RunningUp]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrouter.cli.main", "up", "--workers", "2", "--clock", "10", *arguments),
+        *(sys.executable, "-m", "kvrouter.cli.main", "up", "--workers", "2", "--clock", "10"),
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=dict(os.environ) | {"COLUMNS": "200", "TMPDIR": str(directory)},
     )
     assert process.stdout is not None
-    said = ""
     try:
-        async with asyncio.timeout(90):
-            while "Ctrl-C stops everything" not in said:
-                line = (await process.stdout.readline()).decode()
-                assert line, f"it ended:\n{said}"
-                said += line
-        yield RunningUp(process, said)
+        yield RunningUp(process, process.stdout)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@asynccontextmanager
+async def up(directory: Path) -> AsyncIterator[RunningUp]:
+    async with starting(directory) as system:
+        await system.until_said("Ctrl-C stops everything")
+        yield system
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -130,13 +138,30 @@ async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:
         await until(lambda: all(gone(child) for child in children))
 
 
-async def test_a_part_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
+async def test_parts_that_die_are_named_and_started_again(tmp_path: Path) -> None:
     async with up(tmp_path) as system:
+        paste = re.search(r"^ +(curl .*)$", system.said, re.MULTILINE)
+        assert paste is not None
+        for name, service in (("frontend", b"kvrouter.frontend"), ("nats-server", b"nats-server")):
+            victim = next(child for child in system.children() if service in command_line(child))
+            os.kill(victim, signal.SIGKILL)
+            await system.until_said(f"{name} ")
+            await until(lambda service=service: any(service in command_line(child) for child in system.children()))
+        answer = json.loads(await run([*shlex.split(paste.group(1)), "--retry", "30", "--retry-all-errors", "--fail"]))
+        assert answer["usage"]["completion_tokens"] == 8
+        children = system.children()
+        system.process.send_signal(signal.SIGINT)
+        assert "nothing is left running" in await system.rest()
+        assert all(gone(child) for child in children)
+
+
+async def test_a_part_that_does_not_come_up_ends_it_with_its_last_words(tmp_path: Path) -> None:
+    async with starting(tmp_path) as system:
+        await system.until_said("waiting until every part is ready")
         children = system.children()
         frontend = next(child for child in children if b"kvrouter.frontend" in command_line(child))
         os.kill(frontend, signal.SIGKILL)
         said = await system.rest()
         assert system.process.returncode == 1
-        assert "kvrouter: frontend was ended by SIGKILL" in said
-        assert "listening" in said  # from its log
+        assert "kvrouter: frontend was ended by SIGKILL; the end of up-logs/frontend.log:" in said
         assert all(gone(child) for child in children)

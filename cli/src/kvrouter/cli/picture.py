@@ -78,7 +78,7 @@ def draw(path: Path, runs: Sequence[DrawnRun]) -> None:
     rates.set_title("Prompt tokens found in a cache (higher is better)")
     rates.set_xlabel("arrival, seconds of engine time")
     rates.set_ylabel("share of prompt tokens")
-    rates.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    rates.yaxis.set_major_formatter(PercentFormatter(1))
     rates.set_ylim(bottom=0)
     for axes in (times, rates):
         axes.grid(visible=True, color="#e3e3e3", linewidth=0.8)

@@ -18,6 +18,11 @@ _TAIL_BYTES = 16_384
 class ProcessDied(Exception):
     """A process ended by itself; the message has its last log lines."""
 
+    def __init__(self, what: str, log_file: Path, last_lines: str) -> None:
+        super().__init__(f"{what}; the end of {log_file}:\n{last_lines}")
+        self.what = what
+        """Which one, and how it ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -73,7 +78,7 @@ class ManagedProcess:
         code = await self._process.wait()
         if not self._stopping:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            raise ProcessDied(f"{self.command.name} {how}; the end of {self.log_file}:\n{self.last_lines()}")
+            raise ProcessDied(f"{self.command.name} {how}", self.log_file, self.last_lines())
 
     async def stop(self, grace_seconds: float) -> int:
         """Asks the process to end, kills its group after the grace, and returns its exit status."""

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.cli.processes import Command, ManagedProcess, ProcessDied
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import EtcdServer, NatsServer, ServerProcess, free_port
+from kvrouter.runtime.devstack import EtcdServer, NatsServer, ServerProcess, StartFailed, free_port
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
@@ -28,6 +28,7 @@ DEFAULT_GRPC_PORT = 8001
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
+_RESTART_SECONDS = 1.0  # long enough that `kvrouter top` shows what a part's absence does
 _KEPT_SETTINGS = frozenset({"KVROUTER_CORE"})
 
 
@@ -65,6 +66,8 @@ class StackOptions:
     """Port of the HTTP API; 0 takes a free one."""
     grpc_port: int = 0
     """Port of the Frontend's gRPC; 0 takes a free one."""
+    restarts: bool = False
+    """Whether a part that ends by itself, once all were ready, is started again; else its end is the system's."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "blocks", "block_size", "stream_interval"):
@@ -91,7 +94,9 @@ class Stack:
         """HTTP of the Frontend."""
         self.worker_metrics = [f"127.0.0.1:{free_port()}" for _ in range(options.workers)]
         """HTTP of each worker, with its metrics."""
-        self.processes: list[ManagedProcess] = []
+        self.processes: dict[str, ManagedProcess] = {}
+        """Services and workers by name."""
+        self._ready = False
         self._stopping = False
 
     async def start(self, watchers: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
@@ -104,25 +109,25 @@ class Stack:
         say("starting nats-server and etcd")
         await asyncio.gather(self.nats.start(), self.etcd.start())
         for server in (self.nats, self.etcd):
-            watchers.create_task(self._watch_server(server))
+            watchers.create_task(self._keep_server(server, say))
         say(f"starting {self.options.workers} workers, indexer, scheduler and frontend")
         for command in self._commands():
-            process = await ManagedProcess.start(command, self.options.logs)
-            self.processes.append(process)
-            watchers.create_task(process.watch())
+            await self._start_process(command)
+            watchers.create_task(self._keep_process(command, say))
         say("waiting until every part is ready")
         await self._until_ready()
+        self._ready = True
 
     async def stop(self) -> None:
         """Stops everything: the services first and together, what they lean on afterwards."""
         self._stopping = True
-        await asyncio.gather(*(process.stop(_STOP_SECONDS) for process in self.processes))
+        await asyncio.gather(*(process.stop(_STOP_SECONDS) for process in self.processes.values()))
         await asyncio.gather(self.nats.stop(), self.etcd.stop())
 
     def kill(self) -> None:
         """Kills the services at once."""
         self._stopping = True
-        for process in self.processes:
+        for process in self.processes.values():
             process.kill()
 
     def _commands(self) -> Sequence[Command]:
@@ -159,13 +164,40 @@ class Stack:
     def _command(self, name: str, service: str, *arguments: str) -> Command:
         return Command(name, (sys.executable, "-m", f"kvrouter.{service}", *arguments), service_environment(os.environ))
 
-    async def _watch_server(self, server: ServerProcess) -> None:
-        while True:
+    async def _start_process(self, command: Command) -> None:
+        process = await ManagedProcess.start(command, self.options.logs)
+        self.processes[command.name] = process
+        if self._stopping:
+            process.kill()
+
+    async def _keep_process(self, command: Command, say: Callable[[str], None]) -> None:
+        while not self._stopping:
+            try:
+                await self.processes[command.name].watch()
+            except ProcessDied as death:
+                await self._pause_before_restart(death, say)
+                if not self._stopping:
+                    await self._start_process(command)
+
+    async def _keep_server(self, server: ServerProcess, say: Callable[[str], None]) -> None:
+        while not self._stopping:
             await asyncio.sleep(_POLL_SECONDS)
-            if self._stopping:
-                return
-            if not server.running:
-                raise ProcessDied(f"{server.name} ended; the end of {server.log_path}:\n{server.log_tail(15)}")
+            if server.running or self._stopping:
+                continue
+            death = ProcessDied(f"{server.name} ended", server.log_path, server.log_tail(15))
+            await self._pause_before_restart(death, say)
+            if not self._stopping:
+                try:
+                    await server.start()
+                except StartFailed:  # also where it was stopped meanwhile
+                    if not self._stopping:
+                        raise
+
+    async def _pause_before_restart(self, death: ProcessDied, say: Callable[[str], None]) -> None:
+        if not (self.options.restarts and self._ready):
+            raise death
+        say(f"{death.what}: starting it again")
+        await asyncio.sleep(_RESTART_SECONDS)
 
     async def _until_ready(self) -> None:
         services = {
@@ -215,10 +247,10 @@ async def until_serving(target: str, service: str) -> None:
 
 @asynccontextmanager
 async def running_stack(options: StackOptions, say: Callable[[str], None] = lambda _: None) -> AsyncIterator[Stack]:
-    """A system, while the context lasts. The context is cancelled when one of its processes dies.
+    """A system, while the context lasts. The context is cancelled when one of its processes dies for good.
 
     Raises:
-        ProcessDied: a process ended by itself.
+        ProcessDied: a process ended by itself, and is not to be started again.
         StackFailed, StartFailed, BinaryMissing: the system did not come up.
     """
     stack = Stack(options)

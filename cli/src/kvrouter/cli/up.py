@@ -60,6 +60,7 @@ async def up(options: UpOptions, console: Console) -> None:
             mode=options.mode,
             http_port=options.http_port,
             grpc_port=options.grpc_port,
+            restarts=True,
         )
         async with running_stack(stack_options, lambda words: console.print(f"{words} ...")) as stack:
             _describe(stack, console)
