@@ -23,8 +23,10 @@ from kvrouter.simulator.workload import Workload
 from rich.console import Console
 
 DEFAULT_GENERATED = 8000
+DEFAULT_POLICY = "kv"
 _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
+DEFAULT_SYNC = Sync()
 _PICTURES = (".png", ".svg", ".pdf")
 
 OfModel = Annotated[
@@ -45,7 +47,7 @@ def simulate_command(
     policy: Annotated[
         str,
         typer.Option(help=f"Policy: {', '.join(NAMES)}; kv may have its weight after a colon, as in kv:64."),
-    ] = "kv",
+    ] = DEFAULT_POLICY,
     compare: Annotated[str | None, typer.Option(help="Policies side by side, separated by commas.")] = None,
     load: Annotated[float, typer.Option(help="Requests arrive this many times as fast.")] = 1.0,
     sweep: Annotated[
@@ -89,10 +91,16 @@ def simulate_command(
         float | None,
         typer.Option(help="Time until a replica knows of another's bookings; without it, it never does."),
     ] = None,
-    sync_loss: Annotated[float, typer.Option(help="Share of the replicas' messages that are lost, 0 to 1.")] = 0.0,
+    sync_loss: Annotated[
+        float | None, typer.Option(help="Share of the replicas' messages that are lost, 0 to below 1; 0 by default.")
+    ] = None,
     sync_repair_ms: Annotated[
-        float, typer.Option(help="Time from the discovery of a lost message until a replica knows what it missed.")
-    ] = 100.0,
+        float | None,
+        typer.Option(
+            help="Time from the discovery of a lost message until a replica knows what it missed; "
+            f"{DEFAULT_SYNC.repair_s * 1e3:g} by default."
+        ),
+    ] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token.")] = 2000,
     slo_itl_ms: Annotated[float, typer.Option(help="Objective for a request's mean time between tokens.")] = 50,
     regret: Annotated[bool, typer.Option(help="Compare each choice with the others in hindsight.")] = True,
@@ -105,6 +113,10 @@ def simulate_command(
         _check_writable(path)
     if picture is not None and picture.suffix not in _PICTURES:
         raise WrongUsage(f"--picture is {picture}: its name must end in {', '.join(_PICTURES)}")
+    if compare is not None and policy != DEFAULT_POLICY:
+        raise WrongUsage("--policy and --compare: give one of them")
+    if sweep is not None and load != 1:
+        raise WrongUsage("--load and --sweep: give one of them")
     loads = _numbers("--sweep", sweep) if sweep is not None else [_number("--load", str(load), above=0)]
     policies = [name.strip() for name in (compare if compare is not None else policy).split(",")]
     if len(set(policies)) < len(policies) or len(set(loads)) < len(loads):
@@ -127,14 +139,9 @@ def simulate_command(
             for number in range(workers)
         ]
     except ValueError as error:
-        raise WrongUsage(str(error)) from None
-    if not 0 <= sync_loss < 1:
-        raise WrongUsage(f"--sync-loss is {sync_loss:g}, must be 0 or more and below 1")
-    sync = (
-        Sync(_seconds("--sync-lag-ms", sync_lag_ms), sync_loss, _seconds("--sync-repair-ms", sync_repair_ms))
-        if sync_lag_ms is not None
-        else None
-    )
+        raise WrongUsage(_in_options(str(error))) from None
+    if schedulers == 1 and (spread or sync_lag_ms is not None):
+        raise WrongUsage(f"{'--spread' if spread else '--sync-lag-ms'} is between replicas: add --schedulers 2 or more")
     plan = Plan(
         workload=_workload(trace, requests, seed, of_model),
         engines=engines,
@@ -149,7 +156,7 @@ def simulate_command(
         temperature=_number("--temperature", str(temperature)),
         regret=regret,
         schedulers=schedulers,
-        sync=sync,
+        sync=_sync(sync_lag_ms, sync_loss, sync_repair_ms),
         spread=spread,
     )
     if save is not None:
@@ -190,11 +197,15 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
 
 def _workload(trace: str | None, requests: int | None, seed: int, of_model: str | None) -> Workload:
     if trace is not None and trace in GENERATORS:
+        if of_model is not None:
+            raise WrongUsage(f"--of-model is of a recording; {trace} is made up")
         return generate(trace, requests or DEFAULT_GENERATED, seed)
+    if trace is not None and not Path(trace).exists():
+        raise WrongUsage(f"{trace}: there is no such file, and no generator of that name: {', '.join(GENERATORS)}")
     if trace is not None:
         return traces.read(Path(trace), requests, of_model)
     with as_file(files("kvrouter.cli") / "data" / "conversation_trace.jsonl.gz") as path:
-        return traces.read(path, requests)
+        return traces.read(path, requests, of_model)
 
 
 def _check_lengths(plan: Plan) -> None:
@@ -203,6 +214,28 @@ def _check_lengths(plan: Plan) -> None:
         if request.prompt_tokens + request.output_tokens > limit:
             length = request.prompt_tokens + request.output_tokens
             raise WrongUsage(f"request {number} has {length} tokens, an engine holds {limit}: give it more --blocks")
+
+
+def _in_options(words: str) -> str:
+    """What an engine refuses, in the words of the command line."""
+    for field, option in (("max_batched_tokens", "--budget"), ("max_sequences", "--sequences")):
+        words = words.replace(field, option)
+    return words.replace("num_blocks * block_size", "--blocks times --block-size")
+
+
+def _sync(lag_ms: float | None, loss: float | None, repair_ms: float | None) -> Sync | None:
+    if lag_ms is None:
+        for option, value in (("--sync-loss", loss), ("--sync-repair-ms", repair_ms)):
+            if value is not None:
+                raise WrongUsage(f"{option} is of a sync: add --sync-lag-ms")
+        return None
+    if loss is not None and not 0 <= loss < 1:
+        raise WrongUsage(f"--sync-loss is {loss:g}, must be 0 or more and below 1")
+    return Sync(
+        _seconds("--sync-lag-ms", lag_ms),
+        DEFAULT_SYNC.loss if loss is None else loss,
+        DEFAULT_SYNC.repair_s if repair_ms is None else _seconds("--sync-repair-ms", repair_ms),
+    )
 
 
 def _check_writable(path: Path | None) -> None:
@@ -252,6 +285,8 @@ def _number(option: str, text: str, above: float | None = None) -> float:
         value = float(text)
     except ValueError:
         raise WrongUsage(f"{option} is {text!r}, must be a number") from None
-    if not math.isfinite(value) or (value < 0 if above is None else value <= above):
+    if not math.isfinite(value):
+        raise WrongUsage(f"{option} is {text}, must be finite")
+    if value < 0 if above is None else value <= above:
         raise WrongUsage(f"{option} is {text}, must be {'0 or more' if above is None else f'above {above:g}'}")
     return value

@@ -107,7 +107,7 @@ def routing_options(name: str, temperature: float = 0.0) -> RoutingOptions:
     """
     mode, colon, weight = name.partition(":")
     if mode not in NAMES:
-        raise WrongUsage(f"policy {mode!r} is not known: {', '.join(NAMES)}")
+        raise WrongUsage(f"policy {mode!r} is not known; use one of {', '.join(NAMES)}")
     if not colon:
         return RoutingOptions(mode, temperature=temperature)
     if mode != "kv":
