@@ -3,6 +3,7 @@ import os
 import signal
 import socket
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | N
         (["demo", "--load", "0"], "load factor is 0.0"),
         (["demo", "--clock", "-1"], "clock factor is -1.0"),
         (["demo", "--workers", "0"], "--workers"),
-        (["demo", "--mode", "wat"], "mode 'wat' is not known: kv, "),
+        (["demo", "--mode", "wat"], "mode 'wat' is not known: forecast, kv, "),
         (["demo", "--mode", "kv", "--mode", "kv"], "given twice"),
         (["demo", "--trace", "missing.jsonl"], "missing.jsonl: cannot be read"),
         (["replay", "missing.jsonl"], "missing.jsonl: cannot be read"),
@@ -56,6 +57,11 @@ def test_help_lists_the_commands(
     assert all(command in said for command in ("demo", "up", "replay"))
 
 
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"kvrouter {version('kvrouter')}\n"
+
+
 def test_a_target_that_does_not_answer_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,7 +74,7 @@ def test_a_taken_port_is_refused_if_asked_for_and_avoided_if_not() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        with pytest.raises(WrongUsage, match=f"port {taken} is taken"):
+        with pytest.raises(WrongUsage, match=f"port {taken}: it is taken"):
             choose_port(taken, default=taken)
         assert choose_port(None, default=taken) == 0
     assert choose_port(None, default=taken) == taken

@@ -15,3 +15,8 @@ class CommandFailed(typer.TyperException):
     """The command did not do what it was asked to."""
 
     exit_code = 1
+
+
+def reason_of(error: OSError) -> str:
+    """What failed and why, without the error's number."""
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

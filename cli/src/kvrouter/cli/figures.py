@@ -11,6 +11,7 @@ from typing import Any
 from kvrouter.cli.pacing import Pace
 from kvrouter.cli.records import RequestRecord
 from kvrouter.cli.replay import ReplayResult
+from kvrouter.scheduler.policies.catalogue import POLICIES
 
 MAX_LATE_ENGINE_MS = 100.0
 """A run whose p99 of send lateness passes this is invalid: less than half the median TTFT near the knee, so that
@@ -18,7 +19,8 @@ lateness cannot make or hide the difference between two modes."""
 MAX_STEP_LATE_MS = 100.0
 """The same bound for the lateness of the engines' own steps (p99, engine milliseconds)."""
 
-_PREDICTING_MODES = frozenset({"kv", "forecast"})  # the others ask no Indexer and report an overlap of 0
+_PREDICTING_MODES = frozenset(mode for mode, policy in POLICIES.items() if policy.uses_overlap)
+"""The others ask no Indexer and report an overlap of 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import typer
 from kvrouter.cli.against import ReplayCommand, replay_running
 from kvrouter.cli.demo import DemoOptions, demo
 from kvrouter.cli.explain import explain
-from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.faults import CommandFailed, WrongUsage, reason_of
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.pacing import Pace
@@ -24,10 +24,11 @@ from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, rea
 from kvrouter.cli.up import UpOptions, choose_port, up
 from kvrouter.publisher.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.runtime.devstack import BinaryMissing, StartFailed
+from kvrouter.runtime.version import VERSION
+from kvrouter.simulator.plan import NAMES
 from kvrouter.v1.names import InvalidName, check_name
 from rich.console import Console
 
-MODES = ("kv", "forecast", "round-robin", "random", "power-of-two")
 DEFAULT_LOAD = 2.5
 DEFAULT_CLOCK = 2.0
 DEFAULT_REQUESTS = 800
@@ -52,7 +53,13 @@ BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
 
 
 @app.callback()
-def _start(context: typer.Context) -> None:
+def _start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"kvrouter {VERSION}")  # noqa: T201
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())  # noqa: T201
 
@@ -73,7 +80,7 @@ def demo_command(
         "demo-results"
     ),
 ) -> None:
-    """Replay a real trace through a whole system, with round-robin and with kv routing, and compare."""
+    """Replay a real trace with round-robin and with kv routing. Starts a whole system for each, and compares."""
     modes = _modes(mode or ["round-robin", "kv"])
     limit = DEFAULT_REQUESTS if requests is None and trace is None else requests
     options = DemoOptions(
@@ -106,7 +113,7 @@ def up_command(
     ] = None,
     logs: Annotated[Path, typer.Option(help="Directory for the logs.")] = Path("up-logs"),
 ) -> None:
-    """Start a whole system on loopback ports and leave it running, until Ctrl-C."""
+    """Start a whole system and leave it running, until Ctrl-C. What dies is started again; ports are loopback ones."""
     _modes([mode])
     _pace(1.0, clock)
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
@@ -164,7 +171,7 @@ def serve_command(
     context: typer.Context,
     roles: Annotated[str, typer.Option(help="Services to run, separated by commas.")] = "frontend,scheduler,indexer",
 ) -> None:
-    """Run services in one process, without sockets between them; takes the options of each."""
+    """Run services in one process, without sockets between them. Takes the options of each."""
     from kvrouter.cli.serve import ROLES, serve  # the other commands start faster without all services
 
     chosen = [role.strip() for role in roles.split(",")]
@@ -182,7 +189,7 @@ def explain_command(
     ],
     seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, seconds.")] = 10.0,
 ) -> None:
-    """Show why a request went where it went: every candidate with its terms. Schedulers keep the last decisions."""
+    """Show why a request went where it went. Each candidate is listed with its terms."""
     run_interruptibly(explain([_address(each) for each in scheduler], which, seconds))
 
 
@@ -208,7 +215,7 @@ def top_command(
     interval: Annotated[float, typer.Option(min=0.1, help="Time between two looks, seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank, and end.")] = False,
 ) -> None:
-    """Show a running system: load, cache hits and event lag of each rank, and the last decisions. Ctrl-C ends it."""
+    """Show load and cache hits of a running system. Events' lag and the last decisions too; Ctrl-C ends it."""
     schedulers, indexers = scheduler or [], indexer or []
     if indexers and not schedulers:
         raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
@@ -241,8 +248,10 @@ def main() -> None:
         status = error.exit_status
     except KeyboardInterrupt:  # the second Ctrl-C; children go with this process
         status = 130
-    except (ProcessDied, StackFailed, StartFailed, BinaryMissing, OSError) as error:
+    except (ProcessDied, StackFailed, StartFailed, BinaryMissing) as error:
         status = _fail(str(error), CommandFailed.exit_code)
+    except OSError as error:
+        status = _fail(reason_of(error), CommandFailed.exit_code)
     sys.exit(status)
 
 
@@ -264,8 +273,8 @@ def _pace(load: float, clock: float) -> Pace:
 
 def _modes(modes: list[str]) -> list[str]:
     for mode in modes:
-        if mode not in MODES:
-            raise WrongUsage(f"mode {mode!r} is not known: {', '.join(MODES)}")
+        if mode not in NAMES:
+            raise WrongUsage(f"mode {mode!r} is not known: {', '.join(NAMES)}")
     if len(set(modes)) != len(modes):
         raise WrongUsage("a mode is given twice")
     return modes

@@ -88,7 +88,8 @@ def report(runs: Sequence[RunFigures]) -> RenderableType:
     for run in runs:
         table.add_column(run.mode, justify="right", style="bold" if run.valid else "red")
     if len(runs) == 2:
-        table.add_column(f"{runs[1].mode} against\n{runs[0].mode}", justify="left")  # in two lines, to fit into 80 columns
+        # The heading takes two lines, so that the table fits into 80 columns.
+        table.add_column(f"{runs[1].mode} against\n{runs[0].mode}", justify="left")
     for group in _ROWS:
         for row in group:
             values = [row.value(run) for run in runs]

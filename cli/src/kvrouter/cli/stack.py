@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import sys
@@ -278,15 +279,15 @@ def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def is_free(port: int) -> bool:
-    """Whether a loopback port can be listened on."""
+def why_not_free(port: int) -> str:
+    """Why a loopback port cannot be listened on; empty if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return "it is taken" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+    return ""
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

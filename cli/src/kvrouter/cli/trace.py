@@ -90,7 +90,8 @@ def read_trace(path: Path, limit: int | None = None, model: str | None = None) -
             parsed = (_parse(where, line) for where, line in numbered)
             found = list(islice((pair for pair in parsed if model is None or pair[0] in (model, None)), limit))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise TraceError(f"{path}: cannot be read: {why}") from error
     if not found:
         raise TraceError(f"{path}: holds no request" + (f" of model {model}" if model is not None else ""))
     models = {of_model for of_model, _ in found}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrouter.cli.faults import WrongUsage
-from kvrouter.cli.stack import DEFAULT_HTTP_PORT, Stack, StackOptions, is_free, running_stack
+from kvrouter.cli.stack import DEFAULT_HTTP_PORT, Stack, StackOptions, running_stack, why_not_free
 from rich.console import Console
 from rich.table import Table
 
@@ -35,11 +35,11 @@ def choose_port(asked: int | None, default: int) -> int:
     """The port that was asked for, or the default one, or 0 (a free one) where the default is taken.
 
     Raises:
-        WrongUsage: the port that was asked for is taken.
+        WrongUsage: the port that was asked for cannot be listened on.
     """
-    if asked is not None and not is_free(asked):
-        raise WrongUsage(f"port {asked} is taken")
-    return asked if asked is not None else default if is_free(default) else 0
+    if asked is not None and (reason := why_not_free(asked)):
+        raise WrongUsage(f"port {asked}: {reason}")
+    return asked if asked is not None else default if not why_not_free(default) else 0
 
 
 async def up(options: UpOptions, console: Console) -> None:

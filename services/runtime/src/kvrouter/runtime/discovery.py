@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -25,6 +27,10 @@ from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceKind, ServiceRe
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 log = structlog.get_logger(component="discovery")
+
+_REMEMBERED = 1 << 16
+_REST = 20.0
+"""Between two readings of all entries pass so many times what one takes."""
 
 KINDS: Mapping[str, ServiceKind] = {
     "indexer": ServiceKind.SERVICE_KIND_INDEXER,
@@ -71,28 +77,35 @@ def build_views(
                 views[name] = ComponentView(name, ComponentDescriptor.FromString(value))
             except (DecodeError, InvalidName) as error:
                 ignored[key] = str(error)
-    workers: dict[ComponentName, dict[int, WorkerRegistration]] = {name: {} for name in views}
+    named = {name.name: view for name, view in views.items()}
+    workers: dict[str, dict[int, WorkerRegistration]] = {name: {} for name in named}
     for key, value in entries.items():
         worker_id = worker_id_of_key(key) if key.startswith(prefix) else None
         if worker_id is None:
             continue
         try:
-            name = ComponentName(namespace, key[len(prefix) :].partition("/")[0])
-            worker = WorkerRegistration.FromString(value)
-        except (DecodeError, InvalidName) as error:
+            worker = _worker(value)
+        except DecodeError as error:
             ignored[key] = str(error)
             continue
+        name_text = key[len(prefix) :].partition("/")[0]
         if worker.worker_id != worker_id:
             ignored[key] = f"the key names another worker than the entry, {worker.worker_id}"
-        elif name not in views:
+        elif name_text not in named:
             ignored[key] = "the component has no descriptor"
-        elif wrong := differences(views[name].descriptor, worker):
+        elif wrong := differences(named[name_text].descriptor, worker):
             ignored[key] = f"differs from its component: {', '.join(wrong)}"
         else:
-            workers[name][worker_id] = worker
-    for name, view in views.items():
-        view.workers = workers[name]
+            workers[name_text][worker_id] = worker
+    for name_text, view in named.items():
+        view.workers = workers[name_text]
     return views, ignored
+
+
+@lru_cache(_REMEMBERED)
+def _worker(value: bytes) -> WorkerRegistration:
+    """A registration; the same object for the same bytes, so that a change costs no more than what it changed."""
+    return WorkerRegistration.FromString(value)
 
 
 class Directory:
@@ -115,6 +128,8 @@ class Directory:
         self._ignored: dict[str, str] = {}
         self._synced = asyncio.Event()
         self._next_change = asyncio.Event()
+        self._rebuilding: asyncio.TimerHandle | None = None
+        self._rest_seconds = 0.0
         self._ignored_total = Counter(
             "kvrouter_directory_ignored", "Registrations left out because they do not fit.", registry=registry
         )
@@ -163,6 +178,13 @@ class Directory:
 
     async def run(self) -> None:
         """Follows etcd, or what stands for it, until cancelled."""
+        try:
+            await self._follow()
+        finally:
+            if self._rebuilding is not None:
+                self._rebuilding.cancel()
+
+    async def _follow(self) -> None:
         async with aclosing(self._source()) as changes:
             async for change in changes:
                 match change:
@@ -172,9 +194,17 @@ class Directory:
                         self._entries[key] = value
                     case Delete(key):
                         self._entries.pop(key, None)
-                self._rebuild()
+                if self._rebuilding is None:
+                    self._rebuilding = asyncio.get_running_loop().call_later(self._rest_seconds, self._rebuild)
 
     def _rebuild(self) -> None:
+        began = time.perf_counter()
+        self._rebuilding = None
+        self._read_entries()
+        # Where thousands come back at once, this and those who wait for changes must leave the loop to others.
+        self._rest_seconds = _REST * (time.perf_counter() - began)
+
+    def _read_entries(self) -> None:
         self._components, ignored = build_views(self._entries, self._namespace)
         self._services = _build_services(self._entries, self._namespace, ignored)
         for key in ignored.keys() - self._ignored.keys():

@@ -11,17 +11,28 @@ from contextlib import asynccontextmanager
 
 import structlog
 from aiohttp import web
+from kvrouter import core
 from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.listening import BindFailed
-from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, generate_latest
+from kvrouter.runtime.version import VERSION
+from prometheus_client import (
+    GC_COLLECTOR,
+    PLATFORM_COLLECTOR,
+    PROCESS_COLLECTOR,
+    CollectorRegistry,
+    Info,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 log = structlog.get_logger(component="ops")
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the figures of the process: memory, CPU time, open files, garbage collection."""
+    """A registry with the figures of the process: release, core, memory, CPU time, open files, garbage collection."""
     registry = CollectorRegistry()
+    build = Info("kvrouter_build", "Release, and whether the core is the Rust one (native).", registry=registry)
+    build.info({"version": VERSION, "core": core.IMPLEMENTATION})
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)
     return registry

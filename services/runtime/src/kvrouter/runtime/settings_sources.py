@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Protocol, TypeVar, Union, get_args, get_origin
 
+from kvrouter.runtime.version import VERSION
 from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -201,6 +202,7 @@ def _parser(kinds: Sequence[type[BaseModel]], prog: str | None) -> argparse.Argu
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Options are flags, environment variables and keys of a TOML file, in this order.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.add_argument("--config", metavar="FILE", help=f"File with options. [{_PREFIX}CONFIG]")
     known: set[str] = set()
     for kind in kinds:
