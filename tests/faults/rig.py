@@ -88,16 +88,34 @@ class EngineNode(ABC):
     def serve(self, requests: int = 1) -> None:
         """Runs requests that share prefixes; blocks are stored, and evicted since the cache is small."""
         for _ in range(requests):
-            self._number += 1
             shared = random.Random(self._rng.randrange(6))
             tokens = [shared.randrange(1 << 20) for _ in range(self._rng.randrange(4, 100))]
             tokens += [self._rng.randrange(1 << 20) for _ in range(self._rng.randrange(1, 60))]
-            self.engine.submit(EngineRequest(f"r{self._number}", pack_tokens(tokens), 4), self._now)
-            while (step := self.engine.begin_step(self._now)) is not None:
-                self._learn_places()
-                self._publish(step.events)
-                self._now = step.ends_at
-                self.engine.end_step(self._now)
+            self._run(pack_tokens(tokens), 4)
+
+    def keep_half(self, former: EngineNode) -> None:
+        """Fills the cache with prompts that a former engine had cached, until it holds about half as many blocks."""
+        table = former.engine.cached_blocks()
+        leaves = sorted(table.keys() - {block.parent_hash for block in table.values()})
+        self._rng.shuffle(leaves)
+        for leaf in leaves:
+            prompt = _prompt_of(leaf, table)
+            if prompt and len(self.engine.cached_blocks()) + len(prompt) // (4 * BLOCK_SIZE) <= len(table) // 2:
+                self._run(prompt, 1)
+
+    def longest_prompt(self) -> bytes:
+        """Packed tokens of the longest prompt that is cached."""
+        table = self.engine.cached_blocks()
+        return max((_prompt_of(name, table) for name in table), key=len)
+
+    def _run(self, prompt: bytes, max_tokens: int) -> None:
+        self._number += 1
+        self.engine.submit(EngineRequest(f"r{self._number}", prompt, max_tokens), self._now)
+        while (step := self.engine.begin_step(self._now)) is not None:
+            self._learn_places()
+            self._publish(step.events)
+            self._now = step.ends_at
+            self.engine.end_step(self._now)
 
     def holds(self) -> Held:
         """The engine's own block table."""
@@ -115,6 +133,18 @@ class EngineNode(ABC):
                 parent, local = table[each].parent_hash, _local(table[each])
                 link = b"" if parent is None else struct.pack("<2Q", self._places[parent], local)
                 self._places[each] = xxh3_64(link, seed=1337).intdigest() if link else local
+
+
+def _prompt_of(leaf: int, table: Mapping[int, CachedBlock]) -> bytes:
+    """Packed tokens from the start of a sequence to a block; none where a block before it is not cached."""
+    tokens: list[bytes] = []
+    name: int | None = leaf
+    while name is not None:
+        if name not in table:
+            return b""
+        tokens.append(table[name].tokens)
+        name = table[name].parent_hash
+    return b"".join(reversed(tokens))
 
 
 def _local(block: CachedBlock) -> int:
@@ -259,7 +289,7 @@ class Rig:
     @asynccontextmanager
     async def node(self, worker_id: int, **settings: Any) -> AsyncIterator[Node]:
         """A worker that is registered while the context lasts."""
-        config = worker_config(worker_id, etcd=self.etcd.endpoint, **({"nats": self.nats.url} | settings))
+        config = worker_config(worker_id, **({"etcd": self.etcd.endpoint, "nats": self.nats.url} | settings))
         async with running(config, Idle()) as worker:
             await worker.registered()
             node = self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32))

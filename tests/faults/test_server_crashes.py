@@ -123,6 +123,31 @@ async def test_what_a_replica_has_not_read_is_dropped_by_the_stream(rig: Rig, li
     await rig.agree(one)
 
 
+async def test_the_stream_forgets_everything_while_nothing_happens(rig: Rig) -> None:
+    await rig.start_nodes(1, 2, heartbeat_seconds=3600)
+    one = await rig.indexer("one")
+    await rig.serve(20)
+    await rig.agree(one)
+    client = await rig.client()
+    config = stream_config(COMPONENT)
+    config.max_age, config.duplicate_window = 0.5, 0.5
+    await client.jetstream().update_stream(config)
+    await rig.until(lambda: TAKEN in one.log())  # before half of that has passed, nothing is due
+    await rig.until(lambda: _is_empty(client))
+    late = await rig.indexer("late")
+    await rig.agree(one, late)
+    assert '"event": "restored"' in late.log()
+    await rig.serve(5)
+    await rig.agree(one, late)
+    for each in (one, late):
+        assert (await each.stats()).events.gaps == 0
+        assert "rank resynced" not in each.log()
+
+
+async def _is_empty(client: Client) -> bool:
+    return (await client.jetstream().stream_info(COMPONENT.stream)).state.messages == 0
+
+
 async def _lost_some(client: Client) -> bool:
     return (await client.jetstream().stream_info(COMPONENT.stream)).state.first_seq > 20
 

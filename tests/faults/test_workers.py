@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import pytest
 from kvrouter.publisher.etcd import TakenOver
@@ -10,24 +11,95 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import NatsServer
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.events_pb2 import BlocksRemoved, KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes, VerifyRequest
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes, TokenIds, VerifyRequest
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
 from nats.aio.msg import Msg
 
-from .rig import BLOCK_SIZE, COMPONENT, NAMED, Rig
+from .processes import Processes, system
+from .rig import BLOCK_SIZE, COMPONENT, FULL, NAMED, Node, Rig
+from .wires import AckLosingWire, Wire
 
 
-async def test_a_lease_that_lapses_costs_no_blocks(rig: Rig) -> None:
-    nodes = await rig.start_nodes(1, 2)
-    one = await rig.indexer("one", worker_grace_seconds=30)
+async def test_leases_that_lapse_cost_no_blocks(rig: Rig) -> None:
+    """Workers lose etcd for longer than their leases live, while their engines serve and the Indexer sees etcd."""
+    wire = Wire(rig.etcd.port)
+    await rig.exits.enter_async_context(wire.laid())
+    nodes = await rig.start_nodes(1, 2, etcd=wire.address)
+    one = await rig.indexer("one", worker_grace_seconds=60)
     await rig.serve(10)
     await rig.agree(one)
     before = len(one.log())
+    wire.cut()
     for node in nodes:
-        await rig.delete_key(COMPONENT.worker_key(node.worker.config.worker_id))
+        await rig.until(lambda node=node: _is_gone(rig, node))  # type: ignore[misc]
+    await rig.serve(10)
+    await rig.agree(one)
+    wire.mend()
+    for node in nodes:
+        await node.worker.registered()
     await rig.serve(10, 0.02)
     await rig.agree(one)
-    assert "rank dropped" not in one.log()[before:]
-    assert "rank is gone" not in one.log()[before:]
+    for words in ("rank dropped", "rank is gone", "rank begins a life", "rank resynced"):
+        assert words not in one.log()[before:]
+
+
+async def _is_gone(rig: Rig, node: Node) -> bool:
+    return not await rig.has_key(COMPONENT.worker_key(node.worker.config.worker_id))
+
+
+async def test_no_request_goes_to_a_worker_that_left_while_its_blocks_are_still_there(rig: Rig) -> None:
+    (other,) = await rig.start_nodes(2)
+    one = await rig.indexer("one", worker_grace_seconds=5)
+    async with system(rig.nats.url, rig.etcd.endpoint, COMPONENT.namespace) as processes:
+        await processes.start("scheduler", "scheduler", "--router-mode", "kv")
+        await processes.ready("scheduler", "scheduler")
+        scheduler = processes.scheduler("scheduler")
+
+        async def chosen(prompt: bytes) -> tuple[int, int]:
+            """The worker that a request would go to, and its overlap."""
+            asked = RoutingRequest(model="m", token_ids=TokenIds(ids=memoryview(prompt).cast("I").tolist()))
+            answer = await scheduler.select_worker(SelectWorkerRequest(request=asked), deadline=Deadline.after(10))
+            return answer.rank.worker_id, answer.overlap_blocks
+
+        async with rig.node(1) as node:
+            node.serve(10)
+            other.serve(10)
+            await rig.agree(one)
+            prompt = node.longest_prompt()
+            blocks = len(prompt) // (4 * BLOCK_SIZE)
+            await rig.until(lambda: _equals(chosen(prompt), (1, blocks)))
+        await rig.until(lambda: _equals(_registered(processes), {2}))
+        left = False
+        while await one.held(1):
+            assert (await chosen(prompt))[0] == 2
+            left = True
+        assert left, "its blocks were there for a while"
+        await rig.agree(one)
+        assert await chosen(prompt) == (2, 0)
+
+
+async def _equals(answer: Awaitable[object], wanted: object) -> bool:
+    return await answer == wanted
+
+
+async def _registered(processes: Processes) -> set[int]:
+    return {worker for view in processes.directory.components.values() for worker in view.workers}
+
+
+async def test_a_worker_comes_back_under_its_id_with_half_its_cache(rig: Rig) -> None:
+    await rig.start_nodes(2)
+    one = await rig.indexer("one", worker_grace_seconds=60)
+    async with rig.node(1) as former:
+        await rig.serve(15)
+        await rig.agree(one)
+    async with rig.node(1) as node:
+        node.keep_half(former)
+        await rig.agree(one)
+        held = {block[1:3] for block in await one.held(1)}
+        assert held < {block[1:3] for block in former.holds()}
+        assert held
+        node.serve(5)
+        await rig.agree(one)
 
 
 async def test_a_worker_leaves_and_comes_back_with_another_cache(rig: Rig) -> None:
@@ -110,21 +182,35 @@ async def test_light_messages_are_dropped_doubled_and_reordered(rig: Rig) -> Non
     await rig.serve(120, 0.01)
     await rig.agree(one)
     assert all(counts.values()), counts
-    stats = await one.stats()
-    assert stats.events.gaps
+    assert (await one.stats()).events.gaps
+
+
+async def test_publish_acknowledgements_are_dropped_doubled_and_reordered(rig: Rig) -> None:
+    wire = AckLosingWire(rig.nats.port, rig.rng)
+    await rig.exits.enter_async_context(wire.laid())
+    nodes = await rig.start_nodes(1, 2, nats=f"nats://{wire.address}", transport=Transport.TRANSPORT_DURABLE)
+    one = await rig.indexer("one")
+    rounds = 0
+    while rounds < (200 if FULL else 20) or len(+wire.counts) < 3:
+        rounds += 1
+        await rig.serve(1)
+        for node in nodes:
+            await node.worker.flush()
+    await rig.agree(one)
+    assert sum(node.worker.rank(0).stats().retries for node in nodes) >= wire.counts["dropped"]
+    counted = (await one.stats()).events
+    assert (counted.gaps, counted.repairs, counted.duplicates) == (0, 0, 0), "the stream keeps each batch once"
 
 
 async def test_both_transports_and_a_worker_that_switches(rig: Rig) -> None:
     await rig.start_nodes(2, transport=Transport.TRANSPORT_LIGHT)
+    await rig.start_nodes(3, transport=Transport.TRANSPORT_DURABLE)
     one, two = await rig.indexer("one"), await rig.indexer("two")
-    async with rig.node(1, transport=Transport.TRANSPORT_DURABLE) as node:
-        await rig.serve(15, 0.01)
-        await rig.agree(one, two)
-        engine = node.engine
-    assert engine.cached_blocks()
-    async with rig.node(1, transport=Transport.TRANSPORT_LIGHT) as node:
-        await rig.serve(15, 0.01)
-        await rig.agree(one, two)
+    for transport in (Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_LIGHT, Transport.TRANSPORT_DURABLE):
+        async with rig.node(1, transport=transport) as node:
+            await rig.serve(15, 0.01)
+            await rig.agree(one, two)
+            assert node.engine.cached_blocks()
 
 
 async def test_an_operator_sees_that_index_and_workers_agree(rig: Rig) -> None:
