@@ -20,6 +20,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     BookingReasserted,
     CallFailed,
+    FreeRequest,
+    FreeResponse,
     ReassertBooking,
     SelectWorkerRequest,
     SelectWorkerResponse,
@@ -32,14 +34,20 @@ COMPONENT = ComponentName("test", "workers")
 
 
 class Refusing:
-    """A Scheduler's session that refuses so many bookings or selections with one code; it is its own source."""
+    """A Scheduler that refuses so many bookings or selections with one code; it is its own source.
+
+    Its first ``deaf_sessions`` sessions read nothing after they are open.
+    """
 
     def __init__(self, refusals: int, code: grpc.StatusCode = grpc.StatusCode.NOT_FOUND) -> None:
         self.refusals = refusals
         self.code = code
         self.asserted: list[ReassertBooking] = []
         self.selected: list[SelectWorkerRequest] = []
+        self.freed: list[FreeRequest] = []
         self.ends_with_selections = 0
+        self.sessions = 0
+        self.deaf_sessions = 0
         self.opened = asyncio.Event()
 
     def pick(
@@ -60,8 +68,11 @@ class Refusing:
         self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
     ) -> AsyncGenerator[SessionResponse, None]:
         async for request in requests:
+            if self.sessions and self.sessions <= self.deaf_sessions and not request.HasField("open"):
+                await asyncio.Event().wait()
             response = SessionResponse(call_id=request.call_id)
             if request.HasField("open"):
+                self.sessions += 1
                 await self.opened.wait()
                 response.opened.CopyFrom(SessionOpened(scheduler_id="one"))
             elif request.HasField("reassert"):
@@ -70,10 +81,14 @@ class Refusing:
                     response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
                 else:
                     response.reasserted.CopyFrom(BookingReasserted())
+            elif request.HasField("free"):
+                self.freed.append(request.free)
+                response.free.CopyFrom(FreeResponse())
             elif request.HasField("select"):
                 self.selected.append(request.select)
                 if self.ends_with_selections:
                     self.ends_with_selections -= 1
+                    await asyncio.sleep(0.005)
                     return
                 if self.refusals >= len(self.selected):
                     response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
@@ -169,3 +184,30 @@ async def test_advice_to_spread_is_passed_on() -> None:
     async with linked(scheduler, on_spread_advised=advised.set) as link:
         await link.select(selection(), deadline=Deadline.never())
     assert advised.is_set()
+
+
+async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_is_told_all_in_the_next_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_link, "_QUEUE_LIMIT", 8)
+    scheduler = Refusing(0)
+    scheduler.deaf_sessions = 1
+    scheduler.opened.set()
+    async with linked(scheduler) as link, asyncio.TaskGroup() as group:
+        await link.wait_ready()
+        selecting = group.create_task(link.select(selection(), deadline=Deadline.never()))
+        kept, freed = booking("kept"), booking("freed")
+        link.keep(kept)
+        link.keep(freed)
+        for tokens in range(16, 16 * 20, 16):
+            link.report_output(kept, tokens)
+        link.prefill_complete(kept)
+        link.free(freed, 7)
+        await selecting
+        await until_asserted(scheduler, 1)
+        while not scheduler.freed:
+            await asyncio.sleep(0.01)
+    (told,) = scheduler.asserted
+    assert (told.booking.request_id, told.prefill_complete, told.output_tokens) == ("kept", True, 16 * 19)
+    assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [("freed", 7)]
+    assert scheduler.sessions == 2

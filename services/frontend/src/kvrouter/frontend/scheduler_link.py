@@ -49,7 +49,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 log = structlog.get_logger(component="frontend")
 
 _QUEUE_LIMIT = 65_536
-"""Messages that wait for the session's stream; a Scheduler that leaves so many unread counts as gone."""
+"""Messages that wait for the session's stream; with one more the session ends, and the next is told all that counts."""
 _OPENING_SECONDS = 5.0
 """Time that a Scheduler has to open a session before another is tried: far above a round trip, far below a lease."""
 _AVOIDED_SECONDS = 15.0
@@ -92,6 +92,7 @@ class SchedulerLink:
         self._live: dict[Key, LiveBooking] = {}
         self._call_ids = itertools.count(1)
         self._outgoing: asyncio.Queue[SessionRequest] = asyncio.Queue(_QUEUE_LIMIT)
+        self._overflowed = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[SessionResponse]] = {}
         self._frees: dict[int, FreeRequest] = {}
         self._open = asyncio.Event()
@@ -225,7 +226,7 @@ class SchedulerLink:
         Returns whether it was open.
         """
         opened = False
-        self._outgoing = asyncio.Queue(_QUEUE_LIMIT)
+        self._outgoing, self._overflowed = asyncio.Queue(_QUEUE_LIMIT), asyncio.Event()
         self._outgoing.put_nowait(
             SessionRequest(
                 call_id=next(self._call_ids),
@@ -236,6 +237,7 @@ class SchedulerLink:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_when_moved(scheduler_id))
                 group.create_task(self._end_unless_opened())
+                group.create_task(self._end_when_overflowed())
                 group.create_task(self._assert_refused())
                 async with aclosing(scheduler.session(self._requests(), deadline=Deadline.never())) as responses:
                     async for response in responses:
@@ -288,6 +290,10 @@ class SchedulerLink:
         except TimeoutError:
             raise _SessionEnded("no session was opened in time") from None
 
+    async def _end_when_overflowed(self) -> None:
+        await self._overflowed.wait()
+        raise _SessionEnded(f"the Scheduler has left {_QUEUE_LIMIT} messages unread")
+
     async def _end_when_moved(self, scheduler_id: str) -> None:
         while True:
             await self._other_pick()
@@ -325,7 +331,8 @@ class SchedulerLink:
         try:
             self._outgoing.put_nowait(request)
         except asyncio.QueueFull:
-            raise DependencyAway(f"the Scheduler of {self._component} reads too slowly") from None
+            # Nothing is lost: what waits for an answer is asked again, what is live or freed is told again.
+            self._overflowed.set()
 
     def _resolve(self, response: SessionResponse) -> None:
         self._frees.pop(response.call_id, None)
