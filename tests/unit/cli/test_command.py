@@ -62,6 +62,19 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out == f"kvrouter {version('kvrouter')}\n"
 
 
+def test_a_picture_without_what_draws_is_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "kvrouter.simulator.picture"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = str(tmp_path / "picture.png")
+    assert status_of(monkeypatch, "simulate", "--requests", "5", "--workers", "1", "--picture", picture) == 1
+    said = capsys.readouterr()
+    assert "time to first token" in said.out
+    assert said.err == "kvrouter: a picture needs matplotlib: pip install 'kvrouter[stack]'\n"
+
+
 def test_a_target_that_does_not_answer_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -250,6 +250,10 @@ def main() -> None:
         status = 130
     except (ProcessDied, StackFailed, StartFailed, BinaryMissing) as error:
         status = _fail(str(error), CommandFailed.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        status = _fail("a picture needs matplotlib: pip install 'kvrouter[stack]'", CommandFailed.exit_code)
     except OSError as error:
         status = _fail(reason_of(error), CommandFailed.exit_code)
     sys.exit(status)
