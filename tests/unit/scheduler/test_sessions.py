@@ -9,7 +9,8 @@ from contextlib import aclosing, asynccontextmanager
 import grpc
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, SessionLost, from_parts
+from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, SessionLost, from_parts
+from kvrouter.scheduler import session_stream
 from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.errors_pb2 import ErrorReason
@@ -198,6 +199,30 @@ async def test_a_client_that_never_says_anything_leaves_nothing() -> None:
         with pytest.raises(StopAsyncIteration):
             await client.answer()
     assert parts.ledger.sessions == 0
+
+
+async def test_a_stream_that_never_opens_a_session_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_stream, "_OPENING_SECONDS", 0.01)
+    parts = Parts(view(worker(1)))
+    async with line(parts, None) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.answer()
+    assert parts.ledger.sessions == 0
+
+
+async def test_a_session_that_is_open_may_be_silent_for_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_stream, "_OPENING_SECONDS", 0.01)
+    parts = Parts(view(worker(1)))
+    async with line(parts) as client:
+        await asyncio.sleep(0.03)
+        parts.now += 1000
+        parts.bookings.expire()
+        assert (await client.ask(call_id=2, select=selecting("a"))).HasField("select")
+        assert parts.ledger.sessions == 1
+    parts.now += 10
+    parts.bookings.expire()
+    assert parts.ledger.sessions == 0
+    assert parts.idle()
 
 
 async def test_answers_come_although_the_client_sends_no_more() -> None:

@@ -12,7 +12,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import grpc
 import structlog
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, SessionLost, to_parts
+from kvrouter.runtime.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Internal,
+    KvRouterError,
+    SessionLost,
+    to_parts,
+)
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.selection import Selector
@@ -20,6 +27,8 @@ from kvrouter.v1.scheduler_pb2 import CallFailed, OpenSession, SessionOpened, Se
 
 log = structlog.get_logger(component="scheduler")
 
+_OPENING_SECONDS = 10.0
+"""Time that a client has to open its session: one that never does would hold a call of the server for ever."""
 _MAX_UNANSWERED = 16_384
 """Calls of one session whose answer is not read yet; further ones are not read before that."""
 _MAX_ID_BYTES = 128
@@ -57,9 +66,14 @@ class Sessions:
 
         Raises:
             BadRequest: the first message opens no session.
+            DeadlineExceeded: no message came in time.
             SessionLost: another stream took the session over.
         """
-        first = await anext(requests, None)
+        try:
+            async with asyncio.timeout(_OPENING_SECONDS):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded("the stream opened no session in time") from None
         if first is None:
             return
         opening = _checked_opening(first)
