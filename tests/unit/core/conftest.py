@@ -24,6 +24,11 @@ def hashing(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture(scope="session", params=["reference", "native"])
+def core(request: pytest.FixtureRequest) -> ModuleType:
+    return implementation(request.param, "ActiveSequences")
+
+
+@pytest.fixture(scope="session", params=["reference", "native"])
 def index_class(request: pytest.FixtureRequest) -> type:
     return implementation(request.param, "PrefixIndex").PrefixIndex
 

@@ -6,13 +6,15 @@ import importlib.resources
 import json
 import struct
 from array import array
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.core.interface import Scope
+from kvrouter.core.interface import Booking, Scope
 from kvrouter.core.reference.hashing import scope_seed
 from xxhash import xxh3_64_intdigest
 
@@ -78,11 +80,25 @@ def test_every_form_of_tokens_gives_the_same_hashes(hashing: ModuleType) -> None
         memoryview(as_bytes),
         memoryview(array("I", TOKENS)),
         strided,
+        np.array(TOKENS, np.uint32),
+        np.array(TOKENS, np.int64),
+        np.array(TOKENS, ">u4"),
+        np.repeat(np.array(TOKENS, np.uint32), 2)[::2],
     ]
     for form in forms:
         assert hashing.local_hashes(form, 4) == expected, form
     signed = [token for token in TOKENS if token < 1 << 31][:4]
-    assert hashing.local_hashes(array("i", signed), 4) == hashing.local_hashes(signed, 4)
+    for form in (array("i", signed), np.array(signed, np.int32)):
+        assert hashing.local_hashes(form, 4) == hashing.local_hashes(signed, 4)
+
+
+def test_a_long_prompt_hashes_alike_from_every_form(hashing: ModuleType) -> None:
+    """Long enough that the GIL is given up."""
+    tokens = np.arange(40_000, dtype=np.uint32)
+    expected = hashing.local_hashes(tokens.tobytes(), 16)
+    assert expected == b"".join(hashing.local_hashes(tokens[at : at + 16], 16) for at in range(0, len(tokens), 16))
+    for form in (tokens, bytearray(tokens), tokens.tolist(), tokens.astype(np.int32)):
+        assert hashing.local_hashes(form, 16) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,6 +126,41 @@ def test_bytes_that_are_no_whole_number_are_refused(hashing: ModuleType) -> None
         hashing.local_hashes(b"12345", 1)
     with pytest.raises(ValueError):
         hashing.sequence_hashes(b"123456789")
+
+
+def test_every_form_of_packed_hashes_gives_the_same(hashing: ModuleType) -> None:
+    hashes = np.arange(1, 6000, dtype=np.uint64)
+    expected = hashing.sequence_hashes(hashes.tobytes())
+    unaligned = memoryview(b"x" + hashes.tobytes())[1:]
+    words = array("Q", hashes.tolist())
+    for form in (bytearray(hashes), unaligned, hashes, words, memoryview(words), np.frombuffer(hashes, np.uint8)):
+        assert hashing.sequence_hashes(form) == expected
+    assert hashing.sequence_hashes(b"") == b""
+
+
+NOT_PACKED = [[1], (1,), array("q", [1]), array("I", [1, 2]), array("d", [1.0]), np.array([1.0]), "12345678", 8]
+
+
+@pytest.mark.parametrize("bad", NOT_PACKED, ids=repr)
+def test_what_is_not_packed_is_refused(core: ModuleType, bad: Any) -> None:
+    index, predicted, sequences = core.PrefixIndex(), core.PredictedIndex(), core.ActiveSequences(16)
+    sequences.add_rank((1, 0))
+    calls: list[Callable[[Any], Any]] = [
+        core.sequence_hashes,
+        index.overlaps,
+        index.find_matches,
+        lambda hashes: predicted.record((1, 0), hashes, 0.0),
+        lambda hashes: predicted.overlaps(hashes, 0.0),
+        sequences.loads,
+        lambda hashes: sequences.book(Booking(("r", 0, 1), (1, 0), hashes, 16, 0)),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError):
+            call(bad)
+        with pytest.raises(ValueError):
+            call(np.arange(8, dtype=np.uint64)[::2])
+        with pytest.raises(ValueError):
+            call(b"123456789")
 
 
 @pytest.mark.parametrize("block_size", [0, -1])

@@ -1,5 +1,7 @@
 //! Bytes out of Python objects, without copies where the object has them in one piece.
 
+use std::borrow::Cow;
+
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -27,6 +29,21 @@ impl Bytes<'_, '_> {
             Self::Owned(bytes) => bytes,
         }
     }
+
+    /// Calls `f` with the bytes; without the GIL if `long`, and then with a copy of what may be changed meanwhile.
+    pub fn with<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&[u8]) -> T + Send) -> T {
+        match (self, long) {
+            (Self::Buffer(_), true) => {
+                let copy = self.as_slice().to_vec();
+                py.detach(|| f(&copy))
+            }
+            (_, true) => {
+                let bytes = self.as_slice();
+                py.detach(|| f(bytes))
+            }
+            (_, false) => f(self.as_slice()),
+        }
+    }
 }
 
 /// The bytes of `bytes`, `bytearray`, or anything else that offers a contiguous buffer.
@@ -34,22 +51,65 @@ pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>>
     if let Ok(exact) = object.cast::<PyBytes>() {
         return Ok(Bytes::Borrowed(exact));
     }
+    Ok(Bytes::Buffer(contiguous(object)?))
+}
+
+fn contiguous(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
     let buffer = PyUntypedBuffer::get(object)?;
     if !buffer.is_c_contiguous() {
         return Err(PyValueError::new_err("the buffer is not contiguous"));
     }
-    Ok(Bytes::Buffer(buffer))
+    Ok(buffer)
 }
 
-/// Packed little-endian u64.
+/// Packed hashes as words: where they lie, or a copy if they are not aligned or may be changed meanwhile.
 ///
-/// Raises ValueError where the length is not a multiple of 8.
-pub fn packed_hashes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
-    let packed = bytes(object)?;
-    if !packed.as_slice().len().is_multiple_of(8) {
+/// Raises TypeError for what is neither bytes nor unsigned 64-bit integers; ValueError where the buffer is not contiguous
+/// or its length is not a multiple of 8.
+pub fn words<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
+    if let Ok(exact) = object.cast::<PyBytes>() {
+        let packed = whole_words(exact.as_bytes())?;
+        // SAFETY: any eight bytes are a word.
+        let (before, words, after) = unsafe { packed.align_to::<u64>() };
+        let there = cfg!(target_endian = "little") && before.is_empty() && after.is_empty();
+        return Ok(if there { Cow::Borrowed(words) } else { Cow::Owned(copied(packed)) });
+    }
+    let buffer = contiguous(object)?;
+    match kind(&buffer) {
+        Kind::Bytes | Kind::Unsigned(8) => Ok(Cow::Owned(copied(whole_words(Bytes::Buffer(buffer).as_slice())?))),
+        _ => Err(PyTypeError::new_err("packed hashes are bytes, or unsigned 64-bit integers")),
+    }
+}
+
+fn whole_words(packed: &[u8]) -> PyResult<&[u8]> {
+    if !packed.len().is_multiple_of(8) {
         return Err(PyValueError::new_err("packed hashes are 8 bytes each"));
     }
     Ok(packed)
+}
+
+fn copied(packed: &[u8]) -> Vec<u64> {
+    packed.chunks_exact(8).map(|word| word.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))).collect()
+}
+
+/// What a buffer is made of.
+enum Kind {
+    Bytes,
+    /// Integers of that many bytes, in little-endian order.
+    Unsigned(usize),
+    Signed(usize),
+    Other,
+}
+
+fn kind(buffer: &PyUntypedBuffer) -> Kind {
+    let format = buffer.format().to_bytes();
+    let big_endian = matches!(format.first(), Some(b'>' | b'!')) || (cfg!(target_endian = "big") && format.len() == 1);
+    match (format.last().copied().unwrap_or(b'B'), buffer.item_size()) {
+        (b'B' | b'b' | b'c', 1) => Kind::Bytes,
+        (b'I' | b'L' | b'Q' | b'N', size) if !big_endian => Kind::Unsigned(size),
+        (b'i' | b'l' | b'q' | b'n', size) if !big_endian => Kind::Signed(size),
+        _ => Kind::Other,
+    }
 }
 
 /// Token ids as little-endian u32, from any of the forms of `TokenBuffer`.
@@ -66,20 +126,16 @@ pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>
     if !buffer.is_c_contiguous() {
         return from_iterable(object, object.len().unwrap_or(0));
     }
-    let format = buffer.format().to_bytes();
-    let code = format.last().copied().unwrap_or(b'B');
-    let big_endian = matches!(format.first(), Some(b'>' | b'!')) || (cfg!(target_endian = "big") && format.len() == 1);
-    match (code, buffer.item_size()) {
-        (b'B' | b'b' | b'c', 1) => whole_tokens(Bytes::Buffer(buffer)),
-        (b'I' | b'L', 4) if !big_endian => Ok(Bytes::Buffer(buffer)),
-        (b'i' | b'l', 4) if !big_endian => {
+    match kind(&buffer) {
+        Kind::Bytes => whole_tokens(Bytes::Buffer(buffer)),
+        Kind::Unsigned(4) => Ok(Bytes::Buffer(buffer)),
+        Kind::Signed(4) => {
             let held = Bytes::Buffer(buffer);
             if held.as_slice().chunks_exact(4).any(|token| token.last().is_some_and(|high| high & 0x80 != 0)) {
                 return Err(PyOverflowError::new_err("token ids are not negative"));
             }
             Ok(held)
         }
-        (b'f' | b'd' | b'e' | b'g' | b'?', _) => Err(PyTypeError::new_err("token ids are integers")),
         _ => from_iterable(object, buffer.item_count()),
     }
 }

@@ -7,6 +7,11 @@ use pyo3::types::PyBytes;
 use super::buffers;
 use crate::hash;
 
+/// Bytes of tokens that take some 20 µs to hash, from where giving up the GIL pays.
+const LONG_PROMPT: usize = 128 << 10;
+/// And so many blocks to chain.
+const LONG_CHAIN: usize = 4 << 10;
+
 /// Local hashes of the full blocks of a prompt, packed.
 #[pyfunction]
 #[pyo3(signature = (token_ids, block_size, scope=None, multimodal=None))]
@@ -17,37 +22,42 @@ pub fn local_hashes<'py>(
     scope: Option<&Bound<'py, PyAny>>,
     multimodal: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let tokens = buffers::tokens(token_ids)?;
-    let hashes = hash_tokens(&tokens, block_size, scope, multimodal)?;
+    let hashes = hash_tokens(py, token_ids, block_size, scope, multimodal)?;
     buffers::pack(py, &hashes)
 }
 
-/// Local hashes of tokens that are bytes already.
+/// Local hashes of the full blocks of a prompt.
 pub fn hash_tokens(
-    tokens: &buffers::Bytes<'_, '_>,
+    py: Python<'_>,
+    token_ids: &Bound<'_, PyAny>,
     block_size: i64,
     scope: Option<&Bound<'_, PyAny>>,
     multimodal: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Vec<u64>> {
+    let tokens = buffers::tokens(token_ids)?;
     let Some(block_size) = usize::try_from(block_size).ok().filter(|size| *size > 0) else {
         return Err(PyValueError::new_err("block_size must be 1 or more"));
     };
-    let mut hashes = Vec::new();
-    let content = buffers::multimodal(multimodal)?;
-    hash::local_hashes(tokens.as_slice(), block_size, buffers::seed(scope)?, &content, &mut hashes);
-    Ok(hashes)
+    let (seed, content) = (buffers::seed(scope)?, buffers::multimodal(multimodal)?);
+    Ok(tokens.with(py, tokens.as_slice().len() > LONG_PROMPT, |tokens| {
+        let mut hashes = Vec::new();
+        hash::local_hashes(tokens, block_size, seed, &content, &mut hashes);
+        hashes
+    }))
 }
 
 /// Sequence hashes of a chain that starts a sequence, packed, from its packed local hashes.
 #[pyfunction]
 pub fn sequence_hashes<'py>(py: Python<'py>, local: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
-    let packed = buffers::packed_hashes(local)?;
-    let mut previous = 0;
-    let mut hashes = Vec::with_capacity(packed.as_slice().len() / 8);
-    for (depth, local) in packed.as_slice().chunks_exact(8).enumerate() {
-        let local = u64::from_le_bytes(local.try_into().unwrap_or_default());
-        previous = if depth == 0 { local } else { hash::chain(previous, local) };
-        hashes.push(previous);
-    }
+    let locals = buffers::words(local)?;
+    let chain = || {
+        let mut previous = 0;
+        let chained = (0u32..).zip(locals.iter()).map(|(depth, local)| {
+            previous = hash::sequence_hash(depth, previous, *local);
+            previous
+        });
+        chained.collect::<Vec<u64>>()
+    };
+    let hashes = if locals.len() > LONG_CHAIN { py.detach(chain) } else { chain() };
     buffers::pack(py, &hashes)
 }

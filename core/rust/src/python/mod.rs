@@ -6,6 +6,7 @@ mod hashing;
 mod predicted;
 mod prefix_index;
 mod sequences;
+mod shared;
 
 pub use hashing::{local_hashes, sequence_hashes};
 pub use predicted::PredictedIndex;

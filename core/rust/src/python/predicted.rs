@@ -4,8 +4,8 @@ use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use super::buffers::words;
 use super::exclusive::Exclusive;
-use super::sequences::words;
 use crate::memory::trim_heap;
 use crate::predicted::Predicted;
 use crate::ranks::Name;

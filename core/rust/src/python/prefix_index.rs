@@ -1,65 +1,72 @@
 //! The prefix index, as Python calls it.
 
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
-
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
+use super::shared::Shared;
 use super::{buffers, hashing};
 use crate::apply::Summary;
 use crate::index::Index;
 use crate::ranks::Name;
-
-/// A batch of this many bytes takes some 20 µs, from where giving up the GIL pays.
-const LONG_BATCH: usize = 24 << 10;
-/// So do a prompt of this many blocks, times the ranks that may hold them.
-const LONG_QUERY: usize = 1 << 14;
-/// And a walk over this many blocks of a rank.
-const LONG_WALK: u64 = 1 << 10;
+use crate::wire::{Batch, Change};
 
 /// Who holds which blocks; see `kvrouter.core.interface.PrefixIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct PrefixIndex {
-    index: RwLock<Index>,
+    index: Shared<Index>,
 }
 
-impl PrefixIndex {
-    /// The index, to be read. A wait for a writer never happens with the GIL held.
-    fn read<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&Index) -> T + Send) -> T {
-        if !long {
-            match self.index.try_read() {
-                Ok(index) => return f(&index),
-                Err(TryLockError::Poisoned(poisoned)) => return f(&poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) => {}
+/// What calls take, ns, by the measurements of `bench/core`: who estimates decides by it whether to give up the GIL.
+mod work {
+    use super::{Batch, Change, Index, Name};
+
+    /// A batch without chains is shorter than this.
+    const SHORT_BATCH: usize = 512;
+
+    pub fn batch(index: &Index, message: &[u8]) -> usize {
+        let mut work = 2 * message.len();
+        if message.len() <= SHORT_BATCH
+            && let Ok(batch) = Batch::parse(message)
+        {
+            let name = (batch.worker_id, batch.dp_rank);
+            if batch.events.iter().any(|event| matches!(event.change, Change::Cleared)) {
+                work += departure(index, name);
+            }
+            if batch.digest.is_some() && (batch.events.is_empty() || index.check_digests) {
+                work += digest(index, name);
             }
         }
-        py.detach(|| f(&lock_shared(&self.index)))
+        work
     }
 
-    fn write<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&mut Index) -> T + Send) -> T {
-        if !long {
-            match self.index.try_write() {
-                Ok(mut index) => return f(&mut index),
-                Err(TryLockError::Poisoned(poisoned)) => return f(&mut poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) => {}
-            }
-        }
-        py.detach(|| f(&mut lock(&self.index)))
+    pub fn query(index: &Index, prompt_blocks: usize) -> usize {
+        2 * prompt_blocks + 8 * index.ranks.slots()
     }
-}
 
-fn lock_shared(index: &RwLock<Index>) -> RwLockReadGuard<'_, Index> {
-    index.read().unwrap_or_else(PoisonError::into_inner)
-}
+    pub fn answer(index: &Index, prompt_blocks: usize) -> usize {
+        query(index, prompt_blocks) + 60 * index.ranks.slots()
+    }
 
-fn lock(index: &RwLock<Index>) -> RwLockWriteGuard<'_, Index> {
-    index.write().unwrap_or_else(PoisonError::into_inner)
-}
+    pub fn digest(index: &Index, rank: Name) -> usize {
+        15 * index.entries_of(rank) as usize
+    }
 
-/// Packed hashes as words: they lie wherever Python put them, and are compared as aligned words.
-fn words(packed: &[u8]) -> Vec<u64> {
-    packed.chunks_exact(8).map(|word| word.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))).collect()
+    pub fn departure(index: &Index, rank: Name) -> usize {
+        20 * index.entries_of(rank) as usize
+    }
+
+    pub fn dump(index: &Index, rank: Name) -> usize {
+        40 * index.entries_of(rank) as usize
+    }
+
+    pub fn figures(index: &Index) -> usize {
+        10 * index.runs.len() + 50 * index.ranks.slots()
+    }
+
+    pub fn little(_: &Index) -> usize {
+        0
+    }
 }
 
 fn pack_overlaps<'py>(py: Python<'py>, overlaps: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
@@ -90,17 +97,18 @@ impl PrefixIndex {
         let bound = |value: i128| {
             u64::try_from(value).map_err(|_| PyValueError::new_err("bounds are 0 (none) or more, below 2^64"))
         };
-        Ok(Self { index: RwLock::new(Index::new(bound(max_blocks)?, bound(max_bytes)?, check_digests)) })
+        Ok(Self { index: Shared::new(Index::new(bound(max_blocks)?, bound(max_bytes)?, check_digests)) })
     }
 
     fn apply(&self, py: Python<'_>, batch: &Bound<'_, PyBytes>) -> ApplySummary {
         let bytes = batch.as_bytes();
-        ApplySummary(self.write(py, bytes.len() > LONG_BATCH, |index| index.apply(bytes)))
+        ApplySummary(self.index.write(py, |index| work::batch(index, bytes), |index| index.apply(bytes)))
     }
 
     fn find_matches<'py>(&self, py: Python<'py>, local_hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
-        let locals = words(buffers::packed_hashes(local_hashes)?.as_slice());
-        let response = self.read(py, locals.len() > LONG_QUERY, |index| index.find_matches(&locals));
+        let locals = buffers::words(local_hashes)?;
+        let response =
+            self.index.read(py, |index| work::answer(index, locals.len()), |index| index.find_matches(&locals));
         Ok(PyBytes::new(py, &response))
     }
 
@@ -112,8 +120,9 @@ impl PrefixIndex {
         tier: i64,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let tier = tier_index(tier)?;
-        let locals = words(buffers::packed_hashes(local_hashes)?.as_slice());
-        let overlaps = self.read(py, locals.len() > LONG_QUERY, |index| index.overlaps(&locals, tier));
+        let locals = buffers::words(local_hashes)?;
+        let overlaps =
+            self.index.read(py, |index| work::query(index, locals.len()), |index| index.overlaps(&locals, tier));
         pack_overlaps(py, &overlaps)
     }
 
@@ -127,38 +136,37 @@ impl PrefixIndex {
         tier: i64,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let tier = tier_index(tier)?;
-        let locals = hashing::hash_tokens(&buffers::tokens(token_ids)?, block_size, scope, None)?;
-        let overlaps = self.read(py, locals.len() > LONG_QUERY, |index| index.overlaps(&locals, tier));
+        let locals = hashing::hash_tokens(py, token_ids, block_size, scope, None)?;
+        let overlaps =
+            self.index.read(py, |index| work::query(index, locals.len()), |index| index.overlaps(&locals, tier));
         pack_overlaps(py, &overlaps)
     }
 
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let names = self.read(py, false, Index::names_by_slot);
+        let names = self.index.read(py, work::little, Index::names_by_slot);
         PyList::new(py, names)
     }
 
     fn cursor(&self, py: Python<'_>, rank: Name) -> Option<(u64, u64)> {
-        self.read(py, false, |index| index.cursor(rank))
+        self.index.read(py, work::little, |index| index.cursor(rank))
     }
 
     fn digest(&self, py: Python<'_>, rank: Name) -> Option<u64> {
-        let long = self.read(py, false, |index| index.entries_of(rank)) > LONG_WALK;
-        self.read(py, long, |index| index.digest_of(rank))
+        self.index.read(py, |index| work::digest(index, rank), |index| index.digest_of(rank))
     }
 
     #[pyo3(signature = (rank, incarnation, next_event_id, *, partial=true))]
     fn reset_rank(&self, py: Python<'_>, rank: Name, incarnation: u64, next_event_id: u64, partial: bool) -> u64 {
-        let long = self.read(py, false, |index| index.entries_of(rank)) > LONG_WALK;
-        self.write(py, long, |index| index.reset_rank(rank, incarnation, next_event_id, partial))
+        let reset = |index: &mut Index| index.reset_rank(rank, incarnation, next_event_id, partial);
+        self.index.write(py, |index| work::departure(index, rank), reset)
     }
 
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> u64 {
-        let long = self.read(py, false, |index| index.entries_of(rank)) > LONG_WALK;
-        self.write(py, long, |index| index.remove_rank(rank))
+        self.index.write(py, |index| work::departure(index, rank), |index| index.remove_rank(rank))
     }
 
     fn mark_partial(&self, py: Python<'_>, rank: Name, partial: bool) {
-        self.write(py, false, |index| index.mark_partial(rank, partial));
+        self.index.write(py, work::little, |index| index.mark_partial(rank, partial));
     }
 
     #[pyo3(signature = (rank, chunk_blocks=4096))]
@@ -166,7 +174,7 @@ impl PrefixIndex {
         let Some(chunk_blocks) = usize::try_from(chunk_blocks).ok().filter(|blocks| *blocks > 0) else {
             return Err(PyValueError::new_err(format!("chunks of {chunk_blocks} blocks, must be 1 or more")));
         };
-        let chunks = self.read(py, true, |index| index.dump(rank, chunk_blocks));
+        let chunks = self.index.read(py, |index| work::dump(index, rank), |index| index.dump(rank, chunk_blocks));
         let chunks: Vec<_> = chunks.iter().map(|chunk| PyBytes::new(py, chunk)).collect();
         Ok(PyList::new(py, chunks)?.try_iter()?.into_any())
     }
@@ -176,14 +184,15 @@ impl PrefixIndex {
             .try_iter()?
             .map(|chunk| Ok(buffers::bytes(&chunk?)?.as_slice().to_vec()))
             .collect::<PyResult<_>>()?;
-        match self.write(py, true, |index| index.load(&chunks)) {
+        let bytes: usize = chunks.iter().map(Vec::len).sum();
+        match self.index.write(py, |_| 5 * bytes, |index| index.load(&chunks)) {
             Ok(entries) => Ok(entries),
             Err(why) => Err(PyErr::from_value(interface(py, "InvalidDump")?.call1((why,))?)),
         }
     }
 
     fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let infos = self.read(py, false, Index::rank_infos);
+        let infos = self.index.read(py, work::figures, Index::rank_infos);
         let class = interface(py, "RankInfo")?;
         let infos: Vec<_> = infos
             .into_iter()
@@ -197,13 +206,13 @@ impl PrefixIndex {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let stats = self.read(py, true, Index::stats);
+        let stats = self.index.read(py, work::figures, Index::stats);
         interface(py, "IndexStats")?.call1((stats.ranks, stats.blocks, stats.distinct_blocks, stats.memory_bytes))
     }
 
     /// The most entries of its tables that one operation has moved, since the index was made.
     fn most_moved(&self, py: Python<'_>) -> usize {
-        self.read(py, false, Index::most_moved)
+        self.index.read(py, work::little, Index::most_moved)
     }
 }
 

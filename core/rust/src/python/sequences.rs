@@ -1,5 +1,6 @@
 //! Active sequences, as Python calls them.
 
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOverflowError, PyValueError};
@@ -31,13 +32,6 @@ pub struct ActiveSequences {
 struct Ranks {
     names: Arc<[Name]>,
     tuple: Py<PyTuple>,
-}
-
-/// Packed hashes as words.
-pub fn words(packed: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    let packed = buffers::packed_hashes(packed)?;
-    let words = packed.as_slice().chunks_exact(8);
-    Ok(words.map(|word| word.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))).collect())
 }
 
 /// A bound: 0 or more, and what does not fit into memory is none.
@@ -123,7 +117,7 @@ impl ActiveSequences {
     fn book(&self, py: Python<'_>, booking: &Bound<'_, PyAny>) -> PyResult<bool> {
         let part = |name| booking.getattr(name);
         let packed = part(intern!(py, "sequence_hashes"))?;
-        let hashes = words(&packed)?;
+        let hashes = buffers::words(&packed)?;
         let prompt_tokens = tokens(&part(intern!(py, "prompt_tokens"))?)?;
         let prefill_tokens = tokens(&part(intern!(py, "prefill_tokens"))?)?;
         let (Some(prompt_tokens), Some(prefill_tokens)) = (prompt_tokens, prefill_tokens) else {
@@ -182,7 +176,7 @@ impl ActiveSequences {
         sequence_hashes: Option<&Bound<'py, PyAny>>,
         prompt_tokens: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let hashes = sequence_hashes.map_or_else(|| Ok(Vec::new()), words)?;
+        let hashes = sequence_hashes.map_or_else(|| Ok(Cow::default()), buffers::words)?;
         let prompt_tokens = prompt_tokens.map_or(Ok(Some(0)), tokens)?;
         let Some(prompt_tokens) = prompt_tokens else {
             return Err(PyValueError::new_err("numbers of tokens are 0 or more"));

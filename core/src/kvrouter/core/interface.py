@@ -1,6 +1,7 @@
 """What the core does: the interface that the Rust core and the Python reference both have.
 
-Hashes travel packed, as ``bytes`` of little-endian u64. Ranks are pairs ``(worker_id, dp_rank)``.
+Hashes travel packed: ``bytes`` of little-endian u64, or any contiguous buffer of bytes or of unsigned 64-bit integers.
+Whatever takes them raises TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
 
 The prefix index, in terms that every implementation must keep:
 

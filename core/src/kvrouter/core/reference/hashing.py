@@ -29,6 +29,7 @@ SEED = 1337
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
 _BYTES = frozenset("Bbc")
+_WORDS = frozenset("QL")
 
 
 def local_hashes(
@@ -68,7 +69,8 @@ def sequence_hashes(local: bytes) -> bytes:
     """Sequence hashes for packed local hashes that begin a sequence.
 
     Raises:
-        ValueError: the bytes are no whole number of hashes.
+        TypeError: that is neither bytes nor a buffer of unsigned 64-bit integers.
+        ValueError: the bytes are no whole number of hashes, or lie in pieces.
     """
     return pack(chain(None, unpack(local)))
 
@@ -99,11 +101,17 @@ def unpack(packed: bytes) -> tuple[int, ...]:
     """Hashes of little-endian u64.
 
     Raises:
-        ValueError: the bytes are no whole number of hashes.
+        TypeError: that is neither bytes nor a buffer of unsigned 64-bit integers.
+        ValueError: the bytes are no whole number of hashes, or lie in pieces.
     """
-    if len(packed) % 8:
-        raise ValueError(f"{len(packed)} bytes are no whole number of 64-bit hashes")
-    return struct.unpack(f"<{len(packed) // 8}Q", packed)
+    view = memoryview(packed)
+    if view.format not in _BYTES and not (view.format in _WORDS and view.itemsize == 8 and sys.byteorder == "little"):
+        raise TypeError("packed hashes are bytes, or unsigned 64-bit integers")
+    if not view.c_contiguous:
+        raise ValueError("the buffer is not contiguous")
+    if view.nbytes % 8:
+        raise ValueError(f"{view.nbytes} bytes are no whole number of 64-bit hashes")
+    return struct.unpack(f"<{view.nbytes // 8}Q", view.tobytes())
 
 
 def _le32(token_ids: TokenBuffer) -> bytes:
