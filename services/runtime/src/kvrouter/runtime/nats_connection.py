@@ -48,6 +48,7 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         metrics: Where its misfortunes are counted.
     """
     reported = ""
+    leaving = False
 
     async def on_error(error: Exception) -> None:
         nonlocal reported
@@ -62,6 +63,8 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
             log.warning("nats error", error=reported or type(error).__name__)
 
     async def on_disconnect() -> None:
+        if leaving:
+            return
         metrics.connected.set(0)
         metrics.disconnects.inc()
         log.warning("nats is away", url=url)
@@ -96,5 +99,6 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         log.info("nats connected", url=url)
         yield client
     finally:
+        leaving = True
         metrics.connected.set(0)
         await client.close()
