@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+import aiohttp
 import pytest
 from kvrouter.cli.figures import expected_cached_tokens
 from kvrouter.cli.processes import Command, ManagedProcess
@@ -28,6 +30,7 @@ from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
 
 pytestmark = pytest.mark.timeout(180)
 
+_ROOT = Path(__file__).parents[3]
 _SERVICES = {"indexer": "IndexerService", "scheduler": "SchedulerService", "frontend": "FrontendService"}
 
 
@@ -91,6 +94,38 @@ async def test_services_together_answer_as_services_apart(
         ]
         for process in started[: len(split)]:
             assert await process.stop(20) == 0, process.last_lines()
+
+
+async def test_figures_that_documents_name_are_exposed(
+    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    documented = {
+        name
+        for pattern in ("README.md", "docs/*.md", "services/*/README.md")
+        for document in _ROOT.glob(pattern)
+        for name in re.findall(r"\bkvrouter_[a-z_]*[a-z]\b", document.read_text(encoding="utf-8"))
+    }
+    where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint)
+    listed = ("--static-workers", "127.0.0.1:1", "--static-model", "m", "--router-mode", "random")
+    ops = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    every = (*where, "--port", "0", "--http-bind", ops[0], "--record", str(tmp_path / "traffic.jsonl"))
+    without_etcd = ("--roles", "frontend,scheduler", *listed, "--port", "0", "--http-bind", ops[1])
+    commands = [
+        module(f"serve-{place}", "cli.main", "serve", *some) for place, some in enumerate((every, without_etcd))
+    ]
+    async with processes(tmp_path, *commands), aiohttp.ClientSession() as session:
+        exposed = {name for address in ops for name in await metric_names(session, address)}
+    assert documented <= exposed, sorted(documented - exposed)
+
+
+async def metric_names(session: aiohttp.ClientSession, address: str) -> set[str]:
+    """Metrics of a process, once it answers."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(aiohttp.ClientConnectionError):
+                async with session.get(f"http://{address}/metrics") as answer:
+                    return set(re.findall(r"^# HELP (\S+) \S", await answer.text(), re.MULTILINE))
+            await asyncio.sleep(0.05)
 
 
 async def until_routable(frontend: Frontend) -> None:
