@@ -148,7 +148,9 @@ class HeldRequests:
         try:
             return await self._outcome(waiting)
         finally:
-            if component.queue.remove(key):
+            # One that went is not removed, so that it counts as under way until its first token or its end.
+            if key in component.queue:
+                component.queue.remove(key)
                 self._count(component, "cancelled")
             self._waiting.pop(key, None)
 
