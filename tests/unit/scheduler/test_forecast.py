@@ -46,8 +46,16 @@ def test_of_equal_ranks_either_is_taken() -> None:
         {"overlap_blocks": [0, 50]},
         {"leading_active_blocks": [0, 50], "active_requests": [1, 1]},
         {"active_blocks": [990, 900], "active_requests": [3, 3]},
+        {"active_blocks": [7600, 1030], "active_requests": [25, 3], "prefill_tokens": [10_000, 0]},
     ],
-    ids=["a longer queue", "more to decode", "less cached", "less on its way into the cache", "short of blocks"],
+    ids=[
+        "a longer queue",
+        "more to decode",
+        "less cached",
+        "less on its way into the cache",
+        "short of blocks",
+        "seven times the bookings that it has blocks for",
+    ],
 )
 def test_forecast_avoids_the_rank_with(worse: dict[str, Any]) -> None:
     assert decide("forecast", **worse).index == 1

@@ -11,7 +11,7 @@
     rest     = what is left of the prompt under way; where there is none, half a step of decoding          [ms]
     ahead    = prefill tokens booked and not done, without the prompt under way            [tokens]
     uncached = prompt tokens less the overlap: the greater of what the index says and what requests in flight have there
-    u, u'    = distinct blocks of requests in flight / blocks, without and with this request [share]
+    u, u'    = distinct blocks of requests in flight / blocks, without and with this request [share]; u is 1 at most
     n        = requests in flight
     T(x)     = pace * (prefill(x) + decode(u) for each step that x takes)                  [ms]
 
@@ -131,10 +131,13 @@ class Rule:
 
 
 def used_shares(facts: Facts) -> Amounts:
-    """Share of its KV blocks that each rank has in use, without the request; 0 where the number is unknown."""
+    """Share of its KV blocks that each rank has in use, without the request; 0 where the number is unknown.
+
+    At most 1: what is booked beyond that waits in the engine, and slows no step down.
+    """
     prompt_blocks = -(-facts.prompt_tokens // facts.block_size)
     in_use = np.maximum(facts.active_blocks - prompt_blocks + facts.leading_active_blocks, 0)
-    return _over(in_use, facts.total_blocks)
+    return np.minimum(_over(in_use, facts.total_blocks), 1.0)
 
 
 def weigh(facts: Facts, shares: Amounts) -> Weighed:
