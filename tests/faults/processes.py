@@ -16,6 +16,7 @@ from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import (
@@ -83,6 +84,11 @@ class Processes:
         """What a Scheduler believes."""
         return await self.scheduler(name).get_status(GetStatusRequest(), deadline=Deadline.after(10))
 
+    async def requests_by_worker(self, name: str) -> dict[int, int]:
+        """Requests that a Scheduler counts at each worker."""
+        ranks = (await self.status(name)).components[0].ranks
+        return {each.rank.worker_id: each.active_requests for each in ranks}
+
     async def held(self, name: str) -> HeldStatus:
         """What waits at a Scheduler."""
         return (await self.status(name)).components[0].held
@@ -139,12 +145,15 @@ async def start_system(
         await processes.ready("frontend", f"frontend-{number}")
 
 
-async def streamed(frontend: Frontend, number: int, max_tokens: int, prompt_tokens: int = 40) -> int:
-    """Runs a request to its end. Returns the tokens it got."""
+async def streamed(
+    frontend: Frontend, number: int, max_tokens: int, prompt_tokens: int = 40, worker_id: int | None = None
+) -> int:
+    """Runs a request to its end, at one worker where that is given. Returns the tokens it got."""
     request = FrontendServiceGenerateRequest(
         model=MODEL,
         token_ids=range(number * prompt_tokens, (number + 1) * prompt_tokens),
         stop_conditions=StopConditions(max_tokens=max_tokens),
+        constraints=RoutingConstraints(worker_id=worker_id),
     )
     tokens = 0
     async for piece in frontend.generate(request, deadline=Deadline.after(120)):

@@ -8,7 +8,7 @@ import signal
 import pytest
 from kvrouter.runtime.errors import KvRouterError
 
-from .processes import PATIENCE_SECONDS, Processes, start_system, streamed
+from .processes import GRACE_SECONDS, PATIENCE_SECONDS, Processes, start_system, streamed
 from .rig import FULL
 
 SYNC = ("--replica-sync", "--lease-seconds", "2", "--replica-heartbeat-seconds", "0.2")
@@ -102,3 +102,83 @@ async def test_one_that_is_paused_past_its_lease_and_comes_back_agrees(processes
         await until_all_booked(processes, 0)
     finally:
         await cancelled(running)
+
+
+@pytest.mark.parametrize("sync", [(), SYNC], ids=["no sync", "sync"])
+async def test_the_survivor_does_not_herd(processes: Processes, sync: tuple[str, ...]) -> None:
+    """One worker has twice the load of the other; what comes after the failover makes up for that, and no more."""
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.05, mode="kv", scheduler=sync)
+    frontend = processes.frontend("frontend-0")
+    many, few = STREAMS, STREAMS // 2
+    running = [
+        asyncio.create_task(streamed(frontend, number, 1000, worker_id=1 + (number >= many)))
+        for number in range(many + few)
+    ]
+    try:
+        first, second = await deciding(processes)
+        await processes.until_booked(first, many + few)
+        assert await processes.requests_by_worker(first) == {1: many, 2: few}
+        await processes.kill(first)
+        running += [asyncio.create_task(streamed(frontend, many + few + number, 1000)) for number in range(many)]
+        await processes.until_booked(second, 2 * many + few)
+        found = await processes.requests_by_worker(second)
+        # Blind to what was there it would deal evenly; blind to its own, it would send all to one worker.
+        assert abs(found[2] - found[1]) <= 0.25 * many, found
+        assert found[1] > many, "some went to either"
+    finally:
+        await cancelled(running)
+
+
+async def test_schedulers_that_are_killed_and_join_under_load_agree(processes: Processes) -> None:
+    await start_system(processes, schedulers=2, frontends=2, clock_factor=1.0, scheduler=SYNC)
+    live, ended, stopping = list(BOTH), 0, False
+
+    async def churn(place: int) -> None:
+        nonlocal ended
+        while not stopping:
+            assert await streamed(processes.frontend(f"frontend-{place % 2}"), place, 8) == 8
+            ended += 1
+
+    async with asyncio.TaskGroup() as group:
+        for place in range(10):
+            group.create_task(churn(place))
+        for number in range(8 if FULL else 3):
+            # The one that decides, then the other, and so on: both have to have been told all.
+            await processes.kill(live.pop(0))
+            live.append(f"scheduler-{number + 2}")
+            grace = ("--session-grace-seconds", str(GRACE_SECONDS))
+            await processes.start("scheduler", live[-1], *grace, "--router-mode", "round-robin", *SYNC)
+            await processes.ready("scheduler", live[-1])
+            before = ended
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while ended < before + 20 or not await knows_all(processes, live):
+                    await asyncio.sleep(0.05)
+        stopping = True
+    kept = [asyncio.create_task(streamed(processes.frontend("frontend-0"), number, 1000)) for number in range(20)]
+    try:
+        for count in (20, 0):
+            for name in live:
+                await processes.until_booked(name, count)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len({await digests(processes, name, live) for name in live}) > 1:
+                    await asyncio.sleep(0.05)
+            await cancelled(kept)
+    finally:
+        await cancelled(kept)
+
+
+async def knows_all(processes: Processes, names: list[str]) -> bool:
+    """Whether each has the whole state of every other."""
+    known = [
+        {each.router_id for each in (await processes.status(name)).components[0].replicas if each.complete}
+        for name in names
+    ]
+    return all(set(names) <= each for each in known)
+
+
+async def digests(processes: Processes, name: str, live: list[str]) -> frozenset[tuple[str, int, int, int]]:
+    """What a Scheduler knows of those that live: (id, next sequence, bookings, digest)."""
+    replicas = (await processes.status(name)).components[0].replicas
+    return frozenset(
+        (each.router_id, each.next_sequence, each.bookings, each.digest) for each in replicas if each.router_id in live
+    )
