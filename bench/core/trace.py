@@ -62,9 +62,9 @@ def prepare_kvrouter(each: Iterator[tuple[int, int, Any]]) -> list[Operation]:
         event_ids[worker] = event_id + 1
         if kind == STORED:
             parent, engine, local = argument
-            prepared.append((kind, worker, encode.stored(worker, event_id, parent, engine, local), len(local)))
+            prepared.append((kind, worker, encode.stored(worker, 1, event_id, parent, engine, local), len(local)))
         else:
-            prepared.append((kind, worker, encode.removed(worker, event_id, argument), len(argument)))
+            prepared.append((kind, worker, encode.removed(worker, 1, event_id, argument), len(argument)))
     return prepared
 
 

@@ -132,7 +132,7 @@ def store(worker, blocks):
     for start in range(0, blocks, 512):
         event_id = ids.get(worker, 0)
         ids[worker] = event_id + 1
-        index.apply(encode.stored(worker, event_id, None, hashes(512), hashes(512)))
+        index.apply(encode.stored(worker, 1, event_id, None, hashes(512), hashes(512)))
 
 store(99, 1 << 12)
 index.remove_rank((99, 0))
