@@ -18,8 +18,9 @@ from kvrouter.v1.scheduler_pb2 import (
     SessionRequest,
 )
 from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent
+from nats.aio.msg import Msg
 
-from .replicating import agreed, figure, ranks, reaches, replicas
+from .replicating import agreed, agreement, figure, ranks, reaches, replicas
 from .scheduling import BLOCK, eventually, routing, scheduling, selecting, soon
 
 
@@ -64,6 +65,44 @@ async def test_a_retried_selection_has_its_first_outcome_at_another_scheduler(
         assert (again.rank, again.endpoint, again.overlap_blocks) == (made.rank, made.endpoint, made.overlap_blocks)
         await agreed(stacks)
         assert [await stack.booked() for stack in stacks] == [1, 1]
+
+
+async def test_what_one_tells_does_not_come_back_to_it(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+        heard: list[ReplicaSyncEvent] = []
+
+        async def take(message: Msg) -> None:
+            heard.append(ReplicaSyncEvent.FromString(message.data))
+
+        await client.subscribe(stacks[0].component.sync_subject, cb=take)
+        for number in range(5):
+            await stacks[0].select(selecting(f"r{number}", routing(4, seed=number)))
+        await agreed(stacks)
+        told = [event.sequence for event in heard if event.HasField("add_request")]
+        assert told == list(range(5)), "it told all, and NATS gives everybody all"
+        assert (figure(stacks[0], "sync_sent_total"), figure(stacks[0], "sync_received_total")) == (5, 0)
+        assert figure(stacks[1], "sync_received_total") == 5
+        assert figure(stacks[0], "replicas") == 1, "not itself"
+        assert [await stack.booked() for stack in stacks] == [5, 5]
+
+
+async def test_one_without_sync_tells_nothing_and_hears_nothing(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with (
+        replicas(2, namespace, etcd_endpoint, nats_url) as stacks,
+        scheduling(stacks[0].component, etcd_endpoint, nats_url, how="object", instance_id="alone") as alone,
+    ):
+        await alone.register(1, 2)
+        await alone.select(selecting("here", routing(4)))
+        await stacks[0].select(selecting("there", routing(4, seed=1)))
+        await agreed(stacks)
+        assert [await stack.booked() for stack in (*stacks, alone)] == [1, 1, 1]
+        assert await agreement(alone) == {}
+        await alone.scheduler.free(FreeRequest(booking=BookingKey(request_id="there")), deadline=soon())
+        await stacks[1].select(selecting("more", routing(4, seed=2)))
+        await agreed(stacks)
+        assert [await stack.booked() for stack in (*stacks, alone)] == [2, 2, 1]
 
 
 async def test_one_that_joins_gets_the_state(nats_url: str, etcd_endpoint: str, namespace: str) -> None:

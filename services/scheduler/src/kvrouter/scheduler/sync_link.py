@@ -129,13 +129,14 @@ class _Channel:
         self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
         self._wanted = asyncio.Event()
         self._announce = asyncio.Event()
-        self.outgoing: asyncio.Queue[bytes] = asyncio.Queue(_MAX_OUTGOING)
+        # Encoded, and whether it counts as an event: heartbeats do not.
+        self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(_MAX_OUTGOING)
 
     def put(self, event: ReplicaSyncEvent) -> bool:
         """Takes an event to send. Returns False where there is no room, or no NATS."""
         if not self._client.is_connected or self.outgoing.full():
             return False
-        self.outgoing.put_nowait(event.SerializeToString())
+        self.outgoing.put_nowait((event.SerializeToString(), not event.HasField("heartbeat")))
         return True
 
     async def run(self) -> None:
@@ -205,12 +206,12 @@ class _Channel:
 
     async def _send(self) -> None:
         while True:
-            encoded = await self.outgoing.get()
+            encoded, counts = await self.outgoing.get()
             try:
                 await self._client.publish(self._component.sync_subject, encoded)
-                self._metrics.sent.inc()
+                self._metrics.sent.inc(counts)
             except nats.errors.Error as error:
-                self._metrics.unsent.inc()
+                self._metrics.unsent.inc(counts)
                 log.debug("sync event not sent", routed=str(self._component), cause=str(error))
 
     async def _beat(self) -> None:
