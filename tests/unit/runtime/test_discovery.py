@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+
 import pytest
-from kvrouter.runtime.discovery import build_views, differences
+from kvrouter.publisher.etcd import Change, Put, Snapshot
+from kvrouter.runtime.discovery import Directory, build_views, differences
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+from prometheus_client import CollectorRegistry
 
 POOL = ComponentName("ns", "pool")
 DESCRIPTOR = ComponentDescriptor(
@@ -69,3 +74,29 @@ def test_what_cannot_be_read_harms_nothing_else() -> None:
     assert set(views) == {POOL}
     assert set(views[POOL].workers) == {1}
     assert len(ignored) == 4
+
+
+def test_a_registration_that_did_not_change_is_the_same_object() -> None:
+    first, _ = build_views(entries(worker(1), worker(2)), "ns")
+    second, _ = build_views(entries(worker(1), worker(2), worker(3)), "ns")
+    assert all(second[POOL].workers[n] is first[POOL].workers[n] for n in (1, 2))
+
+
+async def test_thousands_that_come_at_once_are_read_a_few_times() -> None:
+    async def source() -> AsyncGenerator[Change]:
+        yield Snapshot(entries())
+        for number in range(2000):
+            yield Put(POOL.worker_key(number), worker(number).SerializeToString())
+            await asyncio.sleep(0)
+        await asyncio.Event().wait()
+
+    directory = Directory("127.0.0.1:1", "ns", CollectorRegistry(), source=source)
+    following = asyncio.create_task(directory.run())
+    readings = 0
+    async for seen in directory.changes():
+        readings += 1
+        if len(seen.components[POOL].workers) == 2000:
+            break
+    following.cancel()
+    await asyncio.wait({following})
+    assert readings < 200

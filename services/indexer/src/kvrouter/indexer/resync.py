@@ -39,6 +39,7 @@ class Resync:
         self._state = state
         self._slots = slots
         self._workers: Mapping[int, WorkerRegistration] = {}
+        self._ranks: list[Rank] = []
         self._wanted = Wanted()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -66,8 +67,15 @@ class Resync:
     def update_workers(self, workers: Mapping[int, WorkerRegistration]) -> None:
         """Tells which workers are registered; those that are new, or registered anew, are compared."""
         before, self._workers = self._workers, workers
-        for rank in self.ranks():
-            if before.get(rank[0]) is None or _life(before[rank[0]]) != _life(workers[rank[0]]):
+        self._ranks = [
+            (worker_id, rank.dp_rank)
+            for worker_id, worker in workers.items()
+            if worker.publishes_events and worker.endpoint
+            for rank in worker.ranks
+        ]
+        for rank in self._ranks:
+            known, worker = before.get(rank[0]), workers[rank[0]]
+            if known is not worker and (known is None or _life(known) != _life(worker)):
                 self.want(rank, "registered")
 
     def want(self, rank: Rank, reason: str) -> None:
@@ -173,12 +181,7 @@ class Resync:
 
     def ranks(self) -> list[Rank]:
         """Registered ranks that report their cache and can be asked."""
-        return [
-            (worker_id, rank.dp_rank)
-            for worker_id, worker in self._workers.items()
-            if worker.publishes_events and worker.endpoint
-            for rank in worker.ranks
-        ]
+        return self._ranks
 
 
 def _life(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
