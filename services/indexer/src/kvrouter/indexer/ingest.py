@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ class Ingest:
         self._catch_up: CatchUp | None = None
         self._caught_up = asyncio.Event()
         self._fingerprint: int | None = None
+        self._began = 0.0
+        self._messages = 0
         self._log = log.bind(of=name)
         self.progress = Progress()
         self.recreations = 0
@@ -121,7 +124,8 @@ class Ingest:
                 self._fingerprint = None
             position = Position(stream.identity, applied, consumer.created_unix_ns)
             self._log.info("consumer made", start_sequence=start, last_sequence=stream.last_sequence, why=decision)
-        self._catch_up = self._catch_up or CatchUp(stream.last_sequence)
+        if self._catch_up is None:
+            self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()
         self._advance(position, stream.last_sequence, consumer.pending)
 
     async def _read(self, thread: ThreadPoolExecutor) -> None:
@@ -143,6 +147,7 @@ class Ingest:
         messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
         await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, messages)
         self._fingerprint = hash(messages[-1].data)
+        self._messages += len(messages)
         self._advance(
             replace(position, applied=delivery.applied), delivery.applied + delivery.pending, delivery.pending
         )
@@ -151,5 +156,7 @@ class Ingest:
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
         caught_up = self._catch_up is not None and self._catch_up.reached(position.applied, pending)
         self.progress = Progress(position, last_sequence, caught_up)
-        if caught_up:
+        if caught_up and not self._caught_up.is_set():
             self._caught_up.set()
+            seconds = round(time.monotonic() - self._began, 3)
+            self._log.info("caught up", messages=self._messages, stream_sequence=position.applied, seconds=seconds)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import base64
+import hashlib
 
 from kvrouter.indexer.snapshot_format import InvalidSnapshot
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import (
     APIError,
     BadObjectMetaError,
     BucketNotFoundError,
-    DigestMismatchError,
     NotFoundError,
     ObjectNotFoundError,
 )
 from nats.js.object_store import ObjectStore
 
 _TRANSFER_SECONDS = 60.0
+_PIECE_SECONDS = 10.0
+_PIECE_BYTES = 1 << 20  # the server's limit of a message; the library writes 128 KiB
+_TOGETHER = 32
 _GONE = (NotFoundError, ObjectNotFoundError, BucketNotFoundError)
-_DAMAGED = (BadObjectMetaError, DigestMismatchError)
 
 
 class SnapshotStore:
@@ -44,21 +47,41 @@ class SnapshotStore:
         """
         try:
             store = await self._js.object_store(self._bucket)
-            await store.get_info(name)
+            info = await store.get_info(name)
         except _GONE:
             raise InvalidSnapshot("the object is gone") from None
-        except _DAMAGED as error:
+        except BadObjectMetaError as error:
             raise InvalidSnapshot(f"the object is damaged: {error!r}") from None
-        into = io.BytesIO()
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):
-                await store.get(name, writeinto=into)
-        except (*_GONE, *_DAMAGED) as error:
-            raise InvalidSnapshot(f"the object is damaged: {error!r}") from None
+                data = await self._pieces(f"$O.{self._bucket}.C.{info.nuid}", info.chunks or 0)
+        except _GONE:
+            raise InvalidSnapshot("the object is gone") from None
         except TimeoutError:
             # NATS told of the object a moment ago: its pieces are what is missing.
             raise InvalidSnapshot("pieces of the object are missing") from None
-        return into.getvalue()
+        if info.digest != await asyncio.to_thread(_digest, data):
+            raise InvalidSnapshot("the object is damaged: its digest differs")
+        return data
+
+    async def _pieces(self, subject: str, count: int) -> bytes:
+        """An object's content. The client library's own way, a push consumer, takes four times as long."""
+        if not count:
+            return b""
+        subscription = await self._js.pull_subscribe(
+            subject,
+            stream=f"OBJ_{self._bucket}",
+            config=ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=_TRANSFER_SECONDS),
+            pending_bytes_limit=2 * _TOGETHER * _PIECE_BYTES,
+        )
+        try:
+            pieces: list[bytes] = []
+            while len(pieces) < count:
+                messages = await subscription.fetch(min(_TOGETHER, count - len(pieces)), timeout=_PIECE_SECONDS)
+                pieces += [message.data for message in messages]
+            return b"".join(pieces)
+        finally:
+            await subscription.unsubscribe()
 
     async def names(self) -> list[str]:
         """Names of all objects, in order."""
@@ -85,3 +108,8 @@ class SnapshotStore:
             except APIError:
                 # Another replica made it in this moment.
                 return await self._js.object_store(self._bucket)
+
+
+def _digest(data: bytes) -> str:
+    """As object stores note it."""
+    return f"SHA-256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()}"
