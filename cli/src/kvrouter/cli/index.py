@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -17,13 +18,14 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.common_pb2 import Component, Rank, Transport
+from kvrouter.v1.common_pb2 import Component, Rank, Tier, Transport
 from kvrouter.v1.indexer_pb2 import (
     ComponentStats,
     DumpRequest,
     GetStatsRequest,
     LoadRequest,
     RankState,
+    RankStats,
     ResetStatesRequest,
     ResyncRequest,
     TakeSnapshotRequest,
@@ -44,6 +46,7 @@ Seconds = Annotated[float, typer.Option(min=0.001, help="Deadline of the whole c
 Workers = Annotated[list[str] | None, typer.Option("--rank", help="worker_id or worker_id:dp_rank; all if not given.")]
 
 _DEFAULT_SECONDS = 120.0
+_SHOWN_DIFFERENCES = 32  # of each rank
 
 
 @index_app.command("status")
@@ -115,22 +118,33 @@ def verify(indexer: Address, component: Named = "", rank: Workers = None, second
 
     async def compare(service: Indexer, deadline: Deadline) -> bool:
         named = await _named(service, component, deadline)
-        table = Table("rank", "result", "in both", "missing", "surplus", "index at", "worker at", "examples")
-        same = True
+        table = Table("rank", "result", "in both", "missing", "surplus", "index at", "worker at")
+        different = Table("rank", "block", "tier", "copies in the index", "on the worker")
+        same, left_out = True, 0
         request = VerifyRequest(component=named, ranks=_ranks(rank))
         async with aclosing(service.verify(request, deadline=deadline)) as answers:
             async for answer in answers:
                 verdict, good = _verdict(answer)
                 same = same and good
+                who = f"{answer.rank.worker_id}:{answer.rank.dp_rank}"
                 table.add_row(
-                    f"{answer.rank.worker_id}:{answer.rank.dp_rank}",
+                    who,
                     verdict,
                     *(str(n) for n in (answer.common_blocks, answer.missing_blocks, answer.surplus_blocks)),
                     str(answer.index_cursor.next_event_id),
                     str(answer.worker_cursor.next_event_id),
-                    " ".join(f"{block:016x}" for block in answer.examples[:4]),
                 )
+                shown = answer.differences[:_SHOWN_DIFFERENCES]
+                left_out += len(answer.differences) - len(shown)
+                for each in shown:
+                    tier = Tier.Name(each.tier).removeprefix("TIER_").lower()
+                    counts = (str(each.index_copies), str(each.worker_copies))
+                    different.add_row(who, f"{each.engine_hash:016x}", tier, *counts)
         _console().print(table)
+        if different.row_count:
+            _console().print(different)
+        if left_out:
+            _console().print(f"and {left_out} more")
         return same
 
     if not _ask(indexer, seconds, compare):
@@ -245,11 +259,10 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
         if stats.snapshot_age_seconds
         else "none"
     )
-    transport = Transport.Name(stats.transport).removeprefix("TRANSPORT_").lower()
-    console.print(f"\n{name}: {'ready' if stats.ready else 'restoring'}, transport {transport}")
+    console.print(f"\n{name}: {'ready' if stats.ready else 'restoring'}, transport {_transport(stats.transport)}")
     console.print(f"  {stats.blocks} blocks, {stats.memory_bytes / 1e6:.1f} MB; snapshot {taken}")
     console.print(f"  lag {lag} messages, {stats.lag_seconds:.3f} s; {stats.events.repairs} ranks dropped so far")
-    table = Table("rank", "incarnation", "next event", "blocks", "MB", "drifts", "state", "last resync")
+    table = Table("rank", "incarnation", "next event", "blocks", "MB", "drifts", "state", "last resync", "events")
     for rank in stats.ranks:
         state = "partial" if rank.partial else "verified" if rank.verified else "unverified"
         table.add_row(
@@ -260,6 +273,17 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
             f"{rank.memory_bytes / 1e6:.2f}",
             str(rank.drifts),
             state if rank.registered else f"{state}, gone",
-            rank.resync_reason or "never",
+            _last_resync(rank),
+            _transport(rank.transport),
         )
     console.print(table)
+
+
+def _last_resync(rank: RankStats) -> str:
+    if not rank.resynced_unix_ns:
+        return "never"
+    return f"{rank.resync_reason}, {max(0.0, time.time() - rank.resynced_unix_ns / 1e9):.0f} s ago"
+
+
+def _transport(transport: Transport) -> str:
+    return Transport.Name(transport).removeprefix("TRANSPORT_").lower() if transport else "-"

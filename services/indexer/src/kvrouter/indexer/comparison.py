@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from kvrouter.core import Rank
 from kvrouter.indexer.state import RankDump
-from kvrouter.v1.common_pb2 import Cursor
+from kvrouter.v1.common_pb2 import Cursor, Tier
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import RankState, VerifyResponse
 
 _EXAMPLES = 32
+_DIFFERENCES = 1024
 
-Entry = tuple[int, int, int, int]
-"""(engine hash, sequence hash, tier, copies)"""
+Place = tuple[int, int, int]
+"""(engine hash, sequence hash, tier)"""
 
 
-def entries(chunks: Sequence[bytes]) -> set[Entry]:
-    """What encoded RankState chunks say is held."""
+def copies(chunks: Sequence[bytes]) -> dict[Place, int]:
+    """What encoded RankState chunks say is held: physical copies by place."""
     return {
-        (block.engine_hash, block.sequence_hash, copies.tier, copies.copies)
+        (block.engine_hash, block.sequence_hash, held.tier): held.copies
         for chunk in chunks
         for block in RankState.FromString(chunk).blocks
-        for copies in block.copies
+        for held in block.copies
     }
 
 
 def compare(index: RankDump | None, worker: RankDump) -> VerifyResponse:
     """Compares a rank; ``index`` is None where the index does not know it."""
-    ours = entries(index.chunks) if index else set()
-    theirs = entries(worker.chunks)
-    missing, surplus = theirs - ours, ours - theirs
+    ours = copies(index.chunks) if index else {}
+    theirs = copies(worker.chunks)
+    differing = sorted({place for place, _ in ours.items() ^ theirs.items()})
     answer = unanswered(worker.rank, index)
     answer.compared = True
     answer.worker_cursor.CopyFrom(_cursor(worker))
-    answer.common_blocks = len(ours & theirs)
-    answer.missing_blocks = len(missing)
-    answer.surplus_blocks = len(surplus)
-    answer.examples.extend(sorted({entry[0] for entry in missing | surplus})[:_EXAMPLES])
+    answer.common_blocks = len(ours.items() & theirs.items())
+    answer.missing_blocks = sum(place in theirs for place in differing)
+    answer.surplus_blocks = sum(place in ours for place in differing)
+    answer.examples.extend(sorted({place[0] for place in differing})[:_EXAMPLES])
+    for place in differing[:_DIFFERENCES]:
+        answer.differences.add(
+            engine_hash=place[0],
+            sequence_hash=place[1],
+            tier=cast(Tier, place[2]),
+            index_copies=ours.get(place, 0),
+            worker_copies=theirs.get(place, 0),
+        )
     return answer
 
 

@@ -222,6 +222,7 @@ class ComponentIndex:
             resync_reason=tally.resync_reason,
             registered=worker is not None and any(rank.dp_rank == info.dp_rank for rank in worker.ranks),
             lag_seconds=tally.lag_seconds,
+            transport=self._transport(worker) if worker else Transport.TRANSPORT_UNSPECIFIED,
         )
 
     def _registered(self) -> dict[Rank, int]:
@@ -234,5 +235,7 @@ class ComponentIndex:
         }
 
     def _is_durable(self, worker: WorkerRegistration) -> bool:
-        transport = worker.transport or self.descriptor.default_transport
-        return transport != Transport.TRANSPORT_LIGHT
+        return self._transport(worker) != Transport.TRANSPORT_LIGHT
+
+    def _transport(self, worker: WorkerRegistration) -> Transport:
+        return worker.transport or self.descriptor.default_transport or Transport.TRANSPORT_DURABLE
