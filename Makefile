@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types unit integration test-faults e2e bench bench-core bench-quality wheels protos protos-check protos-release constraints clean
+.PHONY: help setup demo up test lint types unit integration test-faults e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,10 +64,13 @@ e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
 	$(BIN)/pytest tests/test_end_to_end.py
 
-bench: bench-core bench-quality ## every benchmark; each prints its table
+bench: bench-core bench-recovery bench-quality ## every benchmark; each prints its table
 
 bench-core: setup ## the core beside its strongest peer, where PEERS_WORK has that; else ours alone (bench/README.md)
 	$(BIN)/python bench/core/run.py $(ARGS)
+
+bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the stream, the workers (4 minutes; docs/reliability.md)
+	$(BIN)/python bench/recovery.py $(ARGS)
 
 bench-quality: setup ## every routing policy on every kind of traffic: the tables of docs/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py

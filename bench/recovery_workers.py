@@ -1,0 +1,135 @@
+"""Many workers in one process, for ``recovery.py``: the SDK's parts, without an engine.
+
+Workers of one process share its connections to NATS and etcd, and a lease, so that a thousand of them keep up with what
+is asked of them. Each holds chains of blocks and reports them in events of 64 blocks, as prefill would. The first chain
+is the same on all workers; it is what queries ask for. Prints ``filled`` once everything is published; ends when it is
+killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import struct
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import structlog
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.etcd import LeasedKeys, connect
+from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.registration import join_component
+from kvrouter.publisher.transport import NatsLink, open_transport
+from kvrouter.publisher.worker_server import WorkerServer
+from kvrouter.v1.common_pb2 import Transport
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+
+COMPONENT = ComponentName("recovery", "pool")
+BLOCK_SIZE = 16
+CHAIN_BLOCKS = 512
+EVENT_BLOCKS = 64
+_SHARED_SEED = 7
+_LEASE_SECONDS = 10
+_HEARTBEAT_SECONDS = 5.0
+
+
+class NoEngine:
+    """Runs no requests."""
+
+    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
+        raise NotImplementedError(request.request_id)
+        yield GenerateOutput()
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        return 0 * len(request_ids)
+
+    def load(self) -> Mapping[int, LoadReport]:
+        return {}
+
+
+def shared_chain() -> list[int]:
+    """Local hashes of the chain that every worker holds."""
+    return chain(random.Random(_SHARED_SEED), CHAIN_BLOCKS)
+
+
+def chain(rng: random.Random, blocks: int) -> list[int]:
+    return list(struct.unpack(f"<{blocks}Q", rng.randbytes(8 * blocks)))
+
+
+async def fill(rank: RankPublisher, worker_id: int, blocks: int) -> None:
+    """Reports so many blocks, and lets what was reported be sent meanwhile."""
+    rng = random.Random(worker_id)
+    hashes = shared_chain()
+    for start in range(0, blocks, CHAIN_BLOCKS):
+        names = chain(rng, CHAIN_BLOCKS)
+        parent = None
+        for at in range(0, min(CHAIN_BLOCKS, blocks - start), EVENT_BLOCKS):
+            part = slice(at, min(at + EVENT_BLOCKS, blocks - start))
+            packed = struct.pack(f"<{len(hashes[part])}Q", *hashes[part])
+            rank.stored_hashes(local_hashes=packed, engine_hashes=names[part], parent=parent)
+            parent = names[part][-1]
+            await asyncio.sleep(0)
+        hashes = chain(rng, CHAIN_BLOCKS)
+
+
+async def start(
+    arguments: argparse.Namespace, worker_id: int, incarnation: int, keys: LeasedKeys
+) -> tuple[RankPublisher, WorkerServer]:
+    """A worker that can be asked for its state, and is about to be registered."""
+    config = WorkerConfig(component=COMPONENT, model="m", block_size=BLOCK_SIZE, worker_id=worker_id)
+    rank = RankPublisher(
+        subject=COMPONENT.events_subject(worker_id, 0),
+        worker_id=worker_id,
+        dp_rank=0,
+        incarnation=incarnation,
+        block_size=BLOCK_SIZE,
+        copy_counting=config.copy_counting,
+        buffer_events=arguments.buffer_events,
+        buffer_bytes=config.buffer_bytes,
+    )
+    server = WorkerServer(NoEngine(), {0: rank}, list)
+    registration = config.registration(
+        endpoint=config.endpoint(await server.start(config.bind)),
+        incarnation=incarnation,
+        transport=Transport.TRANSPORT_DURABLE,
+        registered_unix_ns=incarnation,
+    )
+    keys.put(COMPONENT.worker_key(worker_id), registration.SerializeToString())
+    return rank, server
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    keys = LeasedKeys(arguments.etcd, ttl_seconds=_LEASE_SECONDS)
+    link = NatsLink(arguments.nats, "recovery-workers")
+    config = WorkerConfig(component=COMPONENT, model="m", block_size=BLOCK_SIZE)
+    async with connect(arguments.etcd) as client:
+        await join_component(client, COMPONENT, config.descriptor())
+    incarnation = time.time_ns()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(link.run())
+        transport = open_transport(Transport.TRANSPORT_DURABLE, link, COMPONENT)
+        workers = []
+        for worker_id in range(arguments.first, arguments.first + arguments.workers):
+            rank, server = await start(arguments, worker_id, incarnation, keys)
+            workers.append((rank, server))
+            tasks.create_task(rank.run(transport, heartbeat_seconds=_HEARTBEAT_SECONDS))
+            await fill(rank, worker_id, arguments.blocks)
+        tasks.create_task(keys.run())
+        await keys.wait_held()
+        for rank, _ in workers:
+            await rank.flush()
+        print("filled", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("etcd", "nats"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("first", "workers", "blocks", "buffer-events"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    asyncio.run(serve(parser.parse_args()))
