@@ -40,6 +40,9 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
             assert f"{answer.rank.worker_id}:0 *" in out
             assert "12.0 = 1.0 * 6.0 + 6.0 (cached_blocks: 0)" in out
             assert "left out" in out
+        found = ("--etcd", etcd_endpoint, "--namespace", namespace)
+        _, out, _ = await eventually(lambda: run("cmpl-talk", *found), lambda shown: shown[0] == 0)
+        assert f"decision {answer.decision_id}" in out
         status, out, errors = await run("nobody", "--scheduler", at)
         assert (status, out) == (1, "")
         assert "no decision on nobody" in errors

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import cast
 
 from kvrouter.cli.faults import CommandFailed
+from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, NotFound
@@ -20,19 +21,23 @@ from rich.table import Table
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
-async def explain(addresses: list[str], which: str, seconds: float) -> None:
+async def explain(where: Where, which: str, seconds: float) -> None:
     """Prints a past decision.
 
     Args:
-        addresses: Schedulers to ask, host:port; the first that knows the decision answers.
-        which: Id of the decision, or of its request.
+        where: Schedulers to ask; the first that knows the decision answers.
+        which: Id of the decision, of its request, or of a completion over HTTP.
         seconds: Deadline of the whole command.
 
     Raises:
         CommandFailed: none of them knows it, or those that may cannot be asked.
     """
+    async with open_sources(where) as sources:
+        addresses, note = sources.addresses("scheduler"), sources.note
+    if note:
+        raise CommandFailed(note)
     deadline = Deadline.after(seconds)
-    questions = [ExplainRequest(request_id=which)]
+    questions = [ExplainRequest(request_id=which.removeprefix("cmpl-"))]
     if which.isascii() and which.isdigit() and int(which) < 1 << 64:
         questions.append(ExplainRequest(decision_id=int(which)))
     failures: list[str] = []

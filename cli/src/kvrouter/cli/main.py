@@ -49,6 +49,19 @@ Requests = Annotated[
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Simulated engines, a process each.")]
 Blocks = Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")]
+Etcd = Annotated[
+    str,
+    typer.Option(
+        envvar=["KVROUTER_ETCD", "ETCD_ENDPOINTS"],
+        help="Endpoints of etcd, where services are found; host:port, separated by commas.",
+    ),
+]
+Namespace = Annotated[str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace of the services in etcd.")]
+Schedulers = Annotated[
+    list[str] | None,
+    typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, for want of etcd; may be repeated."),
+]
+DEFAULT_ETCD = "127.0.0.1:2379"
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
 
 
@@ -184,31 +197,20 @@ def serve_command(
 @app.command("explain")
 def explain_command(
     which: Annotated[str, typer.Argument(help="Id of the request, or of the decision.")],
-    scheduler: Annotated[
-        list[str], typer.Option(help="gRPC address of a Scheduler, host:port; may be given again for each replica.")
-    ],
+    etcd: Etcd = DEFAULT_ETCD,
+    namespace: Namespace = "kvrouter",
+    scheduler: Schedulers = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, seconds.")] = 10.0,
 ) -> None:
     """Show why a request went where it went. Each candidate is listed with its terms."""
-    run_interruptibly(explain([_address(each) for each in scheduler], which, seconds))
+    run_interruptibly(explain(_where(etcd, namespace, scheduler), which, seconds))
 
 
 @app.command("top")
 def top_command(
-    etcd: Annotated[
-        str,
-        typer.Option(
-            envvar=["KVROUTER_ETCD", "ETCD_ENDPOINTS"],
-            help="Endpoints of etcd, where Schedulers and Indexers are found; host:port, separated by commas.",
-        ),
-    ] = "127.0.0.1:2379",
-    namespace: Annotated[
-        str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace of the services in etcd.")
-    ] = "kvrouter",
-    scheduler: Annotated[
-        list[str] | None,
-        typer.Option(help="gRPC address of a Scheduler, host:port, for want of etcd; may be repeated."),
-    ] = None,
+    etcd: Etcd = DEFAULT_ETCD,
+    namespace: Namespace = "kvrouter",
+    scheduler: Schedulers = None,
     indexer: Annotated[
         list[str] | None, typer.Option(help="gRPC address of an Indexer, host:port; may be repeated.")
     ] = None,
@@ -216,15 +218,7 @@ def top_command(
     once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank, and end.")] = False,
 ) -> None:
     """Show load and cache hits of a running system. Events' lag and the last decisions too; Ctrl-C ends it."""
-    schedulers, indexers = scheduler or [], indexer or []
-    if indexers and not schedulers:
-        raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
-    try:
-        parse_endpoints(etcd)
-        check_name(namespace)
-    except (InvalidEndpoint, InvalidName) as error:
-        raise WrongUsage(str(error)) from None
-    where = Where([_address(each) for each in schedulers], [_address(each) for each in indexers], etcd, namespace)
+    where = _where(etcd, namespace, scheduler, indexer)
     if once:
         run_interruptibly(top_once(where))
         return
@@ -282,6 +276,19 @@ def _modes(modes: list[str]) -> list[str]:
     if len(set(modes)) != len(modes):
         raise WrongUsage("a mode is given twice")
     return modes
+
+
+def _where(etcd: str, namespace: str, schedulers: list[str] | None, indexers: list[str] | None = None) -> Where:
+    if indexers and not schedulers:
+        raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
+    try:
+        parse_endpoints(etcd)
+        check_name(namespace)
+    except (InvalidEndpoint, InvalidName) as error:
+        raise WrongUsage(str(error)) from None
+    return Where(
+        [_address(each) for each in schedulers or ()], [_address(each) for each in indexers or ()], etcd, namespace
+    )
 
 
 def _address(text: str) -> str:

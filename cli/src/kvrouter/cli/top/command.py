@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 import time
 
-import structlog
 from kvrouter.cli.faults import CommandFailed
 from kvrouter.cli.top.frame import frame
 from kvrouter.cli.top.hits import HitWindow
@@ -37,7 +35,6 @@ class _Picture:
 
 async def top(where: Where, interval_seconds: float) -> None:
     """Draws until it is cancelled."""
-    _silence_logs()
     hits = HitWindow(_WINDOW_SECONDS)
     resized = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -63,7 +60,6 @@ async def top_once(where: Where) -> None:
     Raises:
         CommandFailed: no Scheduler answered; the frame that says so is printed all the same.
     """
-    _silence_logs()
     async with open_sources(where) as sources:
         system = await sources.look()
     hits = HitWindow(_WINDOW_SECONDS)
@@ -84,8 +80,3 @@ async def _resized_before(resized: asyncio.Event, due: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _silence_logs() -> None:
-    """Lines between the frames would tear them; what matters of them is in the frame."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from typing import cast
 
 import grpc.aio
+import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
 from kvrouter.runtime.contracts import Indexer, Scheduler
@@ -53,24 +55,23 @@ class Sources:
 
     async def look(self) -> System:
         """What the system is like at this moment. Those who are away are told, and cost no more than a deadline."""
-        schedulers, indexers = self._addresses("scheduler"), self._addresses("indexer")
+        schedulers, indexers = self.addresses("scheduler"), self.addresses("indexer")
         await self._close(self._channels.keys() - {*schedulers, *indexers})
         seen_schedulers, seen_indexers = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
         )
-        return System(datetime.now(UTC).astimezone(), seen_schedulers, seen_indexers, self._note())
+        return System(datetime.now(UTC).astimezone(), seen_schedulers, seen_indexers, self.note)
 
-    async def close(self) -> None:
-        """Closes every connection."""
-        await self._close(list(self._channels))
-
-    def _addresses(self, kind: str) -> list[str]:
+    def addresses(self, kind: str) -> list[str]:
+        """Addresses, host:port, of every ``scheduler`` or ``indexer``."""
         if self._directory is None:
             return list(self._where.schedulers if kind == "scheduler" else self._where.indexers)
         return [each.endpoint for each in _by_id(self._directory.services(kind))]
 
-    def _note(self) -> str:
+    @property
+    def note(self) -> str:
+        """Why nobody is there to ask; empty where somebody is."""
         if self._directory is None:
             return ""
         if not self._directory.is_synced:
@@ -78,6 +79,10 @@ class Sources:
         if not self._directory.services("scheduler"):
             return f"no Scheduler is registered in namespace {self._where.namespace} of etcd at {self._where.etcd}"
         return ""
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await self._close(list(self._channels))
 
     async def _ask_scheduler(self, address: str) -> SchedulerSeen:
         scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))
@@ -109,6 +114,8 @@ class Sources:
 @asynccontextmanager
 async def open_sources(where: Where) -> AsyncIterator[Sources]:
     """Sources, while the context lasts; where they are found in etcd, it has been read if it is there."""
+    # Log lines would tear what is drawn; what matters of them is in what Sources say.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     if where.schedulers or where.indexers:
         sources = Sources(where, None)
         try:
