@@ -14,7 +14,8 @@ import pytest
 from kvrouter.cli.top.seen import System
 from kvrouter.cli.top.sources import Sources, Where, open_sources
 from kvrouter.v1.common_pb2 import BookingKey
-from kvrouter.v1.names import ComponentName
+from kvrouter.v1.names import ComponentName, service_key
+from kvrouter.v1.registry_pb2 import ServiceRegistration
 from kvrouter.v1.scheduler_pb2 import FreeRequest
 
 from .scheduling import PATIENCE_SECONDS, Stack, routing, scheduling, selecting, soon
@@ -100,6 +101,16 @@ async def test_schedulers_are_followed_as_they_go_and_come(etcd_endpoint: str, n
         async with scheduling(component, etcd_endpoint, nats_url) as again:
             seen = await until(sources, lambda system: any(each.status is not None for each in system.schedulers))
             assert seen.schedulers[0].address == again.server.endpoint()
+
+
+async def test_one_that_is_registered_twice_is_shown_once(etcd_endpoint: str, nats_url: str, namespace: str) -> None:
+    component = ComponentName(namespace, "decode")
+    async with scheduling(component, etcd_endpoint, nats_url) as stack:
+        first_life = ServiceRegistration(endpoint=stack.server.endpoint(), ready=True)
+        await stack.put(service_key(namespace, "scheduler", "its-first-life"), first_life)
+        async with open_sources(Where((), (), etcd_endpoint, namespace)) as sources:
+            seen = await until(sources, lambda system: bool(system.schedulers))
+            assert [each.address for each in seen.schedulers] == [stack.server.endpoint()]
 
 
 async def test_it_draws_again_and_again_and_ends_with_ctrl_c(etcd_endpoint: str, nats_url: str, namespace: str) -> None:

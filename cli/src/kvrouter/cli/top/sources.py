@@ -67,7 +67,8 @@ class Sources:
         """Addresses, host:port, of every ``scheduler`` or ``indexer``."""
         if self._directory is None:
             return list(self._where.schedulers if kind == "scheduler" else self._where.indexers)
-        return [each.endpoint for each in _by_id(self._directory.services(kind))]
+        # One that was killed and is back at its address is registered twice until the lease of its first life ends.
+        return list(dict.fromkeys(each.endpoint for each in _by_id(self._directory.services(kind))))
 
     @property
     def note(self) -> str:
