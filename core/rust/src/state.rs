@@ -176,7 +176,11 @@ impl Index {
 
     /// Replaces a rank by a dump. Returns its entries.
     pub fn load(&mut self, chunks: &[Vec<u8>]) -> Result<u64, String> {
-        let dump = Dump::parse(chunks)?;
+        self.replace(&Dump::parse(chunks)?)
+    }
+
+    /// Replaces a rank by a dump that was checked. Returns its entries.
+    pub(crate) fn replace(&mut self, dump: &Dump) -> Result<u64, String> {
         let slot = match self.ranks.slot_of(dump.name) {
             Some(slot) => slot,
             None => self.rank_slot(dump.name, dump.cursor.0).ok_or("more ranks than an index can have")?,
@@ -189,7 +193,7 @@ impl Index {
                 ..Rank::new(dump.name, dump.cursor.0, dump.cursor.1)
             };
         }
-        self.load_blocks(slot, &dump);
+        self.load_blocks(slot, dump);
         if self.over_bounds() {
             self.mute(slot);
         }
@@ -281,7 +285,7 @@ impl Record {
 }
 
 /// A dump that was checked.
-struct Dump {
+pub struct Dump {
     name: Name,
     cursor: (u64, u64),
     counting: Counting,
@@ -304,7 +308,7 @@ struct LoadedBlock {
 
 impl Dump {
     /// Reads the chunks of a dump and checks that they make one.
-    fn parse(chunks: &[Vec<u8>]) -> Result<Self, String> {
+    pub(crate) fn parse(chunks: &[Vec<u8>]) -> Result<Self, String> {
         let mut dump: Option<Self> = None;
         let mut known: HashMap<u64, (u64, u32, bool)> = HashMap::new();
         let mut digest = 0u64;

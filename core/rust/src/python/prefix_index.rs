@@ -9,6 +9,7 @@ use super::{buffers, hashing};
 use crate::apply::Summary;
 use crate::index::Index;
 use crate::ranks::Name;
+use crate::state::Dump;
 use crate::wire::{Batch, Change};
 
 /// Who holds which blocks; see `kvrouter.core.interface.PrefixIndex`.
@@ -58,6 +59,10 @@ mod work {
 
     pub fn dump(index: &Index, rank: Name) -> usize {
         40 * index.entries_of(rank) as usize
+    }
+
+    pub fn load(bytes: usize) -> usize {
+        5 * bytes
     }
 
     pub fn figures(index: &Index) -> usize {
@@ -185,7 +190,11 @@ impl PrefixIndex {
             .map(|chunk| Ok(buffers::bytes(&chunk?)?.as_slice().to_vec()))
             .collect::<PyResult<_>>()?;
         let bytes: usize = chunks.iter().map(Vec::len).sum();
-        match self.index.write(py, |_| 5 * bytes, |index| index.load(&chunks)) {
+        // Checking a dump takes longer than storing its blocks, and queries go on meanwhile.
+        let loaded = py
+            .detach(|| Dump::parse(&chunks))
+            .and_then(|dump| self.index.write(py, |_| work::load(bytes), |index| index.replace(&dump)));
+        match loaded {
             Ok(entries) => Ok(entries),
             Err(why) => Err(PyErr::from_value(interface(py, "InvalidDump")?.call1((why,))?)),
         }
