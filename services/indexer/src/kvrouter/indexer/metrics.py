@@ -49,6 +49,7 @@ class IndexerMetrics(Collector):
             "stored_blocks": "Blocks stored.",
             "removed_blocks": "Blocks removed.",
             "resyncs": "Ranks replaced by their worker's whole state.",
+            "refetches": "Ranks that lacked events, which their workers sent again.",
             "live_events_dropped": "Live messages dropped because they came faster than they could be applied.",
             "snapshots_taken": "Snapshots taken by this replica.",
             "snapshots_unusable": "Snapshots that could not be read at a restore.",
@@ -82,6 +83,7 @@ class IndexerMetrics(Collector):
             counts["removed_blocks"].add_metric(of, tally.removed_blocks)
             counts["consumers_made"].add_metric(of, component.ingest.recreations)
             counts["resyncs"].add_metric(of, component.resync.resyncs)
+            counts["refetches"].add_metric(of, component.resync.refetches)
             counts["live_events_dropped"].add_metric(of, component.light.dropped)
             snapshots = component.snapshots
             counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)

@@ -48,6 +48,8 @@ class Resync:
         self._log = log.bind(of=name)
         self.resyncs = 0
         """Ranks whose whole state was fetched."""
+        self.refetches = 0
+        """Ranks that lacked events, which were fetched."""
         state.on_suspect = self._suspect
         state.may_hold = self._may_hold
 
@@ -153,6 +155,9 @@ class Resync:
                 batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
                 if batches is not None and await self._state.apply_fetched(rank, batches):
                     await self._state.end_repair(rank, reason, repaired=True)
+                    if batches:
+                        self.refetches += 1
+                        self._log.info("events fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)
                     return True
             if not self._wanted.may_fetch_state(rank, time.monotonic()) and not forced:
                 return False

@@ -1,24 +1,18 @@
-"""The index of one component, safe to use from the request loop and from the thread that applies events.
-
-Applying holds the lock for one message at a time and steps back for queries that wait. A query takes the lock where it
-is free, which is nearly always, and otherwise waits for it in a thread: the loop never does.
-"""
+"""The index of one component, and what messages, dumps and repairs do to it."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import TypeVar
 
 import structlog
 from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.membership import NewLife
 from kvrouter.indexer.repair import Repair, repair_after
 from kvrouter.indexer.screening import Refusal, screen
+from kvrouter.indexer.shared_index import SharedIndex
 from kvrouter.indexer.tally import RankTally, Tally
 from kvrouter.indexer.waiting import Waiting
 from kvrouter.v1.common_pb2 import Tier
@@ -26,11 +20,8 @@ from kvrouter.v1.events_pb2 import KvEventBatch
 
 log = structlog.get_logger(component="indexer")
 
-_T = TypeVar("_T")
-
 _SET_ASIDE_MESSAGES = 64
 _SET_ASIDE_BYTES = 4096  # of each message: enough to see what it is
-_STEP_BACK_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +46,6 @@ class SetAside:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Size of the index and of its ranks at one moment."""
-
-    blocks: int
-    memory_bytes: int
-    ranks: list[RankInfo]
-
-
-@dataclass(frozen=True, slots=True)
 class RankDump:
     """A rank's state from elsewhere."""
 
@@ -82,11 +64,12 @@ class StaleDump(Exception):
         super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {held}")
 
 
-class IndexState:
+class IndexState(SharedIndex):
     """Index, counts and what was set aside, for one component."""
 
     def __init__(self, component: str, block_size: int, index: PrefixIndex) -> None:
         """``component`` is its name, for the log."""
+        super().__init__(index)
         self.block_size = block_size
         self.tally = Tally()
         self.set_aside: deque[SetAside] = deque(maxlen=_SET_ASIDE_MESSAGES)
@@ -94,9 +77,6 @@ class IndexState:
         """Workers whose registration differs from the component: their events mean something else."""
         self.lag_seconds = 0.0
         """From publishing to applying, of the newest batch."""
-        self._index = index
-        self._lock = Lock()
-        self._waiting = 0
         self._partial: set[Rank] = set()
         self._rank_tallies: dict[Rank, RankTally] = {}
         self._waiting_batches: dict[Rank, Waiting[StreamMessage]] = {}
@@ -109,60 +89,12 @@ class IndexState:
     def apply(self, messages: Sequence[StreamMessage]) -> None:
         """Applies messages in order; called from one thread, not the loop's. Never raises for what they contain."""
         for message in messages:
-            if self._waiting:
-                # The lock is not fair: without a pause the waiting thread seldom gets it.
-                time.sleep(_STEP_BACK_SECONDS)
             batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
-            with self._lock:
+            with self.applying():
                 if isinstance(batch, Refusal):
                     self._refuse(message, batch)
                 else:
                     self._apply_batch(message, batch)
-
-    async def ask(self, question: Callable[[PrefixIndex], _T]) -> _T:
-        """The answer to a question that is quick, such as an overlap."""
-        if self._lock.acquire(blocking=False):
-            try:
-                return question(self._index)
-            finally:
-                self._lock.release()
-        return await self.work(question)
-
-    async def work(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """The result of a task that may take long, such as figures of all ranks; it runs in a thread."""
-
-        def locked() -> _T:
-            with self._lock:
-                return task(self._index)
-
-        self._waiting += 1
-        try:
-            return await asyncio.to_thread(locked)
-        finally:
-            self._waiting -= 1
-
-    async def ranks(self) -> list[RankInfo]:
-        """The ranks of the index: cheaper than ``figures``, whose cost may grow with the blocks."""
-        return await self.ask(lambda index: index.ranks())
-
-    async def figures(self) -> Figures:
-        """Size of the index and of its ranks."""
-
-        def read(index: PrefixIndex) -> Figures:
-            stats = index.stats()
-            return Figures(stats.blocks, stats.memory_bytes, index.ranks())
-
-        return await self.work(read)
-
-    async def dump_rank(self, rank: Rank, chunk_blocks: int) -> AsyncIterator[bytes]:
-        """Encoded RankState chunks of a rank as of this moment; none if it is unknown."""
-        chunks = await self.work(lambda index: iter(index.dump_rank(rank, chunk_blocks)))
-        while (chunk := await self.work(lambda _: next(chunks, None))) is not None:
-            yield chunk
-
-    async def cursor(self, rank: Rank) -> tuple[int, int] | None:
-        """(incarnation, next event id) of a rank; None if it is unknown."""
-        return await self.ask(lambda index: index.cursor(rank))
 
     async def whole_rank(self, rank: Rank) -> RankDump | None:
         """A rank's state as of this moment; None if it is unknown."""
