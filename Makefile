@@ -58,7 +58,7 @@ integration: setup ## tests over real NATS and etcd, and with processes that are
 test-faults: setup ## every fault scenario in its long form (tests/faults; `make integration` has the short ones)
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 tests/faults
+	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 -o junit_family=xunit1 $(ARGS) tests/faults
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)

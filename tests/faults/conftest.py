@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from .rig import Rig
 
 
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    """Servers of the test's own."""
+async def rig(tmp_path: Path, record_property: Callable[[str, object], None]) -> AsyncIterator[Rig]:
+    """Servers of the test's own. What its Indexers' logs tell goes into a report (``--junitxml``)."""
     seed = int(os.environ.get("KVROUTER_SEED", random.SystemRandom().randrange(1 << 32)))
+    record_property("seed", seed)
     print(f"KVROUTER_SEED={seed}")  # noqa: T201 - pytest shows it where a test fails
     servers = NatsServer(tmp_path / "nats"), EtcdServer(tmp_path / "etcd", binary=newer_etcd.find())
     async with AsyncExitStack() as exits:
@@ -29,6 +30,8 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
                 await server.start()
             yield rig
             await exits.aclose()
+            for name, process in rig.judged.items():
+                record_property(name, process.observed())
         finally:
             for process in rig.indexers:
                 await process.kill()

@@ -50,6 +50,11 @@ COMPONENT = ComponentName("faults", "pool")
 NAMED = Component(namespace=COMPONENT.namespace, name=COMPONENT.name)
 TAKEN = '"event": "snapshot taken"'
 """What a log has where a snapshot was taken."""
+OBSERVED = (
+    *("restored", "snapshot taken", "snapshot unusable", "no snapshot taken", "states reset"),
+    *("events fetched", "rank resynced", "rank dropped", "rank begins a life", "rank is gone"),
+)
+"""Events of a log that a report counts."""
 Held = set[tuple[int, int, int, int]]
 """(engine hash, local hash, sequence hash, copies) of every block."""
 
@@ -220,6 +225,12 @@ class IndexerProcess:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await self._process.wait()
 
+    def observed(self) -> str:
+        """What its log tells of faults and their healing, over all its lives."""
+        lines = self.log().splitlines()
+        counts = {event: sum(f'"event": "{event}"' in line for line in lines) for event in OBSERVED}
+        return ", ".join(f"{event} {count}" for event, count in counts.items() if count)
+
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
@@ -278,6 +289,8 @@ class Rig:
     exits: AsyncExitStack
     nodes: dict[int, EngineNode] = field(default_factory=dict)
     indexers: list[IndexerProcess] = field(default_factory=list)
+    judged: dict[str, IndexerProcess] = field(default_factory=dict)
+    """Indexers that were compared with the engines."""
 
     async def indexer(self, name: str, failpoint: str = "", **options: object) -> IndexerProcess:
         """Starts an Indexer; options by their flags' names, with underscores."""
@@ -336,6 +349,7 @@ class Rig:
     async def agree(self, *processes: IndexerProcess) -> None:
         """Waits until Indexers are where the workers are, then compares them with the engines block by block."""
         for process in processes or self.indexers:
+            self.judged[process.name] = process
             await self.until(lambda process=process: self.is_there(process))  # type: ignore[misc]
             for worker_id, node in self.nodes.items():
                 assert await process.held(worker_id) == node.holds(), f"{process.name}, worker {worker_id}"
