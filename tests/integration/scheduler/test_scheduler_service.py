@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -244,8 +245,11 @@ async def test_thresholds_are_set_by_field_and_listed(stack: Stack) -> None:
     assert await set_to() == both
     listed = await stack.scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=soon())
     assert dict(listed.thresholds) == {MODEL: both}
-    with pytest.raises(BadRequest):
-        await set_to(active_decode_blocks_threshold=1.5)
+    for wrong in (1.5, -0.1, math.nan):
+        with pytest.raises(BadRequest) as out_of_range:
+            await set_to(active_decode_blocks_threshold=wrong)
+        assert out_of_range.value.info.field == "active_decode_blocks_threshold"
+    assert await set_to() == both
     with pytest.raises(UnknownModel):
         await stack.scheduler.set_busy_threshold(SetBusyThresholdRequest(model="other"), deadline=soon())
     await stack.select(selecting("a"))

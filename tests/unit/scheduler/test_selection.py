@@ -27,6 +27,7 @@ from kvrouter.runtime.errors import (
 )
 from kvrouter.scheduler.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.policies import kv
+from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Explanation, Hold
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, Stage
 from kvrouter.v1.names import ComponentName
@@ -245,6 +246,46 @@ async def test_an_override_asks_where_the_option_does_not() -> None:
     assert chosen.overlap_blocks == 4
 
 
+async def test_the_weight_of_one_request_is_for_that_request_alone() -> None:
+    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(1, 0): 4}))
+    await parts.select(selecting("a", routing(6, seed=1, constraints=constraints(worker_id=1))))
+    parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
+    # By weight 1 it is 0 + 10 blocks against 4 + 4; by weight 2 the cached ones count for more.
+    heavy = routing(overrides=overrides(overlap_score_weight=2))
+    chosen = [(await parts.select(selecting(None, each))).rank.worker_id for each in (routing(), heavy, routing())]
+    assert chosen == [2, 1, 2]
+
+
+async def test_the_temperature_of_one_request_is_for_that_request_alone() -> None:
+    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(1, 0): 4}))
+    hot = routing(overrides=overrides(router_temperature=10))
+    drawn = {(await parts.select(selecting(None, hot))).rank.worker_id for _ in range(50)}
+    lowest = {(await parts.select(selecting(None))).rank.worker_id for _ in range(50)}
+    assert (drawn, lowest) == ({1, 2}, {1})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rank"),
+    [
+        ({"required_labels": {"zone": "b"}}, (2, 0)),
+        ({"allowed_worker_ids": [2]}, (2, 0)),
+        ({"excluded_worker_ids": [1]}, (2, 0)),
+        ({"dp_rank": 1}, (1, 1)),
+        ({"worker_id": 1, "dp_rank": 1}, (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("mode", POLICIES)
+async def test_a_request_goes_where_it_may_though_another_rank_is_cheaper(
+    mode: str, wanted: dict[str, Any], rank: tuple[int, int]
+) -> None:
+    workers = [worker(1, ranks=2, labels={"zone": "a"}), worker(2, labels={"zone": "b"})]
+    parts = Parts(view(*workers), indexer=HeldBlocks({(1, 0): 4}), options=RoutingOptions(mode))
+    if mode == "direct":
+        wanted = {"worker_id": rank[0], **wanted}
+    chosen = await parts.select(selecting("a", routing(constraints=constraints(**wanted))))
+    assert (chosen.rank.worker_id, chosen.rank.dp_rank) == rank
+
+
 async def test_blocks_of_an_earlier_life_do_not_count() -> None:
     parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=4))
     assert (await parts.select(selecting("a"))).overlap_blocks == 0
@@ -348,7 +389,7 @@ async def test_an_unknown_session_is_lost() -> None:
     assert parts.idle()
 
 
-@pytest.mark.parametrize("mode", ["kv", "round-robin", "random", "power-of-two", "direct"])
+@pytest.mark.parametrize("mode", POLICIES)
 async def test_busy_ranks_are_left_out_in_every_mode(mode: str) -> None:
     options = RoutingOptions(mode=mode, thresholds=Thresholds(prefill_tokens=63))
     parts = Parts(view(worker(1), worker(2)), options=options)
