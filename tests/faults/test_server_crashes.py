@@ -8,14 +8,16 @@ import signal
 
 import pytest
 from kvrouter.publisher.stream import stream_config
+from kvrouter.v1.common_pb2 import Transport
 from nats.aio.client import Client
 
 from . import newer_etcd
 from .rig import COMPONENT, FULL, TAKEN, Rig
 
 
-async def test_nats_is_killed_and_comes_back(rig: Rig) -> None:
-    await rig.start_nodes(1, 2)
+@pytest.mark.parametrize("transport", ["DURABLE", "LIGHT"])
+async def test_nats_is_killed_and_comes_back(rig: Rig, transport: str) -> None:
+    await rig.start_nodes(1, 2, transport=Transport.Value(f"TRANSPORT_{transport}"))
     one = await rig.indexer("one")
     for _ in range(3 if FULL else 1):
         await rig.serve(10, 0.02)

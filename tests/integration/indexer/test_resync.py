@@ -6,8 +6,14 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+from kvrouter.core import Rank
+from kvrouter.indexer import resync
 from kvrouter.indexer.component import Limits
+from kvrouter.indexer.state import RankDump
+from kvrouter.indexer.worker_state import fetch_state
 from kvrouter.publisher.stream import ensure_stream
+from kvrouter.runtime.contracts import Worker as WorkerStub
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.events_pb2 import BlocksRemoved, KvEvent, KvEventBatch
 from kvrouter.v1.names import ComponentName
@@ -173,6 +179,37 @@ async def test_drift_that_persists_is_told_and_not_fetched_again(
             await worker.flush()
             await until(lambda: index.resync.pending == 0)
             assert index.resync.resyncs == 1
+
+
+async def test_ranks_that_come_back_at_once_are_fetched_a_few_at_a_time(
+    connection: Client, component: ComponentName, nats_url: str, etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way = most = 0
+
+    async def counted(worker: WorkerStub, rank: Rank, deadline: Deadline) -> RankDump:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            return await fetch_state(worker, rank, deadline)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(resync, "fetch_state", counted)
+    # One worker under many names: its events name another worker than is asked for, so its state is fetched.
+    async with caching(worker_config(component, etcd_endpoint, nats_url, 1)) as (worker, cache):
+        cache.live(50)
+        registration = registration_of(worker)
+        crowd = {number: WorkerRegistration() for number in range(2, 102)}
+        for number, each in crowd.items():
+            each.CopyFrom(registration)
+            each.worker_id = number
+        async with indexing(connection, component) as index:
+            index.update_workers(crowd)
+            await until(lambda: all(index.state.rank_tally((number, 0)).verified for number in crowd))
+            for number in crowd:
+                assert await held_blocks(index, number) == set(cache.table)
+    assert 1 < most <= 8
 
 
 async def test_both_transports_and_a_worker_that_switches(
