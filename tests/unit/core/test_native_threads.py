@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ def gil_is_given_up() -> Iterator[Callable[..., bool]]:
     """Whether one of many calls gives the GIL up.
 
     Another thread waits for it all the while, and Python is told not to take it from who has it: so that thread runs
-    only while a call goes without. The thread may be slow to wake, hence the many calls.
+    only while a call goes without. The thread may be slow to wake, hence many calls, or all that fit into a time.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
@@ -40,10 +42,10 @@ def gil_is_given_up() -> Iterator[Callable[..., bool]]:
     other = threading.Thread(target=run)
     other.start()
 
-    def given_up(call: Callable[[], Any], tries: int = 300) -> bool:
+    def given_up(calls: Iterable[Callable[[], Any]]) -> bool:
         before = runs
         go.release()
-        for _ in range(tries):
+        for call in calls:
             call()
             if runs > before:
                 return True
@@ -56,6 +58,13 @@ def gil_is_given_up() -> Iterator[Callable[..., bool]]:
         go.release()
         sys.setswitchinterval(interval)
         other.join()
+
+
+def for_some_time(call: Callable[[], Any], seconds: float = 20.0) -> Iterator[Callable[[], Any]]:
+    """A call again and again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield call
 
 
 def blocks(count: int, seed: int = 1) -> list[int]:
@@ -106,17 +115,23 @@ def long_calls(core: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def test_short_calls_keep_the_gil(core: Any, gil_is_given_up: Callable[..., bool]) -> None:
     for name, call in short_calls(core):
-        assert not gil_is_given_up(call), name
+        assert not gil_is_given_up([call] * 300), name
 
 
 def test_long_calls_give_it_up(core: Any, gil_is_given_up: Callable[..., bool]) -> None:
     for name, call in long_calls(core):
-        assert gil_is_given_up(call), name
+        assert gil_is_given_up(for_some_time(call)), name
 
 
 def test_a_rank_of_many_blocks_leaves_without_the_gil(core: Any, gil_is_given_up: Callable[..., bool]) -> None:
-    index, ranks = core.PrefixIndex(), 20
-    for worker in range(ranks):
-        chain = blocks(1 << 14, worker)
-        index.apply(batch(0, stored(chain, chain), rank=(worker, 0)))
-    assert gil_is_given_up(lambda: index.remove_rank(index.slots()[-1]), ranks)
+    index = core.PrefixIndex()
+    chains = [blocks(256, number) for number in range(64)]
+    small = [batch(number, stored(chain, chain)) for number, chain in enumerate(chains)]
+
+    def come_and_leave() -> None:
+        for data in small:
+            index.apply(data)
+        assert index.remove_rank((7, 0)) == 64 * 256
+
+    assert not gil_is_given_up(functools.partial(index.apply, data) for data in small)
+    assert gil_is_given_up(for_some_time(come_and_leave))
