@@ -61,9 +61,9 @@ BASE = 5.0
 """Price of own work, in its own time, when all KV is in use. At half of that it is 0.3: work hardly matters to others
 while there is room for all."""
 
-CROWD = 0.01
+CROWD = 0.02
 """Price of own work for each running request, in its own time: a token that comes later weighs little against a first
-token that does, and nothing breaks ties as well."""
+token that does, and nothing breaks ties as well. At 0.05 prompts gather where they are cached until KV runs short."""
 
 SHORTAGE_MS = 5000.0
 """ms for lacking the whole of a rank's KV. From 2,000 to 15,000 it makes no difference."""
