@@ -18,6 +18,20 @@ def test_ranks_come_in_order_and_one_at_a_time() -> None:
     assert wanted.take(3.0) == (RANK, "drift"), "what came meanwhile is not lost"
 
 
+def test_a_rank_that_failed_while_it_was_wanted_again_waits_and_comes_once() -> None:
+    wanted = Wanted(random.Random(1))
+    wanted.add(RANK, "gap", 0.0)
+    wanted.take(0.0)
+    wanted.add(RANK, "drift", 0.1)
+    wanted.failed(RANK, 0.2)
+    assert wanted.take(0.2) is None
+    assert wanted.take(10.0) == (RANK, "gap")
+    assert wanted.take(10.0) is None
+    assert len(wanted) == 1
+    wanted.done(RANK)
+    assert (len(wanted), wanted.pause(10.0)) == (0, None)
+
+
 def test_failures_wait_longer_each_time_within_bounds() -> None:
     wanted = Wanted(random.Random(1))
     wanted.add(RANK, "gap", 0.0)

@@ -7,6 +7,7 @@ publishes nonsense all the time costs its own rank, not the Indexer.
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from kvrouter.core import Rank
 _FIRST_PAUSE_SECONDS = 0.25
 _LONGEST_PAUSE_SECONDS = 30.0
 _STATE_SPACING_SECONDS = 2.0
+_REMEMBERED = 4096  # fetches; more only if so many are within that time
 
 
 @dataclass(slots=True)
@@ -30,6 +32,9 @@ class Wanted:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
         self._wants: dict[Rank, _Want] = {}
+        self._queue: list[tuple[float, Rank]] = []
+        # A heap of when ranks are due. An entry that its rank's want does not confirm is skipped, and so is one of a
+        # rank under repair, which is queued again when that ends.
         self._active: dict[Rank, _Want] = {}
         self._state_fetched: dict[Rank, float] = {}
 
@@ -41,29 +46,24 @@ class Wanted:
         """A rank wants repair, at once unless it failed before; one that waits keeps its first reason."""
         want = self._wants.get(rank)
         if want is None:
-            self._wants[rank] = _Want(reason, now)
+            self._queue_up(rank, _Want(reason, now))
         elif reason == "registered":
             # The worker is back: what failed before says nothing.
-            want.due, want.failures = now, 0
-
-    def drop(self, rank: Rank) -> None:
-        """A rank is gone."""
-        self._wants.pop(rank, None)
-        self._state_fetched.pop(rank, None)
+            self._queue_up(rank, _Want(want.reason, now))
 
     def take(self, now: float) -> tuple[Rank, str] | None:
         """The next rank to repair, and why; ``done`` or ``failed`` must follow. None if none is due."""
-        due = [(want.due, rank) for rank, want in self._wants.items() if want.due <= now and rank not in self._active]
-        if not due:
+        due = self._next_due()
+        if due is None or due > now:
             return None
-        _, rank = min(due)
+        _, rank = heapq.heappop(self._queue)
         self._active[rank] = self._wants.pop(rank)
         return rank, self._active[rank].reason
 
     def pause(self, now: float) -> float | None:
         """Seconds until the next rank is due; None if none waits."""
-        waits = [want.due for rank, want in self._wants.items() if rank not in self._active]
-        return max(0.0, min(waits) - now) if waits else None
+        due = self._next_due()
+        return None if due is None else max(0.0, due - now)
 
     def failing(self, rank: Rank) -> bool:
         """Whether the last try at a rank failed."""
@@ -77,6 +77,9 @@ class Wanted:
 
     def may_fetch_state(self, rank: Rank, now: float) -> bool:
         """Whether the whole state of a rank may be fetched again so soon; if so, it counts as fetched."""
+        if len(self._state_fetched) >= _REMEMBERED:
+            recent = {each: at for each, at in self._state_fetched.items() if now - at < _STATE_SPACING_SECONDS}
+            self._state_fetched = recent
         if now - self._state_fetched.get(rank, -_STATE_SPACING_SECONDS) < _STATE_SPACING_SECONDS:
             return False
         self._state_fetched[rank] = now
@@ -85,6 +88,8 @@ class Wanted:
     def done(self, rank: Rank) -> None:
         """A rank was repaired. What was asked for meanwhile stays."""
         self._active.pop(rank, None)
+        if rank in self._wants:
+            self._queue_up(rank, self._wants[rank])
 
     def failed(self, rank: Rank, now: float) -> None:
         """A rank was not repaired; it waits for the next try."""
@@ -94,4 +99,17 @@ class Wanted:
         want.failures += 1
         pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(want.failures - 1, 10))
         want.due = now + pause * self._rng.uniform(0.5, 1.5)
+        self._queue_up(rank, want)
+
+    def _queue_up(self, rank: Rank, want: _Want) -> None:
         self._wants[rank] = want
+        heapq.heappush(self._queue, (want.due, rank))
+
+    def _next_due(self) -> float | None:
+        while self._queue:
+            due, rank = self._queue[0]
+            want = self._wants.get(rank)
+            if want is not None and want.due == due and rank not in self._active:
+                return due
+            heapq.heappop(self._queue)
+        return None
