@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import statistics
 import sys
@@ -97,6 +98,11 @@ class Process:
     def resident_mb(self, which: str = "VmRSS") -> float:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith(which)).split()[1]) / 1e3
+
+    def processor_seconds(self) -> float:
+        """Time that its threads have run."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def logged(self, event: str) -> dict[str, Any] | None:
         """The last line of the log about an event."""
@@ -298,10 +304,14 @@ async def rejoin(system: System, report: Report, workers: int) -> None:
         system.signal(signal.SIGSTOP)
         await until(service, lambda stats: stats.blocks == 0, 0.5)
         system.signal(signal.SIGCONT)
-        began = time.monotonic()
+        began, spent = time.monotonic(), process.processor_seconds()
         async with asking(service) as queries:
             back = await until(service, compared(workers, blocks), 0.5) - began
-        report.add("all workers rejoin, until their blocks are back and compared", f"{back:.2f} s")
+        spent = process.processor_seconds() - spent
+        report.add(
+            "all workers rejoin, until their blocks are back and compared",
+            f"{back:.2f} s ({spent:.2f} s of processor time in the Indexer)",
+        )
         report.add("queries meanwhile", str(queries))
         report.add("memory at most", f"{process.resident_mb('VmHWM'):.0f} MB")
 
