@@ -27,6 +27,7 @@ mod sequences;
 mod state;
 mod store;
 mod table;
+mod tagline;
 mod tagmap;
 mod tidy;
 mod tombstones;

@@ -110,7 +110,10 @@ impl Index {
         let mut hashes = std::mem::take(&mut self.scratch.references);
         let engines = chain.engines.get(from..to).unwrap_or_default();
         hashes.extend(engines.iter().map(|engine| (private_hash(self.secret, rank, *engine), 0)));
-        let absent = self.private.absent(&hashes);
+        let (blocks, labels) = (&self.label_blocks, &self.labels);
+        let absent = self.private.absent(&hashes, |number, at| {
+            engines.get(number) == Some(&blocks.engine(at)) && labels.at(blocks.header(at).owner).rank == rank
+        });
         hashes.clear();
         self.scratch.references = hashes;
         absent
@@ -149,33 +152,43 @@ impl Index {
         let start = depth - run.start;
         let mut references = std::mem::take(&mut self.scratch.references);
         let mut hashes = chain.hashes.get(from..to).unwrap_or_default();
+        let mut engines = chain.engines.get(from..to).unwrap_or_default();
         for number in start / LANES.. {
             let Some(&chunk) = run.chunks.get(number as usize).filter(|_| !hashes.is_empty()) else { break };
             let lane = if number == start / LANES { start % LANES } else { 0 };
-            let free = (self.blocks.header(slot(chunk, 0)).listed >> lane).trailing_zeros().min(LANES - lane);
+            let Some((header, content)) = self.blocks.both_mut(chunk) else { break };
+            let free = (header.listed >> lane).trailing_zeros().min(LANES - lane);
             let (now, later) = hashes.split_at(hashes.len().min(free as usize));
             references.extend(now.iter().zip(lane..).map(|(hash, lane)| (*hash, slot(chunk, lane))));
             hashes = later;
+            let (now, later) = engines.split_at(now.len());
+            for (to, engine) in content.engines.iter_mut().skip(lane as usize).zip(now) {
+                *to = *engine;
+            }
+            engines = later;
             if free < LANES - lane {
                 break;
             }
         }
         let keys = SharedKeys { secret: self.secret, blocks: &self.blocks };
-        let named = if self.shared.grow(references.len(), &keys) { self.shared.insert_alone(&references) } else { 0 };
+        let mut named = 0;
+        if self.shared.grow(references.len(), &keys) {
+            let engines = chain.engines.get(from..).unwrap_or_default();
+            let is_same = |number: usize, at| engines.get(number) == Some(&self.blocks.engine(at));
+            named = self.shared.insert_alone(&references, is_same);
+        }
         references.clear();
         self.scratch.references = references;
         let run = self.runs.at(run_id);
-        let mut engines = chain.engines.get(from..from + named).unwrap_or_default();
+        let mut left = named as u32;
         for number in start / LANES.. {
-            let Some(&chunk) = run.chunks.get(number as usize).filter(|_| !engines.is_empty()) else { break };
+            let Some(&chunk) = run.chunks.get(number as usize).filter(|_| left > 0) else { break };
             let lane = if number == start / LANES { start % LANES } else { 0 };
-            let Some((header, content)) = self.blocks.both_mut(chunk) else { break };
-            let (now, later) = engines.split_at(engines.len().min((LANES - lane) as usize));
-            for (to, engine) in content.engines.iter_mut().skip(lane as usize).zip(now) {
-                *to = *engine;
+            let count = left.min(LANES - lane);
+            if let Some(header) = self.blocks.header_mut(slot(chunk, 0)) {
+                header.listed |= (((1u32 << count) - 1) << lane) as u8;
             }
-            header.listed |= (((1u32 << now.len()) - 1) << lane) as u8;
-            engines = later;
+            left -= count;
         }
         named
     }

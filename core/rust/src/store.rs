@@ -6,6 +6,9 @@ use crate::keys::{BranchKeys, branch_hash};
 use crate::ranks::{Counting, Spot};
 use crate::runs::{MAX_BLOCKS, ROOT, Run, Seat};
 
+/// How many chunks are asked for ahead of their turn: as many cache misses as may be under way at a time.
+const CHUNKS_AHEAD: usize = 24;
+
 /// Why a chain was not stored.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refused {
@@ -128,33 +131,36 @@ impl Index {
 
     /// How many of the local hashes are those of the run from a depth on.
     pub(crate) fn common(&self, run: &Run, depth: u32, locals: &[u64]) -> usize {
-        let mut offset = depth.wrapping_sub(run.start);
+        let offset = depth.wrapping_sub(run.start);
         let most = locals.len().min(run.len.saturating_sub(offset) as usize);
-        let mut same = 0;
-        while same < most {
-            let Some(&chunk) = run.chunks.get((offset / LANES) as usize) else { return same };
-            if let Some(&ahead) = run.chunks.get((offset / LANES) as usize + 8) {
+        let (first, end) = ((offset / LANES) as usize, (offset as usize + most).div_ceil(LANES as usize));
+        let chunks = run.chunks.get(first..end).unwrap_or_default();
+        for &chunk in chunks.iter().take(CHUNKS_AHEAD) {
+            self.blocks.prefetch_locals(chunk);
+        }
+        let mut lane = (offset % LANES) as usize;
+        let mut asked = locals.get(..most).unwrap_or_default();
+        for (at, &chunk) in chunks.iter().enumerate() {
+            if let Some(&ahead) = chunks.get(at + CHUNKS_AHEAD) {
                 self.blocks.prefetch_locals(ahead);
             }
-            let lane = (offset % LANES) as usize;
-            let held = self.blocks.chunk(chunk).locals.get(lane..).unwrap_or_default();
-            let asked = locals.get(same..most).unwrap_or_default();
-            if lane == 0
-                && let (Some(held), Some(asked)) = (held.first_chunk::<8>(), asked.first_chunk::<8>())
-                && held.iter().zip(asked).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
+            let held = &self.blocks.chunk(chunk).locals;
+            if let Some((eight, rest)) = asked.split_first_chunk::<8>()
+                && lane == 0
+                && held.iter().zip(eight).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
             {
-                same += 8;
-                offset += 8;
+                asked = rest;
                 continue;
             }
+            let held = held.get(lane..).unwrap_or_default();
             let equal = held.iter().zip(asked).take_while(|(held, asked)| held == asked).count();
-            same += equal;
-            offset += equal as u32;
-            if equal < held.len().min(asked.len()) {
-                return same;
+            asked = asked.get(equal..).unwrap_or_default();
+            if equal < held.len() {
+                break;
             }
+            lane = 0;
         }
-        same
+        most - asked.len()
     }
 
     /// Enters a new run, whose first block is there, into the table of branches.

@@ -1,35 +1,36 @@
-//! A hash table of references, some 11 bytes each: 16 bits of the key's hash beside a 32-bit reference to the key.
+//! A hash table of references, some 13 bytes each: 10 bits of the key's hash beside a 32-bit reference to the key.
 //!
 //! Keys stay where they are referred to, so a lookup names the references that may be right and its caller looks. Equal
-//! keys may be there several times. Ten references and their tags share a cache line; a line that is full passes
+//! keys may be there several times. Twelve references and their tags share a cache line; a line that is full passes
 //! references on to the next one and counts them, so that a lookup knows where to stop and a removal leaves no mark.
 //!
 //! Lines are in segments of 16 KiB, and the table grows by one segment at a time (spiral storage). Of `s` segments, the
-//! buckets `s..2s` are in use. A hash has a mantissa between 1 and 2, and its bucket is the mantissa times the power of
-//! two that leads there. To grow is to part bucket `s` between the buckets `2s` and `2s + 1`, to shrink the reverse.
-//! Mantissas are spread so that bucket `b` has a load in proportion to 1/b: the bucket to be parted is always the fullest,
-//! so that the table is as full at every size, and no two moments of its growth differ. A bucket's segment is found by
-//! arithmetic alone: `2s` takes over the segment of `s`, and `2s + 1` the new one.
+//! buckets `s..2s` are in use. To grow is to part bucket `s` between the buckets `2s` and `2s + 1`, to shrink the reverse:
+//! buckets are the leaves of a tree, numbered as in a heap. Hashes are spread so that bucket `b` has a load in proportion
+//! to 1/b: the bucket to be parted is always the fullest, so that the table is as full at every size, and no two moments
+//! of its growth differ. A directory leads from the first bits of a spread hash to its bucket's segment.
 
 use std::ptr::NonNull;
 
 use crate::memory::{HUGE_PAGE, Mapping, prefetch};
+use crate::tagline::{LANES, Line, Tag};
 
-const LANES: usize = 10;
-/// Lines of a segment.
+/// Lines of a segment: as many as a u8 can number.
 const LINES: usize = 256;
 const SEGMENT_BYTES: usize = LINES * 64;
 /// Segments of a mapping: a huge page's.
 const STRETCH: usize = HUGE_PAGE / SEGMENT_BYTES;
-/// References for each segment on average, at most. The fullest segment has 1.44 times as many: 70% of its lanes. Fuller
+/// References for each segment on average, at most. The fullest segment has 1.5 times as many: 60% of its lanes. Fuller
 /// lines would pass more on: a wrongly predicted branch each, and often a cache miss.
-const MOST: usize = LINES * LANES * 48 / 100;
+const MOST: usize = LINES * LANES * 40 / 100;
 /// Segments go when there are less. A table that is emptied at random shrinks with its content.
 const LEAST: usize = MOST * 2 / 3;
-/// Segments are numbered by less than this: room for 6 billion references.
+/// Segments are numbered by less than this: room for 5 billion references.
 const MAX_SEGMENTS: u32 = 1 << 22;
-/// How many lines, and how many keys, are asked for ahead of their turn.
-const AHEAD: usize = 60;
+/// How many lines are asked for at once, at most 32: the group before is worked on after that.
+const GROUP: usize = 32;
+/// How many keys are asked for ahead of their turn.
+const KEYS_AHEAD: usize = 60;
 
 /// What references refer to.
 pub trait Keys {
@@ -45,69 +46,43 @@ impl<F: Fn(u32) -> u64> Keys for F {
     }
 }
 
-#[repr(C, align(64))]
-struct Line {
-    /// 16 bits of the hash for each lane, 0 where the lane is free.
-    tags: [u16; LANES],
-    /// References that would be here if there had been room.
-    passed: u16,
-    spare: u16,
-    references: [u32; LANES],
+/// A segment of a table. Good as long as the table has it.
+#[derive(Clone, Copy)]
+struct Segment(NonNull<Line>);
+
+// SAFETY: a segment is an address, of plain memory that its table owns; to look there takes a borrow of the table.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+/// A line of a table. Good until the table grows or shrinks.
+#[derive(Clone, Copy)]
+struct At {
+    segment: Segment,
+    line: u8,
 }
 
-const _: () = assert!(size_of::<Line>() == 64);
-
-impl Line {
-    /// Which lanes have this tag, as bits.
+impl At {
     #[inline]
-    fn with_tag(&self, tag: u16) -> u32 {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: SSE2 is part of x86_64, and a line is 64 readable bytes, aligned to as many.
-        unsafe {
-            use std::arch::x86_64::{
-                __m128i, _mm_cmpeq_epi16, _mm_load_si128, _mm_movemask_epi8, _mm_packs_epi16, _mm_set1_epi16,
-            };
-            let wanted = _mm_set1_epi16(tag as i16);
-            let words = std::ptr::from_ref(self).cast::<__m128i>();
-            let (first, second) = (_mm_load_si128(words), _mm_load_si128(words.add(1)));
-            let equal = _mm_packs_epi16(_mm_cmpeq_epi16(first, wanted), _mm_cmpeq_epi16(second, wanted));
-            _mm_movemask_epi8(equal) as u32 & ((1 << LANES) - 1)
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        self.tags.iter().enumerate().fold(0, |lanes, (lane, &at)| lanes | u32::from(at == tag) << lane)
+    fn address(self) -> NonNull<Line> {
+        // SAFETY: a segment has 256 lines.
+        unsafe { self.segment.0.add(usize::from(self.line)) }
     }
 
+    /// The line that takes what this one passes on.
     #[inline]
-    fn put(&mut self, lane: u32, tag: u16, reference: u32) {
-        if let (Some(at), Some(to)) = (self.tags.get_mut(lane as usize), self.references.get_mut(lane as usize)) {
-            *at = tag;
-            *to = reference;
-        }
+    fn next(self) -> Self {
+        Self { line: self.line.wrapping_add(1), ..self }
     }
-
-    #[inline]
-    fn reference(&self, lane: u32) -> u32 {
-        self.references.get(lane as usize).copied().unwrap_or(u32::MAX)
-    }
-}
-
-#[inline]
-fn tag(hash: u64) -> u16 {
-    (hash as u16).max(1)
-}
-
-/// The line after one, in the same segment.
-#[inline]
-fn next(line: u32) -> u32 {
-    const IN_SEGMENT: u32 = LINES as u32 - 1;
-    line & !IN_SEGMENT | (line + 1) & IN_SEGMENT
 }
 
 /// The table.
 pub struct TagMap {
     stretches: Vec<Mapping>,
     segments: u32,
-    /// Shifts a mantissa, 32 bits after the point, to a bucket in the upper half of the power of two below 2 * segments.
+    /// The segments by the first bits of spread hashes: a power of two of them, none in a table that was never used.
+    directory: Vec<Segment>,
+    /// Shifts a spread hash of 32 bits to its place in the directory.
     shift: u32,
     count: usize,
     moving: Vec<u32>,
@@ -116,7 +91,15 @@ pub struct TagMap {
 
 impl TagMap {
     pub fn new() -> Self {
-        Self { stretches: Vec::new(), segments: 0, shift: 32, count: 0, moving: Vec::new(), most_moved: 0 }
+        Self {
+            stretches: Vec::new(),
+            segments: 0,
+            directory: Vec::new(),
+            shift: 32,
+            count: 0,
+            moving: Vec::new(),
+            most_moved: 0,
+        }
     }
 
     /// References in the table.
@@ -128,6 +111,7 @@ impl TagMap {
     /// Bytes in memory.
     pub fn bytes(&self) -> usize {
         self.segments as usize * SEGMENT_BYTES
+            + self.directory.capacity() * size_of::<Segment>()
             + self.stretches.capacity() * size_of::<Mapping>()
             + self.moving.capacity() * 4
     }
@@ -137,147 +121,187 @@ impl TagMap {
         self.most_moved
     }
 
-    /// The number of the line that is a hash's home.
+    /// The line that is a hash's home; None in a table without segments.
     #[inline]
-    fn home(&self, hash: u64) -> u32 {
-        // 2^x - 1 is x * (0.6565 + 0.3435 * x) to 0.3%: near enough for even loads.
-        const STEEP: u64 = 1_475_331_850; // 0.3435 * 2^32
-        const FLAT: u64 = (1 << 32) - STEEP;
+    fn home(&self, hash: u64) -> Option<At> {
+        // 2^x - 1 is nearly x * (5 + 3 * x) / 8: near enough for even loads.
+        const FLAT: u64 = 5 << 29;
         let x = hash >> 32;
-        let mantissa = (1 << 32) + ((x * (FLAT + ((x * STEEP) >> 32))) >> 32);
-        let below = mantissa >> self.shift;
-        let bucket = if below < u64::from(self.segments) { mantissa >> (self.shift - 1) } else { below };
-        segment_of(bucket as u32) * LINES as u32 + ((hash >> 24) as u32 & (LINES as u32 - 1))
+        let spread = (x * (FLAT + ((x * 3) >> 3))) >> 32;
+        let segment = *self.directory.get((spread >> self.shift) as usize)?;
+        Some(At { segment, line: (hash >> 24) as u8 })
     }
 
     #[inline]
-    fn address(&self, line: u32) -> Option<NonNull<Line>> {
-        const LINES_OF_STRETCH: u32 = (STRETCH * LINES) as u32;
-        let stretch = self.stretches.get((line / LINES_OF_STRETCH) as usize)?;
-        // SAFETY: a stretch has LINES_OF_STRETCH lines, so the address lies inside its mapping.
-        Some(unsafe { stretch.start().cast::<Line>().add((line % LINES_OF_STRETCH) as usize) })
+    fn line(&self, at: At) -> &Line {
+        // SAFETY: the table has not changed since it led here, so that the line is in a live mapping; it is aligned, any
+        // bytes are a line, and `self` is borrowed as long.
+        unsafe { at.address().as_ref() }
     }
 
     #[inline]
-    fn line(&self, line: u32) -> Option<&Line> {
-        // SAFETY: the line is in a live mapping and aligned, any bytes are a line, and `self` is borrowed as long.
-        self.address(line).map(|line| unsafe { line.as_ref() })
-    }
-
-    #[inline]
-    fn line_mut(&mut self, line: u32) -> Option<&mut Line> {
+    fn line_mut(&mut self, at: At) -> &mut Line {
         // SAFETY: as in `line`, with `self` borrowed exclusively.
-        self.address(line).map(|mut line| unsafe { line.as_mut() })
+        unsafe { at.address().as_mut() }
     }
 
     /// Asks for the cache line that a hash leads to.
     #[inline]
     pub fn prefetch(&self, hash: u64) {
-        self.prefetch_line(self.home(hash));
-    }
-
-    #[inline]
-    fn prefetch_line(&self, line: u32) {
-        if let Some(line) = self.address(line) {
-            prefetch(line.as_ptr());
+        if let Some(home) = self.home(hash) {
+            prefetch(home.address().as_ptr());
         }
     }
 
     /// The first reference under a hash that `is_it` accepts; it may be asked about references of other hashes.
     #[inline]
-    pub fn find(&self, hash: u64, mut is_it: impl FnMut(u32) -> bool) -> Option<u32> {
-        let mut at = self.home(hash);
+    pub fn find(&self, hash: u64, is_it: impl FnMut(u32) -> bool) -> Option<u32> {
+        self.find_from(self.home(hash)?, Tag::of(hash), is_it)
+    }
+
+    #[inline]
+    fn find_from(&self, home: At, tag: Tag, mut is_it: impl FnMut(u32) -> bool) -> Option<u32> {
+        let mut at = home;
         for _ in 0..LINES {
-            let line = self.line(at)?;
-            let mut lanes = line.with_tag(tag(hash));
-            while lanes != 0 {
-                let reference = line.reference(lanes.trailing_zeros());
-                if is_it(reference) {
-                    return Some(reference);
-                }
-                lanes &= lanes - 1;
+            let line = self.line(at);
+            if let Some((_, reference)) = line.find(tag, &mut is_it) {
+                return Some(reference);
             }
-            if line.passed == 0 {
+            if line.passed() == 0 {
                 return None;
             }
-            at = next(at);
+            at = at.next();
         }
         None
     }
 
-    /// Inserts references in order, and stops before the first one beside which another of the same hash may be. Returns
-    /// how many it inserted. `grow` must have been called for them.
-    pub fn insert_alone(&mut self, references: &[(u64, u32)]) -> usize {
-        let mut homes = Homes::new();
-        for (at, &(hash, reference)) in references.iter().enumerate() {
-            let home = homes.at(self, at, references);
-            if self.may_have(home, tag(hash)) || !self.put_at(home, tag(hash), reference) {
-                self.count += at;
-                return at;
+    /// Inserts references in order, and stops before the first one beside which there is another of the same hash that
+    /// `is_same` accepts: it is told the number of the new one, and the other. Returns how many it inserted. `grow` must
+    /// have been called for them.
+    pub fn insert_alone(&mut self, references: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
+        let mut number = 0;
+        let Some(mut ahead) = self.nowhere() else { return 0 };
+        self.ask(references, &mut ahead);
+        for group in references.chunks(GROUP) {
+            let homes = ahead;
+            self.ask(references.get(number + GROUP..).unwrap_or_default(), &mut ahead);
+            // Those whose line alone does not tell that they are the only ones, or has no room: they look further when
+            // the others are in.
+            let mut later = 0u32;
+            for (at, (&(hash, reference), &home)) in group.iter().zip(&homes).enumerate() {
+                let tag = Tag::of(hash);
+                let line = self.line_mut(home);
+                let free = line.free();
+                if free != 0 && line.passed() == 0 && !line.may_have(tag) {
+                    line.put(free.trailing_zeros(), tag, reference);
+                } else {
+                    prefetch(home.next().address().as_ptr());
+                    later |= 1 << at;
+                }
             }
+            while later != 0 {
+                let at = later.trailing_zeros() as usize;
+                let (Some(&(hash, reference)), Some(&home)) = (group.get(at), homes.get(at)) else { break };
+                let tag = Tag::of(hash);
+                let alone = self.find_from(home, tag, |other| is_same(number + at, other)).is_none();
+                if !alone || !self.put_from(home, tag, reference) {
+                    for (after, (&(hash, reference), &home)) in group.iter().zip(&homes).enumerate().skip(at + 1) {
+                        if later >> after & 1 == 0 {
+                            self.remove_from(home, Tag::of(hash), reference);
+                        }
+                    }
+                    self.count += number + at;
+                    return number + at;
+                }
+                later &= later - 1;
+            }
+            number += group.len();
         }
-        self.count += references.len();
-        references.len()
+        self.count += number;
+        number
     }
 
-    /// How many of the hashes, in order, surely have no reference here.
-    pub fn absent(&self, hashes: &[(u64, u32)]) -> usize {
-        let mut homes = Homes::new();
-        hashes
-            .iter()
-            .enumerate()
-            .take_while(|(at, (hash, _))| !self.may_have(homes.at(self, *at, hashes), tag(*hash)))
-            .count()
+    /// How many of the hashes, in order, have no reference here that `is_same` accepts: it is told the hash's number, and
+    /// the reference.
+    pub fn absent(&mut self, hashes: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
+        if self.count == 0 {
+            return hashes.len();
+        }
+        self.at_homes(hashes, |map, home, number, hash, _| {
+            map.find_from(home, Tag::of(hash), |other| is_same(number, other)).is_none()
+        })
     }
 
     /// Removes references, those that are there. `shrink_to_fit` should follow.
     pub fn remove_all(&mut self, references: &[(u64, u32)]) {
-        let mut homes = Homes::new();
-        for (at, &(hash, reference)) in references.iter().enumerate() {
-            let home = homes.at(self, at, references);
-            self.count -= usize::from(self.remove_at(home, tag(hash), reference));
-        }
+        self.at_homes(references, |map, home, _, hash, reference| {
+            map.count -= usize::from(map.remove_from(home, Tag::of(hash), reference));
+            true
+        });
     }
 
-    /// Whether a tag is in a line, or may be among what the line passed on.
+    /// Does something at the home of each hash, in order, until it returns false. Returns how often it did not. Homes are
+    /// asked for in groups, well before their turn.
     #[inline]
-    fn may_have(&self, home: u32, tag: u16) -> bool {
-        let mut at = home;
-        for _ in 0..LINES {
-            let Some(line) = self.line(at) else { return false };
-            if line.with_tag(tag) != 0 {
-                return true;
+    fn at_homes(
+        &mut self,
+        hashes: &[(u64, u32)],
+        mut work: impl FnMut(&mut Self, At, usize, u64, u32) -> bool,
+    ) -> usize {
+        let mut number = 0;
+        let Some(mut ahead) = self.nowhere() else { return 0 };
+        self.ask(hashes, &mut ahead);
+        for group in hashes.chunks(GROUP) {
+            let homes = ahead;
+            self.ask(hashes.get(number + GROUP..).unwrap_or_default(), &mut ahead);
+            for (&(hash, reference), &home) in group.iter().zip(&homes) {
+                if !work(self, home, number, hash, reference) {
+                    return number;
+                }
+                number += 1;
             }
-            if line.passed == 0 {
-                return false;
-            }
-            at = next(at);
         }
-        true
+        number
+    }
+
+    /// Room for the homes of a group.
+    fn nowhere(&self) -> Option<[At; GROUP]> {
+        Some([At { segment: *self.directory.first()?, line: 0 }; GROUP])
+    }
+
+    /// Asks for the homes of a group.
+    #[inline]
+    fn ask(&self, hashes: &[(u64, u32)], homes: &mut [At; GROUP]) {
+        for (home, (hash, _)) in homes.iter_mut().zip(hashes) {
+            let Some(at) = self.home(*hash) else { return };
+            prefetch(at.address().as_ptr());
+            *home = at;
+        }
     }
 
     /// Inserts; false if there is no memory, or if thousands of equal keys are there.
     pub fn insert(&mut self, hash: u64, reference: u32, keys: impl Keys) -> bool {
-        if !self.grow(1, &keys) || !self.put_at(self.home(hash), tag(hash), reference) {
+        if !self.grow(1, &keys) {
             return false;
         }
-        self.count += 1;
-        true
+        let inserted = self.home(hash).is_some_and(|home| self.put_from(home, Tag::of(hash), reference));
+        self.count += usize::from(inserted);
+        inserted
     }
 
     /// Puts a reference into the first line with room from its home on.
     #[inline]
-    fn put_at(&mut self, home: u32, tag: u16, reference: u32) -> bool {
+    fn put_from(&mut self, home: At, tag: Tag, reference: u32) -> bool {
         let mut at = home;
         for _ in 0..LINES {
-            let Some(line) = self.line_mut(at) else { return false };
-            let free = line.with_tag(0);
+            let line = self.line_mut(at);
+            let free = line.free();
             if free != 0 {
                 line.put(free.trailing_zeros(), tag, reference);
                 return true;
             }
-            line.passed += 1;
-            at = next(at);
+            line.pass();
+            at = at.next();
         }
         // No line has room, and each was told of one more that passed.
         self.unpass(home, home);
@@ -285,13 +309,12 @@ impl TagMap {
     }
 
     /// Takes back that a reference was passed on from its home up to a line; if they are one, all around.
-    fn unpass(&mut self, home: u32, to: u32) {
+    fn unpass(&mut self, home: At, to: At) {
         let mut at = home;
         loop {
-            let Some(line) = self.line_mut(at) else { return };
-            line.passed -= 1;
-            at = next(at);
-            if at == to {
+            self.line_mut(at).unpass();
+            at = at.next();
+            if at.line == to.line {
                 return;
             }
         }
@@ -299,32 +322,28 @@ impl TagMap {
 
     /// Removes a reference; false if it is not there.
     pub fn remove(&mut self, hash: u64, reference: u32, keys: impl Keys) -> bool {
-        let removed = self.remove_at(self.home(hash), tag(hash), reference);
+        let removed = self.home(hash).is_some_and(|home| self.remove_from(home, Tag::of(hash), reference));
         self.count -= usize::from(removed);
         self.shrink_to_fit(&keys);
         removed
     }
 
     #[inline]
-    fn remove_at(&mut self, home: u32, tag: u16, reference: u32) -> bool {
+    fn remove_from(&mut self, home: At, tag: Tag, reference: u32) -> bool {
         let mut at = home;
         for _ in 0..LINES {
-            let Some(line) = self.line_mut(at) else { return false };
-            let mut lanes = line.with_tag(tag);
-            while lanes != 0 {
-                if line.reference(lanes.trailing_zeros()) == reference {
-                    line.put(lanes.trailing_zeros(), 0, 0);
-                    if at != home {
-                        self.unpass(home, at);
-                    }
-                    return true;
+            let line = self.line_mut(at);
+            if let Some((lane, _)) = line.find(tag, |other| other == reference) {
+                line.clear(lane);
+                if at.line != home.line {
+                    self.unpass(home, at);
                 }
-                lanes &= lanes - 1;
+                return true;
             }
-            if line.passed == 0 {
+            if line.passed() == 0 {
                 return false;
             }
-            at = next(at);
+            at = at.next();
         }
         false
     }
@@ -361,12 +380,22 @@ impl TagMap {
             }
             self.stretches.push(stretch);
         }
+        let Some(new) = self.segment(parted) else { return false };
         let mut moving = std::mem::take(&mut self.moving);
         moving.clear();
-        if parted > 0 {
+        if parted == 0 {
+            self.directory.push(new);
+        } else {
+            if parted.is_power_of_two() {
+                self.directory = self.directory.iter().flat_map(|segment| [*segment; 2]).collect();
+                self.shift -= 1;
+            }
+            if let Some(place) = self.directory.get_mut(place_of(2 * parted + 1)) {
+                *place = new;
+            }
             self.take_all(segment_of(parted), &mut moving);
         }
-        self.resize(parted + 1);
+        self.segments = parted + 1;
         self.put_all(&moving, keys);
         self.moving = moving;
         true
@@ -377,9 +406,17 @@ impl TagMap {
         let left = self.segments - 1;
         let mut moving = std::mem::take(&mut self.moving);
         moving.clear();
-        self.take_all(segment_of(2 * left), &mut moving);
+        self.take_all(segment_of(left), &mut moving);
         self.take_all(left, &mut moving);
-        self.resize(left);
+        let joined = self.segment(segment_of(left));
+        if let (Some(place), Some(joined)) = (self.directory.get_mut(place_of(2 * left + 1)), joined) {
+            *place = joined;
+        }
+        if left.is_power_of_two() {
+            self.directory = self.directory.iter().step_by(2).copied().collect();
+            self.shift += 1;
+        }
+        self.segments = left;
         self.put_all(&moving, keys);
         self.moving = moving;
         let used = left as usize % STRETCH;
@@ -390,33 +427,32 @@ impl TagMap {
         }
     }
 
-    fn resize(&mut self, segments: u32) {
-        self.segments = segments;
-        self.shift = 32 - segments.ilog2();
+    /// The segment with a number.
+    fn segment(&self, number: u32) -> Option<Segment> {
+        let stretch = self.stretches.get(number as usize / STRETCH)?;
+        // SAFETY: a stretch has STRETCH segments, so the address lies inside its mapping.
+        Some(Segment(unsafe { stretch.start().cast::<Line>().add(number as usize % STRETCH * LINES) }))
     }
 
     /// Empties a segment.
     fn take_all(&mut self, segment: u32, into: &mut Vec<u32>) {
-        let first = segment * LINES as u32;
-        for line in first..first + LINES as u32 {
-            let Some(line) = self.line_mut(line) else { return };
-            into.extend(line.tags.iter().zip(line.references).filter(|(tag, _)| **tag != 0).map(|(_, to)| to));
-            line.tags = [0; LANES];
-            line.passed = 0;
+        let Some(segment) = self.segment(segment) else { return };
+        for line in 0..=u8::MAX {
+            self.line_mut(At { segment, line }).empty(into);
         }
     }
 
     /// Puts references where they belong.
     fn put_all(&mut self, moving: &[u32], keys: &impl Keys) {
-        for reference in moving.iter().take(AHEAD) {
+        for reference in moving.iter().take(KEYS_AHEAD) {
             keys.prefetch(*reference);
         }
         for (at, &reference) in moving.iter().enumerate() {
-            if let Some(ahead) = moving.get(at + AHEAD) {
+            if let Some(ahead) = moving.get(at + KEYS_AHEAD) {
                 keys.prefetch(*ahead);
             }
             let hash = keys.hash(reference);
-            if !self.put_at(self.home(hash), tag(hash), reference) {
+            if !self.home(hash).is_some_and(|home| self.put_from(home, Tag::of(hash), reference)) {
                 self.count -= 1;
             }
         }
@@ -431,40 +467,17 @@ impl TagMap {
     }
 }
 
-/// The homes of many hashes, each computed once and asked for well before its turn.
-struct Homes {
-    ring: [u32; (AHEAD + 1).next_power_of_two()],
-    asked: usize,
-}
-
-impl Homes {
-    fn new() -> Self {
-        Self { ring: [0; (AHEAD + 1).next_power_of_two()], asked: 0 }
-    }
-
-    /// The home of the hash at a position. Positions must come in order.
-    #[inline]
-    fn at(&mut self, map: &TagMap, at: usize, hashes: &[(u64, u32)]) -> u32 {
-        while self.asked <= at + AHEAD
-            && let Some((hash, _)) = hashes.get(self.asked)
-        {
-            let home = map.home(*hash);
-            let place = self.asked % self.ring.len();
-            if let Some(place) = self.ring.get_mut(place) {
-                *place = home;
-            }
-            map.prefetch_line(home);
-            self.asked += 1;
-        }
-        self.ring.get(at % self.ring.len()).copied().unwrap_or_default()
-    }
-}
-
 /// Where a bucket is: a bucket of an even number is where its half was.
 #[inline]
 fn segment_of(bucket: u32) -> u32 {
     bucket >> (bucket.trailing_zeros() + 1)
 }
+
+/// Where the directory has a bucket of the lowest level: at its number among those of its level.
+fn place_of(bucket: u32) -> usize {
+    (bucket - (1 << bucket.ilog2())) as usize
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -477,7 +490,7 @@ mod tests {
         let mut map = TagMap::new();
         for key in 0..1_000_000u32 {
             assert!(map.grow(1, &hash));
-            if map.insert_alone(&[(hash(key), key)]) == 0 {
+            if map.insert_alone(&[(hash(key), key)], |_, other| other == key) == 0 {
                 assert!(map.insert(hash(key), key, hash));
             }
             if key >= 100_000 && key.is_multiple_of(1000) {
