@@ -20,9 +20,12 @@ else
 SAY_CORE = @:
 endif
 
+# Tests of the core in Rust run outside of Python, and link its library.
+LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Path(*sysconfig.get_config_vars("LIBDIR", "LDLIBRARY")); print(at if at.exists() else "")')
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types unit integration test-faults e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release constraints clean
+.PHONY: help setup demo up test lint types rust unit integration test-faults e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,7 +40,7 @@ up: setup ## the same system, left running
 	$(SAY_CORE)
 	@$(BIN)/kvrouter up $(ARGS)
 
-test: lint unit integration e2e ## the gate before merging: all of lint, unit, integration, e2e
+test: lint rust unit integration e2e ## the gate before merging: all of lint, rust, unit, integration, e2e
 
 lint: setup types protos-check ## style, types and the contract's own rules
 	$(BIN)/ruff check .
@@ -45,6 +48,14 @@ lint: setup types protos-check ## style, types and the contract's own rules
 
 types: setup
 	$(BIN)/mypy $(PACKAGES)
+
+rust: setup ## style, lints and tests of the Rust crates, where there is a toolchain
+ifneq ($(CARGO),)
+	cd core/rust && cargo fmt --check && cargo clippy -q -- -D warnings
+	cd core/engine && cargo fmt --check && cargo clippy -q -- -D warnings
+	@test -n "$(LIBPYTHON)" || echo "No libpython to link with (python3-dev has it): the core's Rust tests are left out"
+	test -z "$(LIBPYTHON)" || (cd core/rust && cargo test -q --no-default-features)
+endif
 
 unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
