@@ -42,11 +42,11 @@ mod work {
     }
 
     pub fn query(index: &Index, prompt_blocks: usize) -> usize {
-        2 * prompt_blocks + 8 * index.ranks.slots()
+        prompt_blocks + 4 * index.ranks.slots()
     }
 
     pub fn answer(index: &Index, prompt_blocks: usize) -> usize {
-        query(index, prompt_blocks) + 60 * index.ranks.slots()
+        query(index, prompt_blocks) + 25 * index.ranks.slots()
     }
 
     pub fn digest(index: &Index, rank: Name) -> usize {
@@ -58,7 +58,7 @@ mod work {
     }
 
     pub fn dump(index: &Index, rank: Name) -> usize {
-        40 * index.entries_of(rank) as usize
+        100 * index.entries_of(rank) as usize
     }
 
     pub fn load(bytes: usize) -> usize {
