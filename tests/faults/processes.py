@@ -44,10 +44,12 @@ class Processes:
     directory: Directory
     stack: AsyncExitStack
     running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
-    _stubs: dict[str, Any] = field(default_factory=dict)
+    _stubs: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     async def start(self, kind: str, name: str, *options: str) -> None:
-        command = [sys.executable, "-m", f"kvrouter.{kind}", *self.where, "--instance-id", name, *options]
+        """Starts a service; of several in one process, ``kind`` is their roles with commas between them."""
+        service = ("kvrouter.cli.main", "serve", "--roles", kind) if "," in kind else (f"kvrouter.{kind}",)
+        command = [sys.executable, "-m", *service, *self.where, "--instance-id", name, *options]
         self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
         self.stack.push_async_callback(self.kill, name)
 
@@ -55,7 +57,7 @@ class Processes:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await self.directory.wait_for(lambda seen: name in seen.services(kind) and seen.services(kind)[name].ready)
         channel = await self.stack.enter_async_context(open_channel(self.directory.services(kind)[name].endpoint))
-        self._stubs[name] = remote(_SCHEDULER if kind == "scheduler" else _FRONTEND, channel)
+        self._stubs[kind, name] = remote(_SCHEDULER if kind == "scheduler" else _FRONTEND, channel)
 
     async def kill(self, name: str) -> None:
         process = self.running[name]
@@ -64,10 +66,10 @@ class Processes:
             await process.wait()
 
     def frontend(self, name: str) -> Frontend:
-        return cast(Frontend, self._stubs[name])
+        return cast(Frontend, self._stubs["frontend", name])
 
     def scheduler(self, name: str) -> Scheduler:
-        return cast(Scheduler, self._stubs[name])
+        return cast(Scheduler, self._stubs["scheduler", name])
 
     def signal(self, name: str, which: signal.Signals) -> None:
         self.running[name].send_signal(which)
@@ -93,18 +95,22 @@ class Processes:
         """What waits at a Scheduler."""
         return (await self.status(name)).components[0].held
 
-    async def until_booked(self, name: str, count: int) -> None:
+    async def until_booked(self, name: str, count: int) -> set[int]:
+        """Returns when a Scheduler counts so many bookings: all the counts that it had on the way."""
         last: object = None
+        seen = set[int]()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while last != count:
                     try:
-                        last = await self.booked(name)
+                        last = booked = await self.booked(name)
+                        seen.add(booked)
                     except KvRouterError as error:
                         last = error
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise AssertionError(f"{name} has {last!r} bookings, not {count}") from None
+        return seen
 
 
 @asynccontextmanager
@@ -116,6 +122,13 @@ async def _watching(etcd_endpoint: str, namespace: str) -> AsyncIterator[Directo
     finally:
         following.cancel()
         await asyncio.wait({following})
+
+
+async def start_workers(processes: Processes, clock_factor: float, *engine: str) -> None:
+    """Two workers; a ``clock_factor`` below 1 makes them slow."""
+    for number in range(2):
+        options = ("--worker-id", str(number + 1), "--clock-factor", str(clock_factor), "--max-sequences", "512")
+        await processes.start("mocker", f"mocker-{number}", *options, *engine, "--load-report-seconds", "0")
 
 
 async def start_system(
@@ -135,9 +148,7 @@ async def start_system(
         await processes.start("scheduler", f"scheduler-{number}", *grace, "--router-mode", mode, *scheduler)
     for number in range(frontends):
         await processes.start("frontend", f"frontend-{number}", "--port", "0", *frontend)
-    for number in range(2):
-        options = ("--worker-id", str(number + 1), "--clock-factor", str(clock_factor), "--max-sequences", "512")
-        await processes.start("mocker", f"mocker-{number}", *options, *engine, "--load-report-seconds", "0")
+    await start_workers(processes, clock_factor, *engine)
     for number in range(schedulers):
         await processes.ready("scheduler", f"scheduler-{number}")
         await processes.until_booked(f"scheduler-{number}", 0)

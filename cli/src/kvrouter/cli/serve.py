@@ -79,7 +79,7 @@ def _check_static(settings: Mapping[str, Any]) -> None:
 async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack) -> list[Hosted]:
     hosted: list[Hosted] = []
     indexers: IndexerSource | None = None
-    schedulers: SchedulerSource | None = None
+    own: tuple[str, Scheduler] | None = None
     if "indexer" in settings:
         indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
         hosted.append(Hosted("indexer", _INDEXER, indexing, lambda: indexing.ready))
@@ -87,10 +87,12 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
     if "scheduler" in settings:
         scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
         hosted.append(Hosted("scheduler", _SCHEDULER, scheduling, lambda: scheduling.ready))
-        schedulers = LocalScheduler(cast(Scheduler, scheduling))
+        own = (runtime.instance_id, cast(Scheduler, scheduling))
     if "frontend" in settings:
-        if schedulers is None:
-            schedulers = await running.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
+        if own is not None and settings["frontend"].static_workers:
+            schedulers: SchedulerSource = LocalScheduler(own[1])
+        else:
+            schedulers = await running.enter_async_context(aclosing(RemoteSchedulers(runtime.directory, own)))
         service = await running.enter_async_context(frontend.running(settings["frontend"], runtime, schedulers))
         address = await running.enter_async_context(frontend.serving_http(service, settings["frontend"], runtime))
         hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, http_endpoint=address))

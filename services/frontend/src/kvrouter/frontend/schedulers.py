@@ -32,7 +32,7 @@ def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: in
 
 
 class LocalScheduler:
-    """A Scheduler in the same process."""
+    """A Scheduler in the same process that knows of no other, because there is no etcd."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -60,10 +60,16 @@ class LocalScheduler:
 
 
 class RemoteSchedulers:
-    """The Schedulers that are registered and ready."""
+    """The Schedulers that are registered and ready, one in this process among them if there is one."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, own: tuple[str, Scheduler] | None = None) -> None:
+        """``own`` is the id and object of the one in this process: called without a socket, and while none is ready.
+
+        It decides no more often than its turn is, or replicas of Frontend and Scheduler in one process would decide
+        side by side.
+        """
         self._directory = directory
+        self._own = own
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def pick(
@@ -75,6 +81,8 @@ class RemoteSchedulers:
         scheduler_id = rendezvous(component, ready - set(avoid) or ready, shard)
         if scheduler_id is None:
             return None
+        if self._own is not None and scheduler_id == self._own[0]:
+            return self._own
         endpoint = live[scheduler_id].endpoint
         channel = self._channels.get(endpoint)
         if channel is None:
@@ -90,7 +98,8 @@ class RemoteSchedulers:
         return scheduler_id in self._ready()
 
     def _ready(self) -> set[str]:
-        return {key for key, registration in self._directory.services("scheduler").items() if registration.ready}
+        ready = {key for key, registration in self._directory.services("scheduler").items() if registration.ready}
+        return ready or ({self._own[0]} if self._own is not None else ready)
 
     async def changed(self) -> None:
         """Returns at the next change of what is registered."""
