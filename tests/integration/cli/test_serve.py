@@ -105,7 +105,7 @@ async def test_figures_that_documents_name_are_exposed(
         for document in _ROOT.glob(pattern)
         for name in re.findall(r"\bkvrouter_[a-z_]*[a-z]\b", document.read_text(encoding="utf-8"))
     }
-    where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint)
+    where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint, "--replica-sync")
     listed = ("--static-workers", "127.0.0.1:1", "--static-model", "m", "--router-mode", "random")
     ops = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     every = (*where, "--port", "0", "--http-bind", ops[0], "--record", str(tmp_path / "traffic.jsonl"))
