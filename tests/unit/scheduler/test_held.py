@@ -115,6 +115,19 @@ async def test_what_ends_wakes_the_one_that_waits() -> None:
         running.cancel()
 
 
+async def test_what_starts_wakes_the_next_whose_patience_has_ended() -> None:
+    parts = parts_of()
+    async with waiting(parts, request("a"), request("b")) as [first, second], asyncio.TaskGroup() as group:
+        parts.now += PATIENCE_S
+        running = group.create_task(queue(parts).run())
+        async with asyncio.timeout(10):
+            await first
+            parts.now += 1
+            parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=BookingKey(request_id="a")))
+            await second
+        running.cancel()
+
+
 async def test_a_full_queue_is_all_busy_at_once() -> None:
     parts = parts_of(max_held=1)
     async with waiting(parts, request("a")):
