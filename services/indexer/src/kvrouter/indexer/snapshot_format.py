@@ -34,22 +34,26 @@ def encode(header: SnapshotHeader, ranks: Iterable[Iterable[bytes]]) -> bytes:
         header: What the snapshot is of.
         ranks: RankState chunks, rank by rank.
     """
-    body = bytearray()
+    # Put together once, at the end: the body is by far the greatest thing that an Indexer makes.
+    body: list[bytes] = []
+    checksum = xxh3_64(seed=_SEED)
     rank_count = blocks = 0
     for chunks in ranks:
         rank_count += 1
         for chunk in chunks:
             blocks += len(RankState.FromString(chunk).blocks)
-            body += _varint(len(chunk)) + chunk
+            for part in (_varint(len(chunk)), chunk):
+                body.append(part)
+                checksum.update(part)
     whole = SnapshotHeader()
     whole.CopyFrom(header)
     whole.format_version = FORMAT_VERSION
     whole.ranks = rank_count
     whole.blocks = blocks
-    whole.body_bytes = len(body)
-    whole.body_checksum = xxh3_64(bytes(body), seed=_SEED).intdigest()
+    whole.body_bytes = sum(map(len, body))
+    whole.body_checksum = checksum.intdigest()
     encoded = whole.SerializeToString()
-    return _varint(len(encoded)) + encoded + bytes(body)
+    return b"".join([_varint(len(encoded)), encoded, *body])
 
 
 def decode(data: bytes, expected: SnapshotHeader) -> Snapshot:
@@ -72,7 +76,7 @@ def decode(data: bytes, expected: SnapshotHeader) -> Snapshot:
     for name in ("component", "block_size", "hash_scheme"):
         if getattr(header, name) != getattr(expected, name):
             raise InvalidSnapshot(f"{name} is {getattr(header, name)!r}, not {getattr(expected, name)!r}")
-    body = data[start + length :]
+    body = memoryview(data)[start + length :]
     if len(body) != header.body_bytes:
         raise InvalidSnapshot(f"{len(body)} bytes of {header.body_bytes}")
     if xxh3_64(body, seed=_SEED).intdigest() != header.body_checksum:
@@ -83,12 +87,12 @@ def decode(data: bytes, expected: SnapshotHeader) -> Snapshot:
     return Snapshot(header, ranks)
 
 
-def _ranks(body: bytes) -> Iterator[RankDump]:
+def _ranks(body: memoryview) -> Iterator[RankDump]:
     chunks: list[bytes] = []
     at = 0
     while at < len(body):
         length, at = _read_varint(body, at)
-        chunks.append(body[at : at + length])
+        chunks.append(bytes(body[at : at + length]))
         at += length
         try:
             state = RankState.FromString(chunks[-1])
@@ -111,7 +115,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """The number at a place, and the place after it."""
     value = 0
     for shift in range(0, 64, 7):
