@@ -180,7 +180,7 @@ async def test_a_call_number_is_not_used_twice_at_a_time() -> None:
         SessionRequest(call_id=1, select=selecting("a")),
         SessionRequest(call_id=1),
         SessionRequest(call_id=1, open=OpenSession()),
-        SessionRequest(call_id=1, open=OpenSession(session_id="x" * 129)),
+        SessionRequest(call_id=1, open=OpenSession(session_id="x" * 257)),
     ],
 )
 async def test_the_first_message_opens_the_session(first: SessionRequest) -> None:
@@ -199,6 +199,13 @@ async def test_a_client_that_never_says_anything_leaves_nothing() -> None:
         with pytest.raises(StopAsyncIteration):
             await client.answer()
     assert parts.ledger.sessions == 0
+
+
+async def test_the_longest_names_of_clients_and_components_make_a_session() -> None:
+    longest = "f" * 64 + "." + "c" * 64 + ".31"
+    parts = Parts(view(worker(1)))
+    async with line(parts, longest) as client:
+        assert (await client.ask(call_id=2, select=selecting("a"))).HasField("select")
 
 
 async def test_a_stream_that_never_opens_a_session_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ _OPENING_SECONDS = 10.0
 """Time that a client has to open its session: one that never does would hold a call of the server for ever."""
 _MAX_UNANSWERED = 16_384
 """Calls of one session whose answer is not read yet; further ones are not read before that."""
-_MAX_ID_BYTES = 128
+_MAX_ID_BYTES = 256
+"""Longest session id: room for the names of a client and a component, 64 bytes each, and what a client adds."""
 
 _Item = SessionResponse | KvRouterError | None
 
