@@ -11,7 +11,15 @@ from typing import Any
 import grpc
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, NotReady, NoWorkers, RequestIdReused
+from kvrouter.runtime.errors import (
+    AllBusy,
+    DeadlineExceeded,
+    Internal,
+    NotReady,
+    NoWorkers,
+    RequestIdReused,
+    TooLarge,
+)
 from kvrouter.scheduler import held
 from kvrouter.scheduler.held import HeldRequests
 from kvrouter.scheduler.hold_queue import PATIENCE_S
@@ -113,6 +121,24 @@ async def test_what_ends_wakes_the_one_that_waits() -> None:
         async with asyncio.timeout(10):
             await held_one
         running.cancel()
+
+
+async def test_one_that_is_refused_when_its_patience_ends_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of()
+    async with waiting(parts, request("a"), request("b")) as [first, second]:
+        settle, failing = parts.selector.settle, iter([True])
+
+        def fail_once(*given: Any, **options: Any) -> SelectWorkerResponse:
+            if next(failing, False):
+                raise TooLarge("no more bookings are possible")
+            return settle(*given, **options)
+
+        monkeypatch.setattr(parts.selector, "settle", fail_once)
+        look(parts, after=PATIENCE_S)
+        with pytest.raises(TooLarge):
+            await first
+        look(parts)
+        assert (await second).rank.worker_id == 1
 
 
 async def test_what_starts_wakes_the_next_whose_patience_has_ended() -> None:

@@ -265,6 +265,7 @@ class HeldRequests:
             try:
                 response = self._decider.settle(waiting.asked, chosen, held_seconds=now - waiting.held_from)
             except Exception as error:
+                component.queue.started(key)
                 self._end(component, key, "refused", error)
             else:
                 self._end(component, key, "patience" if isinstance(decided, Hold) else "room", response)
