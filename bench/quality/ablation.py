@@ -85,7 +85,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),
     "pace": lambda: constant(pace, "STEP", 0.0),
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
-    "least-work-first": lambda: constant(hold_queue, "AGING", 1e6),
+    "least-first": lambda: constant(hold_queue, "AGING", 1e9),
 }
 """What is taken away: for its time, the code is another."""
 

@@ -89,6 +89,13 @@ def test_a_request_without_room_is_held_for_its_cheapest_rank() -> None:
     assert isinstance(held, Hold)
     assert held.index == 0
     assert held.work_ms == pytest.approx(prefill_ms(1600, 8192, 0.0))
+    assert held.room_tokens == 1600
+
+
+def test_what_requests_in_flight_have_there_needs_no_more_room() -> None:
+    held = decide("forecast", active_blocks=[1001, 1300], leading_active_blocks=[60, 0], active_requests=[1, 1])
+    assert isinstance(held, Hold)
+    assert held.room_tokens == 1600 - 60 * 16
 
 
 def test_a_rank_of_unknown_size_never_lacks_room() -> None:

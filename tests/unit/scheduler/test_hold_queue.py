@@ -24,8 +24,8 @@ from kvrouter.scheduler.prefill_queues import Head, PrefillQueues
 WHY = Explanation("")
 
 
-def hold(work_ms: float) -> Hold:
-    return Hold(0, WHY, work_ms=work_ms)
+def hold(work_ms: float, room_tokens: int | None = None) -> Hold:
+    return Hold(0, WHY, work_ms=work_ms, room_tokens=round(20 * work_ms) if room_tokens is None else room_tokens)
 
 
 def go(_: str) -> Choice:
@@ -37,12 +37,12 @@ def names(queue: HoldQueue[str], now: float, works: dict[str, float] | None = No
     return [name for name, _ in queue.release(now, go if works is None else lambda name: hold(works[name]))]
 
 
-def test_short_ones_go_first_and_waiting_counts() -> None:
+def test_those_that_need_little_room_go_first_and_waiting_counts() -> None:
     queue: HoldQueue[str] = HoldQueue()
-    queue.add("long", hold(500), 0.0)
-    queue.add("short", hold(100), 0.0)
-    queue.add("older", hold(550), -1.0)
-    assert names(queue, 1.0) == ["short", "older", "long"]
+    queue.add("large", hold(1, 10_000), 0.0)
+    queue.add("small", hold(9, 2_000), 0.0)
+    queue.add("older", hold(5, 11_000), -1.0)
+    assert names(queue, 1.0) == ["small", "older", "large"]
     assert not len(queue)
 
 
@@ -110,13 +110,13 @@ def test_one_that_came_from_elsewhere_keeps_its_age() -> None:
 def test_those_that_wait_for_a_rank_without_room_do_not_keep_others_from_being_asked() -> None:
     queue: HoldQueue[int] = HoldQueue()
     for number in range(100):
-        queue.add(number, Hold(0, WHY, work_ms=number, rank=(1, 0)), 0.0)
-    queue.add(100, Hold(1, WHY, work_ms=100, rank=(2, 0)), 0.0)
+        queue.add(number, Hold(0, WHY, room_tokens=number, rank=(1, 0)), 0.0)
+    queue.add(100, Hold(1, WHY, room_tokens=100, rank=(2, 0)), 0.0)
     asked: list[int] = []
 
     def decide(number: int) -> Choice | Hold:
         asked.append(number)
-        return Choice(1, WHY) if number == 100 else Hold(0, WHY, work_ms=number, rank=(1, 0))
+        return Choice(1, WHY) if number == 100 else Hold(0, WHY, room_tokens=number, rank=(1, 0))
 
     assert [number for number, _ in queue.release(1.0, decide)] == [100]
     assert asked == [*range(TRIES_PER_RANK), 100]
@@ -124,7 +124,7 @@ def test_those_that_wait_for_a_rank_without_room_do_not_keep_others_from_being_a
 
 def test_a_look_is_bounded_and_the_next_goes_on_where_it_ended() -> None:
     queue: HoldQueue[int] = HoldQueue()
-    waiting = [Hold(number, WHY, work_ms=number, rank=(number, 0)) for number in range(TRIES + 10)]
+    waiting = [Hold(number, WHY, room_tokens=number, rank=(number, 0)) for number in range(TRIES + 10)]
     for number, each in enumerate(waiting):
         queue.add(number, each, 0.0)
     looks: list[list[int]] = []

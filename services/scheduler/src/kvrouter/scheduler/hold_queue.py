@@ -11,11 +11,11 @@ Here a request that fits passes one that does not, and where each goes is decide
     queue.started(request)                            # it got its first token, or has ended
     queue.remove(request)                             # its caller has gone
 
-Order: priority, then least work, where waiting counts as work done, at AGING of the time waited.
+Order: priority, then who needs least KV cache, which is what all here wait for; waiting counts, at AGING.
 
 Nobody starves. The oldest of those that have waited PATIENCE goes to its cheapest rank even if that has no room: one at
 a time, the next when it has started, or has not for STALL. A request that finds k older ones here is therefore gone
-after PATIENCE + (k + 1) * (STALL + INTERVAL) at the latest, whatever its work and its priority, as long as ``release``
+after PATIENCE + (k + 1) * (STALL + INTERVAL) at the latest, whatever its need and its priority, as long as ``release``
 is called when it is due. What comes later does not count, unless it has waited longer elsewhere.
 
 A request is late if it would miss its deadline by what is known of the wait:
@@ -38,9 +38,9 @@ from typing import Generic, TypeVar
 from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Choice, Hold
 
-AGING = 0.1
-"""ms of work that a ms of waiting is worth. A prompt of 100,000 tokens (5 s) passes one that has just come when it has
-waited 50 s; far sooner its patience ends. At 0 order would be by work alone, and long prompts would starve."""
+AGING = 2000.0
+"""Tokens of room that a second of waiting is worth. A prompt of 100,000 tokens passes one that has just come when it
+has waited 50 s; far sooner its patience ends. At 0 long prompts would all wait for that."""
 
 PATIENCE_S = 10.0
 """Seconds after which a request goes whatever its rank's state."""
@@ -74,6 +74,7 @@ class _Held:
     since: float
     deadline: float
     priority: int
+    room_tokens: int
     work_ms: float
     rank: Rank | None
 
@@ -85,7 +86,7 @@ class _Held:
     @property
     def place(self) -> _Place:
         """Where it is in the order. The time of asking makes no difference: all age alike."""
-        return -self.priority, self.work_ms + AGING * 1e3 * self.since
+        return -self.priority, self.room_tokens + AGING * self.since
 
 
 class HoldQueue(Generic[T]):
@@ -140,7 +141,7 @@ class HoldQueue(Generic[T]):
         if not self._held:
             self._gone, self._counted_from = 0.0, now
         since = now if since is None else since
-        held = _Held(next(self._numbers), since, deadline, priority, hold.work_ms, hold.rank)
+        held = _Held(next(self._numbers), since, deadline, priority, hold.room_tokens, hold.work_ms, hold.rank)
         self._held[request] = held
         self._soonest = min(self._soonest, held.must_go)
         insort(self._order, (held.place, held.number, request))
@@ -247,7 +248,7 @@ class HoldQueue(Generic[T]):
     def _hold_on(self, request: T, held: _Held, hold: Hold) -> None:
         """What makes its place may have changed."""
         del self._order[bisect_left(self._order, (held.place, held.number))]
-        held.work_ms, held.rank = hold.work_ms, hold.rank
+        held.room_tokens, held.work_ms, held.rank = hold.room_tokens, hold.work_ms, hold.rank
         self._soonest = min(self._soonest, held.must_go)
         insort(self._order, (held.place, held.number, request))
 

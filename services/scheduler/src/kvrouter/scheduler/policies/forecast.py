@@ -120,8 +120,14 @@ class Rule:
         total = facts.total_blocks[index]
         if total and facts.active_blocks[index] > total:
             explanation = Explanation("cheapest once it has room", costs, terms, formula)
-            own_ms, rank = float(weighed.own[index]), facts.ranks[index]
-            return Hold(index, explanation, work_ms=own_ms, rank=rank, prefill_tokens=new_tokens)
+            return Hold(
+                index,
+                explanation,
+                work_ms=float(weighed.own[index]),
+                room_tokens=facts.prompt_tokens - int(facts.leading_active_blocks[index]) * facts.block_size,
+                rank=facts.ranks[index],
+                prefill_tokens=new_tokens,
+            )
         return Choice(
             index,
             Explanation("lowest cost", costs, terms, formula),

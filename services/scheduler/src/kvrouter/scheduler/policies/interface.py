@@ -101,7 +101,9 @@ class Hold:
     index: int
     explanation: Explanation
     work_ms: float = 0.0
-    """Time that its prompt takes there, ms: short ones go first."""
+    """Time that its prompt takes there, ms."""
+    room_tokens: int = 0
+    """KV cache that it adds to what is in use there, tokens: those that need little go first."""
     rank: Rank | None = None
     """``ranks[index]``: when others that wait for it find no room there, this one is not tried either. None: it is."""
     prefill_tokens: int | None = None
