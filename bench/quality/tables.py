@@ -187,17 +187,16 @@ def best_weight(found: Mapping[str, Entry]) -> str | None:
     return min((name for name in WEIGHTS if name in found), key=lambda name: found[name].middle("mean"), default=None)
 
 
-def table(known: Mapping[str, Any], traffic: str, condition: str) -> list[str]:
-    """A line for each policy, best in hindsight among the weights marked."""
-    loads = TRAFFIC[traffic].loads if condition == "plain" else TRAFFIC[traffic].disturbed
-    columns = [entries(known, traffic, condition, load) for load in loads]
-    policies = [policy for policy in CONDITIONS[condition].policies if any(policy in column for column in columns)]
+def table(known: Mapping[str, Any], condition: str, columns: Mapping[str, tuple[str, float]]) -> list[str]:
+    """A line for each policy, a column for each (traffic, load) by its title; the best of the weights is marked."""
+    found = [entries(known, traffic, condition, load) for traffic, load in columns.values()]
+    policies = [policy for policy in CONDITIONS[condition].policies if any(policy in column for column in found)]
     if not policies:
         return []
-    lines = ["| policy | " + " | ".join(f"load {load:g}" for load in loads) + " |", "|---" * (len(loads) + 1) + "|"]
+    lines = ["| policy | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for policy in policies:
         texts = [
-            cell_text(column[policy], best_weight(column) == policy) if policy in column else "" for column in columns
+            cell_text(column[policy], best_weight(column) == policy) if policy in column else "" for column in found
         ]
         lines.append(f"| {policy} | " + " | ".join(texts) + " |")
     return lines
@@ -214,14 +213,22 @@ def cell_text(entry: Entry, best: bool) -> str:
     )
 
 
+def tables(known: Mapping[str, Any]) -> Iterator[str]:
+    """Each with its title: one for each traffic, and one for each thing that is wrong."""
+    for traffic, spec in TRAFFIC.items():
+        lines = table(known, "plain", {f"load {load:g}": (traffic, load) for load in spec.loads})
+        requests = "all" if spec.requests is None else f"{spec.requests:,}"
+        yield "\n".join([f"**{traffic}** ({requests} requests, {spec.engines} engines)", "", *lines])
+    at = {f"{traffic}, load {load:g}": (traffic, load) for traffic, spec in TRAFFIC.items() for load in spec.disturbed}
+    for name, condition in CONDITIONS.items():
+        if name != "plain":
+            yield "\n".join([f"**{condition.title}**", "", *table(known, name, at)])
+
+
 def show(known: Mapping[str, Any]) -> None:
     """All tables."""
-    print("Mean time to first token, ms (least to greatest seed) / its p99 / share within SLO / prompt tokens reused")
-    for name, condition in CONDITIONS.items():
-        for traffic, spec in TRAFFIC.items():
-            lines = table(known, traffic, name)
-            if lines:
-                print(f"\n**{condition.title}: {traffic}, {spec.engines} engines**\n\n" + "\n".join(lines))
+    print("Mean time to first token, ms (least to greatest seed) / its p99 / share within SLO / prompt tokens reused\n")
+    print("\n\n".join(tables(known)))
 
 
 def main() -> int:
