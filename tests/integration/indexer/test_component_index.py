@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,6 @@ from .event_batches import RankSource, tokens
 from .indexing import PATIENCE_SECONDS, connected, follows, indexing, matches, overlaps, until
 
 PROMPT = tokens(6)
-
-
-@pytest.fixture
-def component(namespace: str) -> ComponentName:
-    return ComponentName(namespace, "decode")
-
-
-@pytest.fixture
-async def connection(nats_url: str) -> AsyncIterator[Client]:
-    async with connected(nats_url) as connection:
-        yield connection
 
 
 def registration(source: RankSource, incarnation: int | None = None) -> WorkerRegistration:

@@ -6,25 +6,17 @@ import asyncio
 import signal
 import struct
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import aiohttp
 import pytest
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.core import Scope, local_hashes
-from kvrouter.indexer.app import running
-from kvrouter.indexer.settings import IndexerSettings
-from kvrouter.publisher.etcd import Put, connect, watch_prefix
+from kvrouter.publisher.etcd import Put, watch_prefix
 from kvrouter.publisher.stream import ensure_stream
-from kvrouter.runtime.context import open_runtime
-from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
-from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.errors import (
     BadRequest,
     BlockSizeMismatch,
@@ -34,153 +26,24 @@ from kvrouter.runtime.errors import (
     NotReady,
     PromptTooLong,
 )
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.rpc import RpcServer, open_channel, remote
-from kvrouter.v1 import indexer_pb2
+from kvrouter.runtime.rpc import open_channel
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
 from kvrouter.v1.indexer_pb2 import (
     DumpRequest,
     FindMatchesRequest,
-    FindMatchesResponse,
     GetStatsRequest,
     LoadRequest,
     LocalHashes,
     TokenIds,
 )
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, RankRegistration, WorkerRegistration
-from nats.aio.client import Client
-from prometheus_client import CollectorRegistry
+from kvrouter.v1.registry_pb2 import AppliedRecord
 
 from .event_batches import BLOCK_SIZE, RankSource, hashes, tokens
 from .indexing import PATIENCE_SECONDS, connected
+from .serving import Stack, serving, settings_for, soon, watching
 
-DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 PROMPT = tokens(6)
-T = TypeVar("T")
-
-
-@dataclass
-class Stack:
-    """An Indexer and what it stands on."""
-
-    indexer: Indexer
-    server: RpcServer
-    component: ComponentName
-    nats: Client
-    etcd: str
-    directory: Directory
-
-    @property
-    def named(self) -> Component:
-        return Component(namespace=self.component.namespace, name=self.component.name)
-
-    async def put(self, key: str, message: Message) -> None:
-        async with connect(self.etcd) as client:
-            await client.put(key.encode(), message.SerializeToString())
-
-    async def delete(self, key: str) -> None:
-        async with connect(self.etcd) as client:
-            await client.delete(key.encode())
-
-    async def create_component(self) -> None:
-        await self.put(
-            self.component.descriptor_key,
-            ComponentDescriptor(component=self.named, model="m", block_size=BLOCK_SIZE, hash_scheme="xxh3-1337"),
-        )
-        await self.find([])
-
-    async def register(self, source: RankSource, model: str = "m") -> None:
-        registration = WorkerRegistration(
-            worker_id=source.worker_id,
-            component=self.named,
-            model=model,
-            block_size=BLOCK_SIZE,
-            hash_scheme="xxh3-1337",
-            publishes_events=True,
-            ranks=[RankRegistration(dp_rank=source.dp_rank, incarnation=source.incarnation)],
-        )
-        await self.put(self.component.worker_key(source.worker_id), registration)
-
-    async def find(self, token_ids: list[int]) -> FindMatchesResponse:
-        request = FindMatchesRequest(component=self.named, token_ids=TokenIds(ids=token_ids))
-        return await answered(lambda: self.indexer.find_matches(request, deadline=soon()))
-
-    async def follows(self, source: RankSource) -> None:
-        wanted = (source.worker_id, source.dp_rank, source.incarnation, source.next_event_id)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while True:
-                answer = await self.find([])
-                columns = (answer.worker_ids, answer.dp_ranks, answer.incarnations, answer.next_event_ids)
-                if wanted in zip(*columns, strict=True):
-                    return
-                await asyncio.sleep(0.01)
-
-
-def soon() -> Deadline:
-    return Deadline.after(PATIENCE_SECONDS)
-
-
-async def answered(call: Callable[[], Awaitable[T]]) -> T:
-    """The answer, once the component is known and restored."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            try:
-                return await call()
-            except (NotReady, NotFound):
-                await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def serving(settings: IndexerSettings, how: str) -> AsyncIterator[tuple[Indexer, RpcServer, Directory]]:
-    """An Indexer with all that is around it in its process; how it is called: ``object`` or ``stub``."""
-    stopping = asyncio.Event()
-    server: asyncio.Future[RpcServer] = asyncio.get_running_loop().create_future()
-    async with AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(open_runtime(settings))
-        service = await stack.enter_async_context(running(settings, runtime))
-        hosted = Hosted("indexer", DESCRIPTOR, service, lambda: service.ready)
-        hosting = asyncio.create_task(host(runtime, [hosted], stopping, started=server.set_result))
-        try:
-            rpc = await server
-            async with open_channel(f"127.0.0.1:{rpc.port}") as channel:
-                stub = cast(Indexer, remote(DESCRIPTOR, channel))
-                yield (cast(Indexer, service) if how == "object" else stub), rpc, runtime.directory
-        finally:
-            stopping.set()
-            await hosting
-
-
-@asynccontextmanager
-async def watching(etcd: str, namespace: str) -> AsyncIterator[Directory]:
-    """What etcd says, as others see it."""
-    directory = Directory(etcd, namespace, CollectorRegistry())
-    following = asyncio.create_task(directory.run())
-    try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            yield directory
-    finally:
-        following.cancel()
-        await asyncio.wait({following})
-
-
-def settings_for(etcd: str, nats: str, component: ComponentName) -> IndexerSettings:
-    return IndexerSettings(
-        namespace=component.namespace,
-        etcd=etcd,
-        nats=nats,
-        bind="127.0.0.1:0",
-        http_bind="127.0.0.1:0",
-        instance_id="indexer-1",
-        max_prompt_tokens=1000,
-        drain_seconds=1.0,
-        worker_grace_seconds=0.2,
-    )
-
-
-@pytest.fixture
-def component(namespace: str) -> ComponentName:
-    return ComponentName(namespace, "decode")
 
 
 @pytest.fixture(params=["object", "stub"])
@@ -189,7 +52,7 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     settings = settings_for(etcd_endpoint, nats_url, component)
     async with serving(settings, request.param) as (indexer, server, directory), connected(nats_url) as nats:
-        yield Stack(indexer, server, component, nats, etcd_endpoint, directory)
+        yield Stack(indexer, server, nats, directory, component=component, etcd=etcd_endpoint)
 
 
 async def test_tokens_and_local_hashes_find_the_same(stack: Stack) -> None:
@@ -354,7 +217,7 @@ async def test_readiness_registration_and_applied_record(
         serving(settings, "stub") as (indexer, server, directory),
         connected(nats_url) as nats,
     ):
-        stack = Stack(indexer, server, component, nats, etcd_endpoint, directory)
+        stack = Stack(indexer, server, nats, directory, component=component, etcd=etcd_endpoint)
         await watcher.wait_for(
             lambda seen: "indexer-1" in seen.services("indexer") and seen.services("indexer")["indexer-1"].ready
         )
@@ -402,7 +265,7 @@ async def test_it_is_not_ready_while_nats_is_away_and_recovers(
         assert not server.health.ready
         await own_nats.start()
         async with connected(own_nats.url) as nats:
-            stack = Stack(indexer, server, component, nats, etcd_endpoint, directory)
+            stack = Stack(indexer, server, nats, directory, component=component, etcd=etcd_endpoint)
             await stack.create_component()
             assert list((await stack.find(PROMPT)).device_blocks) == [6]
 
@@ -410,7 +273,7 @@ async def test_it_is_not_ready_while_nats_is_away_and_recovers(
 async def test_what_it_knows_outlives_etcd(own_etcd: EtcdServer, nats_url: str, component: ComponentName) -> None:
     settings = settings_for(own_etcd.endpoint, nats_url, component)
     async with serving(settings, "stub") as (indexer, server, directory), connected(nats_url) as nats:
-        stack = Stack(indexer, server, component, nats, own_etcd.endpoint, directory)
+        stack = Stack(indexer, server, nats, directory, component=component, etcd=own_etcd.endpoint)
         await stack.create_component()
         source = RankSource(component, 1)
         await stack.register(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from kvrouter.core import Rank
@@ -22,19 +21,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from .event_batches import BLOCK_SIZE
-from .indexing import connected, indexing, until
+from .indexing import indexing, until
 from .truth import Cache, agrees, caching, held_blocks, registration_of, worker_config
-
-
-@pytest.fixture
-def component(namespace: str) -> ComponentName:
-    return ComponentName(namespace, "decode")
-
-
-@pytest.fixture
-async def connection(nats_url: str) -> AsyncIterator[Client]:
-    async with connected(nats_url) as connection:
-        yield connection
 
 
 def forged(cache: Cache, *events: KvEvent, incarnation: int, digest: int | None = None) -> bytes:

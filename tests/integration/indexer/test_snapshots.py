@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from kvrouter.indexer.replay import Position
@@ -17,20 +16,9 @@ from kvrouter.v1.snapshot_pb2 import SnapshotPointer
 from nats.aio.client import Client
 
 from .event_batches import RankSource, tokens
-from .indexing import connected, follows, indexing, matches, overlaps, until
+from .indexing import follows, indexing, matches, overlaps, until
 
 PROMPT = tokens(6)
-
-
-@pytest.fixture
-def component(namespace: str) -> ComponentName:
-    return ComponentName(namespace, "decode")
-
-
-@pytest.fixture
-async def connection(nats_url: str) -> AsyncIterator[Client]:
-    async with connected(nats_url) as connection:
-        yield connection
 
 
 def home(etcd: str, replica: str = "replica", threshold: int = 1_000_000) -> SnapshotHome:

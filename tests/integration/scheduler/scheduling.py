@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar, cast
 
-from google.protobuf.message import Message
 from kvrouter.core import local_hashes
 from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.contracts import Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.etcd import connect
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.scheduler.app import running
 from kvrouter.scheduler.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import indexer_pb2, scheduler_pb2
-from kvrouter.v1.common_pb2 import BookingKey, Component, Role
+from kvrouter.v1.common_pb2 import BookingKey, Role
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, TokenIds
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import (
@@ -38,6 +36,8 @@ from kvrouter.v1.scheduler_pb2 import (
     SelectWorkerRequest,
     SelectWorkerResponse,
 )
+
+from ..registered import Registered
 
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
@@ -83,27 +83,13 @@ def selecting(request_id: str | None, request: RoutingRequest | None = None, **f
 
 
 @dataclass
-class Stack:
+class Stack(Registered):
     """A Scheduler, and the etcd in which its workers are registered."""
 
     scheduler: Scheduler
     service: SchedulerService
     server: RpcServer
     runtime: Runtime
-    component: ComponentName
-    etcd: str
-
-    @property
-    def named(self) -> Component:
-        return Component(namespace=self.component.namespace, name=self.component.name)
-
-    async def put(self, key: str, message: Message) -> None:
-        async with connect(self.etcd) as client:
-            await client.put(key.encode(), message.SerializeToString())
-
-    async def delete(self, key: str) -> None:
-        async with connect(self.etcd) as client:
-            await client.delete(key.encode())
 
     async def register(self, *worker_ids: int, ranks: int = 1, **fields: Any) -> None:
         """Registers workers, and waits until the Scheduler knows them."""
@@ -185,7 +171,7 @@ async def scheduling(
             async with open_channel(f"127.0.0.1:{server.port}") as channel:
                 stub = cast(Scheduler, remote(SCHEDULER, channel))
                 caller = as_contract if how == "object" else stub
-                yield Stack(caller, service, server, runtime, component, etcd)
+                yield Stack(caller, service, server, runtime, component=component, etcd=etcd)
         finally:
             stopping.set()
             await hosting

@@ -19,11 +19,6 @@ from prometheus_client import CollectorRegistry
 from .scheduling import MODEL, PATIENCE_SECONDS, Stack, eventually, routing, scheduling, selecting, soon
 
 
-@pytest.fixture
-def component(namespace: str) -> ComponentName:
-    return ComponentName(namespace, "decode")
-
-
 async def set_prefill(stack: Stack, tokens: int) -> None:
     thresholds = BusyThresholds(active_prefill_tokens_threshold=tokens)
     await stack.scheduler.set_busy_threshold(

@@ -42,11 +42,6 @@ from kvrouter.v1.scheduler_pb2 import (
 from .scheduling import MODEL, PrefixHolder, Stack, eventually, indexing, routing, scheduling, selecting, soon
 
 
-@pytest.fixture
-def component(namespace: str) -> ComponentName:
-    return ComponentName(namespace, "decode")
-
-
 @pytest.fixture(params=["object", "stub"])
 async def stack(
     request: pytest.FixtureRequest, etcd_endpoint: str, nats_url: str, component: ComponentName

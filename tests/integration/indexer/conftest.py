@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from nats.aio.client import Client
+
+from .indexing import connected
+
+
+@pytest.fixture
+async def connection(nats_url: str) -> AsyncIterator[Client]:
+    """To the NATS that tests share."""
+    async with connected(nats_url) as connection:
+        yield connection
