@@ -31,6 +31,7 @@ mod tagline;
 mod tagmap;
 mod tidy;
 mod tombstones;
+pub mod turns;
 mod users;
 mod wire;
 
