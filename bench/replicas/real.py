@@ -326,6 +326,8 @@ async def measure(patterns: Sequence[str], rounds: int, seconds: float) -> None:
             lag, client = Lag(), await nats.connect(url)
             stack.push_async_callback(client.close)
             await client.subscribe(ComponentName("synced", "pool").sync_subject, cb=lag.take)
+            for group in (alone, synced):  # connections open, code is warm
+                await play(group, Case(REPLICAS), arrivals("batches", 1.0, rounds), rounds, Lag())
             for seed in range(rounds):
                 for name in patterns:
                     requests = arrivals(name, seconds, seed)
