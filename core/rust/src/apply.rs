@@ -56,6 +56,7 @@ impl Index {
             summary.next_event_id = rank.next_event_id;
             summary.incarnation = rank.incarnation;
         }
+        self.ranks.weigh(slot);
         self.scratch.trim();
         self.give_back(summary.new_incarnation);
         summary
@@ -155,7 +156,7 @@ impl Index {
                 self.scratch.locals = local_hashes;
                 match stored {
                     Ok(()) if muted => {}
-                    Ok(()) if self.over_bounds() => self.mute(slot),
+                    Ok(()) if self.over_bounds(slot) => self.mute(slot),
                     Ok(()) => summary.stored_blocks += engines.len() as u64,
                     Err(Refused::UnknownParent) => return Err(Odd::UnknownParent),
                     Err(Refused::Malformed(why)) => return Err(Odd::Rejected(why)),

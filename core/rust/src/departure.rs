@@ -29,6 +29,7 @@ impl Index {
             }
         }
         self.tidy();
+        self.ranks.weigh(slot);
         before - self.ranks.get(slot).map_or(0, |rank| rank.entries)
     }
 

@@ -76,6 +76,10 @@ impl Index {
 
     /// Bytes in memory.
     pub fn memory_bytes(&self) -> usize {
+        self.ranks.heap() + self.bytes_beside_ranks()
+    }
+
+    fn bytes_beside_ranks(&self) -> usize {
         self.blocks.pages().bytes()
             + self.label_blocks.pages().bytes()
             + self.runs.bytes()
@@ -84,7 +88,6 @@ impl Index {
             + self.shared.bytes()
             + self.private.bytes()
             + self.branches.bytes()
-            + self.ranks.heap()
             + self.heap
             + self.scratch.heap()
     }
@@ -94,10 +97,10 @@ impl Index {
         self.shared.most_moved().max(self.private.most_moved()).max(self.branches.most_moved())
     }
 
-    /// Whether the index is over one of its bounds.
-    pub(crate) fn over_bounds(&self) -> bool {
+    /// Whether the index is over one of its bounds, where only one rank has changed since it was last asked.
+    pub(crate) fn over_bounds(&mut self, changed: u32) -> bool {
         (self.max_blocks > 0 && self.entries > self.max_blocks)
-            || (self.max_bytes > 0 && self.memory_bytes() as u64 > self.max_bytes)
+            || (self.max_bytes > 0 && (self.ranks.weigh(changed) + self.bytes_beside_ranks()) as u64 > self.max_bytes)
     }
 
     /// The run that branches off `run` at `depth` with this local hash.

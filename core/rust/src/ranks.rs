@@ -127,6 +127,10 @@ pub struct Ranks {
     slots: Vec<Option<Box<Rank>>>,
     by_name: BTreeMap<Name, u32>,
     free: BinaryHeap<Reverse<u32>>,
+    /// Bytes on the heap of each slot's rank when it was last weighed.
+    weights: Vec<usize>,
+    /// The sum of the weights.
+    weight: usize,
 }
 
 /// Slots of ranks stay below this, so that a seat fits into 32 bits.
@@ -170,6 +174,7 @@ impl Ranks {
             Some(Reverse(slot)) => slot,
             None if self.slots.len() < MAX_RANKS => {
                 self.slots.push(None);
+                self.weights.push(0);
                 self.slots.len() as u32 - 1
             }
             None => return None,
@@ -186,12 +191,27 @@ impl Ranks {
         let rank = self.slots.get_mut(slot as usize)?.take()?;
         self.by_name.remove(&rank.name);
         self.free.push(Reverse(slot));
+        self.weigh(slot);
         Some(rank)
+    }
+
+    /// Brings the weight up to date, of which only one rank's part has changed. Returns it.
+    pub fn weigh(&mut self, slot: u32) -> usize {
+        let heap = self.get(slot).map_or(0, |rank| rank.heap() + 64);
+        if let Some(weight) = self.weights.get_mut(slot as usize) {
+            self.weight = self.weight - *weight + heap;
+            *weight = heap;
+        }
+        self.weight + self.slots_heap()
     }
 
     /// Bytes on the heap.
     pub fn heap(&self) -> usize {
         let ranks: usize = self.slots.iter().flatten().map(|rank| rank.heap() + 64).sum();
-        ranks + self.slots.capacity() * 8
+        ranks + self.slots_heap()
+    }
+
+    fn slots_heap(&self) -> usize {
+        (self.slots.capacity() + self.weights.capacity()) * 8
     }
 }

@@ -4,6 +4,7 @@ use crate::blocks::LANES;
 use crate::index::Index;
 use crate::ranks::{Counting, Spot};
 use crate::runs::{SHARED, Seat};
+use crate::store::CHUNKS_AHEAD;
 
 impl Index {
     /// Removes a copy of each block from a seat (as a set: all copies). Returns how many were held.
@@ -57,24 +58,33 @@ impl Index {
             return (lo..spot.depth).rev().zip(engines).take_while(|(depth, engine)| same(*depth, engine)).count()
                 as u32;
         }
-        let most = ((spot.depth - lo) as usize).min(engines.len());
-        let mut same = 0;
-        while same < most {
-            let last = spot.depth - run.start - 1 - same as u32;
+        let mut asked = engines.get(..(spot.depth - lo) as usize).unwrap_or(engines);
+        let most = asked.len();
+        let mut last = spot.depth - run.start;
+        while last > 0 && !asked.is_empty() {
+            last -= 1;
             let Some(&chunk) = run.chunks.get((last / LANES) as usize) else { break };
-            if let Some(&ahead) = run.chunks.get(((last / LANES) as usize).wrapping_sub(4)) {
+            if let Some(&ahead) = run.chunks.get(((last / LANES) as usize).wrapping_sub(CHUNKS_AHEAD)) {
                 self.blocks.prefetch_engines(ahead);
             }
-            let held = self.blocks.chunk(chunk).engines.iter().take((last % LANES) as usize + 1).rev();
-            let asked = engines.iter().take(most).skip(same);
-            let room = (last % LANES) as usize + 1;
-            let equal = held.zip(asked).take_while(|(held, asked)| held == asked).count();
-            same += equal;
-            if equal < room {
+            let held = &self.blocks.chunk(chunk).engines;
+            if let Some((eight, rest)) = asked.split_first_chunk::<8>()
+                && last % LANES == LANES - 1
+                && held.iter().rev().zip(eight).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
+            {
+                asked = rest;
+                last -= LANES - 1;
+                continue;
+            }
+            let held = held.get(..=(last % LANES) as usize).unwrap_or_default();
+            let equal = held.iter().rev().zip(asked).take_while(|(held, asked)| held == asked).count();
+            asked = asked.get(equal..).unwrap_or_default();
+            if equal < held.len() {
                 break;
             }
+            last -= last % LANES;
         }
-        same as u32
+        (most - asked.len()) as u32
     }
 
     /// How many of the engine hashes are those of the blocks after a spot, up to `hi`.

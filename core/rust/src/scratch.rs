@@ -41,7 +41,7 @@ impl Scratch {
             return false;
         }
         // Marks are words' numbers and, above them, the number of the call; a mark of another call is none.
-        let size = (words.len() * 4).next_power_of_two().max(64);
+        let size = (words.len() * 8).next_power_of_two().max(64);
         if self.seen.len() < size || self.epoch == u16::MAX || words.len() > 1 << 16 {
             self.seen.clear();
             self.seen.resize(size, 0);

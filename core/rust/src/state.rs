@@ -194,7 +194,7 @@ impl Index {
             };
         }
         self.load_blocks(slot, dump);
-        if self.over_bounds() {
+        if self.over_bounds(slot) {
             self.mute(slot);
         }
         self.scratch.trim();

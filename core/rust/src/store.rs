@@ -7,7 +7,7 @@ use crate::ranks::{Counting, Spot};
 use crate::runs::{MAX_BLOCKS, ROOT, Run, Seat};
 
 /// How many chunks are asked for ahead of their turn: as many cache misses as may be under way at a time.
-const CHUNKS_AHEAD: usize = 24;
+pub(crate) const CHUNKS_AHEAD: usize = 24;
 
 /// Why a chain was not stored.
 #[derive(Debug, PartialEq, Eq)]
