@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from random import Random
 from typing import Any, cast
 
 import nats
@@ -103,6 +104,20 @@ async def test_one_without_sync_tells_nothing_and_hears_nothing(
         await stacks[1].select(selecting("more", routing(4, seed=2)))
         await agreed(stacks)
         assert [await stack.booked() for stack in (*stacks, alone)] == [2, 2, 1]
+
+
+async def test_replicas_that_know_of_each_other_spread_load_like_one(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    """Who takes the emptier of two workers each time keeps them within one request of each other."""
+    rng, largest = Random(5), 30
+    async with replicas(4, namespace, etcd_endpoint, nats_url) as stacks:
+        for number in range(40):
+            await stacks[number % 4].select(selecting(f"r{number}", routing(rng.randint(1, largest), seed=number)))
+            for stack in stacks:
+                await eventually(stack.booked, lambda count: count == number + 1)  # noqa: B023 - awaited at once
+            (_, one, _, _), (_, other, _, _) = await ranks(stacks[0])
+            assert abs(one - other) <= largest
 
 
 async def test_one_that_joins_gets_the_state(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
