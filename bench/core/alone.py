@@ -72,8 +72,8 @@ def departure(console: Console, runner: Runner) -> None:
 
 
 def day(console: Console, runner: Runner) -> None:
-    said = runner.ours("churn.py", "day", "24", "7200000", rounds=1)
-    columns(console, "a day of churn: 2,000 blocks a second", {"16 workers of 32,768 blocks": said})
+    said = runner.ours("churn.py", "day", "24", "3600000", rounds=1)
+    columns(console, "a day of churn: 1,000 blocks a second", {"16 workers of 32,768 blocks": said})
 
 
 def threads(console: Console, runner: Runner) -> None:
