@@ -83,7 +83,7 @@ async def test_a_client_that_disconnects_during_prefill_frees_its_load(
         (body(model="nobody"), 404, "model"),
         (body(prompt=[]), 400, "token_ids"),
         (body(prompt="text"), 400, "prompt"),
-        (body(max_tokens=0), 400, "stop_conditions.max_tokens"),
+        (body(max_tokens=0), 400, "max_tokens"),
         (body(router_config_override={"router_temperature": -1}), 400, "overrides.router_temperature"),
         (
             body(router_config_override={"active_decode_blocks_threshold": 2}),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.frontend.json_body import read_body
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class BusyThresholdBody(BaseModel):
@@ -32,16 +32,7 @@ class BusyThresholdBody(BaseModel):
         Raises:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
         """
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise BadRequest(
-                f"{field or 'body'}: {first['msg']}",
-                field=field,
-                advice="Send the model, with thresholds to set them or without to read them.",
-            ) from None
+        return read_body(cls, body, lambda _: "Send the model, with thresholds to set them or without to read them.")
 
     def to_request(self) -> SetBusyThresholdRequest:
         """As the Scheduler's contract has it."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.frontend.json_body import read_body
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions, StopConditions
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
 _FINISH: dict[int, str] = {
     FinishReason.FINISH_REASON_STOP: "stop",
@@ -22,6 +23,12 @@ _FINISH: dict[int, str] = {
 }
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+def _advice(error: ErrorDetails) -> str:
+    if error["loc"] == ("prompt",) and error["type"] == "list_type":
+        return "Send the prompt as a list of token ids; the gateway has no tokenizer."
+    return "Correct the field, or leave it out."
 
 
 class StreamOptions(BaseModel):
@@ -82,16 +89,7 @@ class CompletionRequest(BaseModel):
         Raises:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
         """
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            field = ".".join(str(part) for part in first["loc"])
-            if first["loc"] == ("prompt",) and first["type"] == "list_type":
-                advice = "Send the prompt as a list of token ids; the gateway has no tokenizer."
-            else:
-                advice = "Correct the field, or leave it out."
-            raise BadRequest(f"{field or 'body'}: {first['msg']}", field=field, advice=advice) from None
+        return read_body(cls, body, _advice)
 
     def to_generate(self) -> FrontendServiceGenerateRequest:
         """The request as the Frontend's contract has it."""

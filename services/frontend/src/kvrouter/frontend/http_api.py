@@ -45,7 +45,8 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
         "error": {
             "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
             "type": "invalid_request_error" if status < 500 else "server_error",
-            "param": error.info.field or None,
+            # The contract has in a message of its own what is a field of the body here.
+            "param": error.info.field.removeprefix("stop_conditions.") or None,
             "code": error.code.name.lower(),
         }
     }
