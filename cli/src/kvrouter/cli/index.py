@@ -209,7 +209,7 @@ def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], A
     try:
         return run_interruptibly(ask())
     except KvRouterError as error:
-        advice = f" {error.info.advice}" if error.info.advice else ""
+        advice = f". {error.info.advice}" if error.info.advice else ""
         raise CommandFailed(f"{error}{advice}") from None
 
 

@@ -108,7 +108,7 @@ def _bars(axes: Axes, runs: Sequence[Run], colors: Mapping[str, str], value: Cal
     axes.bar_label(drawn, labels=[f"{share:.1%}" for share in shares.values()], padding=3, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, max(max(shares.values()) * 1.15, 0.01))
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
 
 
 def _in_durations(axis: Axis) -> None:

@@ -43,7 +43,6 @@ class Resync:
         self._wanted = Wanted()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
-        self._waking = False
         self._open = False
         self._log = log.bind(of=name)
         self.resyncs = 0

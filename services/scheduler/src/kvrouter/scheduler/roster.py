@@ -26,7 +26,6 @@ class Roster:
         """``candidates`` are in order of rank."""
         self.candidates = tuple(candidates)
         self.ranks: tuple[Rank, ...] = tuple(candidate.rank for candidate in candidates)
-        self.everyone: Places = np.arange(len(candidates))
         self.zeros: Column = np.zeros(len(candidates), np.int64)
         self.total_blocks = self._column(candidate.total_blocks for candidate in candidates)
         self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
