@@ -76,7 +76,7 @@ async def running(
         log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
     sync = link = None
     if settings.replica_sync:
-        sync = ReplicaSync(
+        sync = ledger.witness = ReplicaSync(
             ledger.records,
             pools,
             SyncMetrics(runtime.registry),
@@ -85,7 +85,6 @@ async def running(
             predictions=predictions,
             affinity=affinity,
         )
-        ledger.witness = sync
         link = SyncLink(sync, runtime.nats, runtime.directory, heartbeat_seconds=settings.replica_heartbeat_seconds)
     selector = Selector(
         pools,
@@ -115,13 +114,7 @@ async def running(
     listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
-    metrics.late_ms.set_function(lambda: keeping_up.late_ms)
-    metrics.behind.set_function(lambda: keeping_up.behind)
-    metrics.bookings.set_function(lambda: len(ledger))
-    metrics.sessions.set_function(lambda: ledger.sessions)
-    metrics.decisions.set_function(lambda: len(decisions))
-    metrics.conversations.set_function(lambda: len(affinity))
-    metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
+    _show_sizes(metrics, ledger, decisions, affinity, predictions, keeping_up)
     runtime.registry.register(RankFigures(pools))
     status = Status(
         pools,
@@ -167,6 +160,24 @@ async def running(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+def _show_sizes(
+    metrics: SchedulerMetrics,
+    ledger: Ledger,
+    decisions: Decisions,
+    affinity: Affinity,
+    predictions: Predictions | None,
+    keeping_up: KeepingUp,
+) -> None:
+    """Has the metrics of what is kept read where it is kept, when they are asked for."""
+    metrics.late_ms.set_function(lambda: keeping_up.late_ms)
+    metrics.behind.set_function(lambda: keeping_up.behind)
+    metrics.bookings.set_function(lambda: len(ledger))
+    metrics.sessions.set_function(lambda: ledger.sessions)
+    metrics.decisions.set_function(lambda: len(decisions))
+    metrics.conversations.set_function(lambda: len(affinity))
+    metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
 
 
 async def _every(seconds: float, action: Callable[[], None]) -> None:
