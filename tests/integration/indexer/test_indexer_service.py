@@ -28,14 +28,7 @@ from kvrouter.runtime.errors import (
 )
 from kvrouter.runtime.rpc import open_channel
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
-from kvrouter.v1.indexer_pb2 import (
-    DumpRequest,
-    FindMatchesRequest,
-    GetStatsRequest,
-    LoadRequest,
-    LocalHashes,
-    TokenIds,
-)
+from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, LoadRequest, LocalHashes, TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord
 

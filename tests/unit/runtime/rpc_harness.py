@@ -1,0 +1,116 @@
+"""Objects of a contract behind a real gRPC server, called through a real channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from kvrouter.runtime import errors
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.rpc import RpcServer, add_service, open_channel, open_server
+from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.scheduler_pb2 import SessionRequest, SessionResponse
+from kvrouter.v1.worker_pb2 import (
+    AbortRequest,
+    AbortResponse,
+    WorkerServiceGenerateRequest,
+    WorkerServiceGenerateResponse,
+)
+
+INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+
+SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+
+WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+
+
+class Worker:
+    """Generates as many pieces as asked for; says what it saw."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.entered = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.deadlines: list[Deadline] = []
+        self.failure: Exception | None = None
+        self.endless = False
+
+    async def generate(
+        self, request: WorkerServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[WorkerServiceGenerateResponse, None]:
+        self.deadlines.append(deadline)
+        try:
+            produced = 0
+            while self.endless or produced < request.stop_conditions.max_tokens:
+                yield WorkerServiceGenerateResponse(output=worker_pb2.GenerateOutput(token_ids=[produced]))
+                produced += 1
+                self.entered.set()
+            if self.failure is not None:
+                raise self.failure
+            if not request.stop_conditions.max_tokens:
+                await self.go_on.wait()
+        finally:
+            self.closed.set()
+
+    async def abort(self, request: AbortRequest, *, deadline: Deadline) -> AbortResponse:
+        self.deadlines.append(deadline)
+        self.entered.set()
+        try:
+            if self.failure is not None:
+                raise self.failure
+            if not request.request_ids:
+                await self.go_on.wait()
+            return AbortResponse(aborted=len(request.request_ids))
+        finally:
+            self.closed.set()
+
+
+@asynccontextmanager
+async def serving(
+    descriptor: Any, implementation: object, **options: Any
+) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
+    server = open_server("127.0.0.1:0", **options)
+    add_service(server, descriptor, implementation)
+    await server.start()
+    channel = open_channel(server.endpoint())
+    try:
+        yield server, channel
+    finally:
+        await channel.close()
+        await server.drain(0)
+
+
+def soon() -> Deadline:
+    return Deadline.after(10)
+
+
+class Sessions:
+    """Answers each call; ends badly when told to."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def session(
+        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
+    ) -> AsyncGenerator[SessionResponse, None]:
+        try:
+            async for request in requests:
+                if request.call_id == 99:
+                    raise errors.SessionLost("s")
+                yield SessionResponse(call_id=request.call_id)
+        finally:
+            self.closed.set()
+
+
+def tokens(count: int) -> WorkerServiceGenerateRequest:
+    return WorkerServiceGenerateRequest(stop_conditions=worker_pb2.StopConditions(max_tokens=count))
+
+
+async def until_idle(server: RpcServer) -> None:
+    async with asyncio.timeout(10):
+        while server.calls:
+            await asyncio.sleep(0.005)
