@@ -14,7 +14,7 @@ from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import NotFound
+from kvrouter.runtime.errors import DependencyAway, NotFound
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -211,3 +211,24 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_is_told_all
     assert (told.booking.request_id, told.prefill_complete, told.output_tokens) == ("kept", True, 16 * 19)
     assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [("freed", 7)]
     assert scheduler.sessions == 2
+
+
+class Failing(Refusing):
+    """A Scheduler that cannot be reached."""
+
+    async def session(
+        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
+    ) -> AsyncGenerator[SessionResponse, None]:
+        raise DependencyAway("connection refused")
+        yield SessionResponse()
+
+
+async def test_it_ends_when_it_is_cancelled_whatever_it_is_doing() -> None:
+    for steps in range(40):
+        link = SchedulerLink(COMPONENT, Failing(0), session_id="session", client_name="test")
+        running = asyncio.create_task(link.run())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        ended, _ = await asyncio.wait({running}, timeout=1.0)
+        assert ended, f"a cancel after {steps} steps was lost"

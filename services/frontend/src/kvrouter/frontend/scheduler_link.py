@@ -259,6 +259,10 @@ class SchedulerLink:
             self._waiting.clear()
             self._asserting.clear()
             self._refused.clear()
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # A cancel that comes while the group ends by an error of its own is lost in the group.
+            raise asyncio.CancelledError
         return opened
 
     def _assert_all(self) -> None:
