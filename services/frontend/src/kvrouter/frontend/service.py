@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvrouter.frontend.generation import Generation, Piece
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -15,10 +16,10 @@ from kvrouter.frontend.prompts import Limits, check_overrides, check_request, co
 from kvrouter.frontend.recording import Recorder
 from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.workers import WorkerPool
+from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView, Directory
-from kvrouter.runtime.errors import KvRouterError
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,
@@ -37,13 +38,17 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     BusyThresholds,
     FreeRequest,
+    FreeResponse,
     GetPotentialLoadsRequest,
     ListBusyThresholdsRequest,
     MarkPrefillCompleteRequest,
+    MarkPrefillCompleteResponse,
     RoutingRequest,
     SelectWorkerRequest,
     SetBusyThresholdRequest,
 )
+
+_Answer = TypeVar("_Answer", FreeResponse, MarkPrefillCompleteResponse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +167,15 @@ class FrontendService:
 
     async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
         """Marks the prefill of a booking made by ``best_worker`` complete."""
-        known = await self._mark_prefill_complete(request.booking, deadline)
-        return PrefillCompleteResponse(known=known)
+        marking = MarkPrefillCompleteRequest(booking=request.booking)
+        answers = await self._ask_all(lambda scheduler: scheduler.mark_prefill_complete(marking, deadline=deadline))
+        return PrefillCompleteResponse(known=any(answer.known for answer in answers))
 
     async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
         """Releases a booking made by ``best_worker``."""
-        async with asyncio.TaskGroup() as group:
-            answers = [
-                group.create_task(scheduler.free(FreeRequest(booking=request.booking), deadline=deadline))
-                for scheduler in self._links.schedulers()
-            ]
-        return ReleaseResponse(known=any(answer.result().known for answer in answers))
+        freeing = FreeRequest(booking=request.booking)
+        answers = await self._ask_all(lambda scheduler: scheduler.free(freeing, deadline=deadline))
+        return ReleaseResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
         """The models that are served."""
@@ -199,12 +202,22 @@ class FrontendService:
             thresholds.update(answer.thresholds)
         return thresholds
 
-    async def _mark_prefill_complete(self, booking: BookingKey, deadline: Deadline) -> bool:
-        request = MarkPrefillCompleteRequest(booking=booking)
-        for scheduler in self._links.schedulers():
-            if (await scheduler.mark_prefill_complete(request, deadline=deadline)).known:
-                return True
-        return False
+    async def _ask_all(self, ask: Callable[[Scheduler], Awaitable[_Answer]]) -> list[_Answer]:
+        """What the Schedulers say of a booking. One that fails matters only where no other knows it.
+
+        Raises:
+            DependencyAway: none is live.
+            KvRouterError: it is not known, and one of those that might know it failed.
+        """
+        schedulers = self._links.schedulers()
+        if not schedulers and self._directory.components:
+            raise DependencyAway("no Scheduler is live")
+        outcomes = await asyncio.gather(*(ask(each) for each in schedulers), return_exceptions=True)
+        answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not any(answer.known for answer in answers):
+                raise outcome
+        return answers
 
     def _view(self, model: str) -> ComponentView:
         return component_of_model(model, dict(self._directory.components))
