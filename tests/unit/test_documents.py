@@ -1,0 +1,75 @@
+"""What the documents name is there: tests and options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from kvrouter.cli.main import app
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.runtime.settings_sources import _parser
+from kvrouter.scheduler.settings import SchedulerSettings
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "protos/*.md", "services/*/*.md", "bench/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+FOREIGN = frozenset({"--find-links", "--http2-prior-knowledge", "--list-methods", "--protocol"})
+"""Options of other programs in commands that documents show."""
+
+
+@pytest.fixture(scope="module")
+def tests() -> set[str]:
+    return {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in (
+            path.stem,
+            *re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE),
+        )
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_are_there(document: Path, tests: set[str]) -> None:
+    for name, cut in re.findall(r"\b(test_\w+)(…?)", document.read_text(encoding="utf-8")):
+        assert any(each.startswith(name) if cut else each == name for each in tests), name
+
+
+def options_of(command: object) -> Iterator[str]:
+    yield from (
+        option
+        for parameter in getattr(command, "params", ())
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    )
+    for each in getattr(command, "commands", {}).values():
+        yield from options_of(each)
+
+
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """Every option of every service and command."""
+    services = (IndexerSettings, SchedulerSettings, FrontendSettings, MockerSettings)
+    return {
+        *options_of(typer.main.get_command(app)),
+        *(option for kind in services for option in _parser((kind,), None)._option_string_actions),
+        *FOREIGN,
+        "--help",
+    }
+
+
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if "bench" not in path.parts],  # benchmarks have options of their own
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_options_are_there(document: Path, options: set[str]) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", document.read_text(encoding="utf-8")))
+    assert named <= options, sorted(named - options)
