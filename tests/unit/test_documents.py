@@ -21,7 +21,12 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/*.md", "protos/*.md", "services/*/*.md", "bench/**/*.md")
     for path in ROOT.glob(pattern)
 )
-FOREIGN = frozenset({"--find-links", "--http2-prior-knowledge", "--list-methods", "--protocol"})
+FOREIGN = frozenset(
+    {
+        *("--find-links", "--http2-prior-knowledge", "--list-methods", "--protocol"),
+        *("--example", "--no-default-features", "--release"),
+    }
+)
 """Options of other programs in commands that documents show."""
 
 
@@ -55,21 +60,22 @@ def options_of(command: object) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def options() -> set[str]:
-    """Every option of every service and command."""
+    """Every option of every service, command and benchmark."""
     services = (IndexerSettings, SchedulerSettings, FrontendSettings, MockerSettings)
     return {
         *options_of(typer.main.get_command(app)),
         *(option for kind in services for option in _parser((kind,), None)._option_string_actions),
+        *(
+            option
+            for path in (ROOT / "bench").rglob("*.py")
+            for option in re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text(encoding="utf-8"))
+        ),
         *FOREIGN,
         "--help",
     }
 
 
-@pytest.mark.parametrize(
-    "document",
-    [path for path in DOCUMENTS if "bench" not in path.parts],  # benchmarks have options of their own
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_options_are_there(document: Path, options: set[str]) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", document.read_text(encoding="utf-8")))
     assert named <= options, sorted(named - options)
