@@ -1,4 +1,4 @@
-"""What the documents name is there: tests and options."""
+"""What the documents name is there: files and headings that they link to, and options."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ FOREIGN = frozenset(
     }
 )
 """Options of other programs in commands that documents show."""
+
+
+def anchors(document: Path) -> set[str]:
+    """The names by which its headings can be linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = document.parent / name if name else document
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
 @pytest.fixture(scope="module")
