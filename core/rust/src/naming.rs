@@ -11,6 +11,10 @@ use crate::store::{Chain, Refused};
 /// that engines whose hashes are no more than counters do not make long chains.
 const MAX_EQUAL: usize = 3;
 
+/// Blocks that are looked at together after one that needed a look of its own: where such blocks and others take turns, all
+/// that was asked about the others is asked again.
+const FEW: usize = 4;
+
 /// What becomes of a block's engine hash.
 enum Name {
     /// It is, or has become, the block's shared one.
@@ -43,9 +47,10 @@ impl Index {
         let seat = chain.seat;
         let depth_of = |at: usize| depth + (at - from) as u32;
         let mut at = from;
+        let mut ahead = usize::MAX;
         while at < to {
             let first = at;
-            at = self.name_shared(chain, run, depth_of(at), at, to);
+            at = self.name_shared(chain, run, depth_of(at), at, to, &mut ahead);
             let mut label = SHARED;
             let mut name = Name::Shared;
             if at < to {
@@ -84,22 +89,40 @@ impl Index {
         Ok(())
     }
 
-    /// Goes on as long as engine hashes are, or can simply become, the shared ones. Returns where it stopped.
-    fn name_shared(&mut self, chain: &Chain<'_>, run: u32, depth: u32, from: usize, to: usize) -> usize {
+    /// Goes on as long as engine hashes are, or can simply become, the shared ones. Returns where it stopped. `ahead` blocks
+    /// are looked at together: few after a stop, and more again as it goes well.
+    fn name_shared(
+        &mut self,
+        chain: &Chain<'_>,
+        run: u32,
+        depth: u32,
+        from: usize,
+        to: usize,
+        ahead: &mut usize,
+    ) -> usize {
         let Some(rank) = self.ranks.get(chain.seat.rank()) else { return from };
         if !rank.floating.is_empty() {
             return from;
         }
-        let to = if rank.private > 0 { from + self.without_labels(chain, from, to) } else { to };
+        let private = rank.private > 0;
         let mut at = from;
         while at < to {
-            let depth = depth + (at - from) as u32;
-            let known = self.named_alike(chain, run, depth, at, to);
-            let new = self.name_new(chain, run, depth + known as u32, at + known, to);
-            if known + new == 0 {
+            let end = at.saturating_add(*ahead).min(to);
+            let most = if private { at + self.without_labels(chain, at, end) } else { end };
+            while at < most {
+                let depth = depth + (at - from) as u32;
+                let known = self.named_alike(chain, run, depth, at, most);
+                let new = self.name_new(chain, run, depth + known as u32, at + known, most);
+                at += known + new;
+                if known + new == 0 {
+                    break;
+                }
+            }
+            if at < end {
+                *ahead = FEW;
                 break;
             }
-            at += known + new;
+            *ahead = ahead.saturating_mul(4);
         }
         at
     }

@@ -147,6 +147,22 @@ def test_a_prefix_under_two_engine_hashes_of_one_worker(index: Any) -> None:
     assert device_overlap(index, *prompt) == 100
 
 
+def test_long_chains_whose_blocks_need_a_look_each(index: Any) -> None:
+    """Time for each block that grows with its chain would make this run for minutes."""
+    names, prompts = hashes(65_536), [hashes(65_536, seed) for seed in range(10, 14)]
+    index.apply(batch(0, stored(names, prompts[0])))
+    index.apply(batch(0, stored(names, prompts[1]), rank=(8, 0)))
+    assert device_overlap(index, *prompts[1], rank=(8, 0)) == 65_536
+    for number, prompt in enumerate(prompts[2:], 1):
+        index.apply(batch(number, stored(names, prompt)))
+        assert device_overlap(index, *prompt) == 65_536
+    others = hashes(65_536, 3)
+    index.apply(batch(3, stored(others, prompts[3])))
+    assert index.stats().blocks == 3 * 65_536
+    index.apply(batch(4, removed(*names)))
+    assert device_overlap(index, *prompts[3]) == 65_536
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_growth_to_a_million_blocks(index: Any, workers: int) -> None:
     """Tables double many times over; no batch of them moves more than the bound (checked by the fixture)."""
