@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
+from aetcd import Client
 from kvrouter.publisher.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch_prefix
 from kvrouter.runtime.devstack import EtcdServer
 from structlog.testing import capture_logs
@@ -37,6 +38,20 @@ async def test_keys_follow_what_is_wanted(namespace: str, etcd_endpoint: str) ->
             await keys.wait_held()
             assert await client.get(f"/{namespace}/a".encode()) is None
         assert not await client.get_prefix(f"/{namespace}/".encode())
+
+
+async def test_keys_that_take_longer_to_write_than_a_lease_lives_stay(namespace: str, etcd_endpoint: str) -> None:
+    class Slow(LeasedKeys):
+        async def _put_own(self, client: Client, key: str, value: bytes) -> None:
+            await asyncio.sleep(0.25)
+            await super()._put_own(client, key, value)
+
+    keys = Slow(etcd_endpoint, ttl_seconds=1)
+    for number in range(16):
+        keys.put(f"/{namespace}/{number}", b"1")
+    async with held(keys), connect(etcd_endpoint) as client:
+        assert len(list(await client.get_prefix(f"/{namespace}/".encode()))) == 16
+        assert keys.registrations == 1
 
 
 async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str) -> None:

@@ -242,9 +242,16 @@ class LeasedKeys:
     async def _write(self, client: aetcd.Client) -> None:
         self._changed.clear()
         wanted = dict(self._wanted)
+        lease = self._lease
         for key in sorted(self._deleted):
             await self._delete_own(client, key)
         for key, value in wanted.items():
+            # Many keys may take longer to write than the lease lives.
+            if time.monotonic() > self._expires - self._ttl * 2 / 3:
+                await self._renew(client)
+            if self._lease != lease:
+                self._changed.set()
+                return
             await self._put_own(client, key, value)
         if self._changed.is_set() or not wanted:
             return
