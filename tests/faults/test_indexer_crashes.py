@@ -34,9 +34,11 @@ async def test_killed_while_it_takes_a_snapshot(rig: Rig, place: str) -> None:
 async def test_killed_at_random_moments(rig: Rig) -> None:
     await rig.start_nodes(1, 2, 3)
     one = await rig.indexer("one", snapshot_threshold=10)
-    for _ in range(20 if FULL else 3):
+    for number in range(20 if FULL else 4):
+        if number % 2:  # the others may die while they start
+            await rig.until(one.stats)
         serving = asyncio.create_task(rig.serve(rig.rng.randrange(10, 40), 0.02))
-        await asyncio.sleep(rig.rng.uniform(0, 2.0))
+        await asyncio.sleep(rig.rng.uniform(0, 1.0))
         await one.kill()
         await one.start()
         await serving
