@@ -66,10 +66,10 @@ integration: setup ## tests over real NATS and etcd, and with processes that are
 	@$(BIN)/python tests/faults/newer_etcd.py
 	$(BIN)/pytest -n auto tests/integration tests/faults
 
-test-faults: setup ## every fault scenario in its long form (tests/faults; `make integration` has the short ones)
+test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 -o junit_family=xunit1 $(ARGS) tests/faults
+	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 -o junit_family=xunit1 $(if $(REPORT),--junitxml $(REPORT)) $(ARGS) tests/faults
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
