@@ -5,6 +5,7 @@ from __future__ import annotations
 import aetcd
 from google.protobuf.message import DecodeError
 from kvrouter.publisher.errors import DescriptorMismatch
+from kvrouter.publisher.etcd import TakenOver
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord
@@ -78,9 +79,15 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     """Puts the incarnation back where etcd lost it.
 
     Raises:
+        TakenOver: a later one has begun, though its worker may be gone: it fences all that this one reports.
         One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
     """
-    await _put_incarnation(client, component.incarnation_key(worker_id).encode(), 0, incarnation)
+    name = component.incarnation_key(worker_id).encode()
+    if await _put_incarnation(client, name, 0, incarnation):
+        return
+    found = await client.get(name)
+    if found is not None and _incarnation(found.value) > incarnation:
+        raise TakenOver(component.worker_key(worker_id))
 
 
 async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, incarnation: int) -> bool:
