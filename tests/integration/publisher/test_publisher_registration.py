@@ -201,13 +201,17 @@ async def test_the_former_self_of_a_worker_ends(namespace: str, etcd_endpoint: s
 
 async def test_a_worker_whose_successor_came_and_went_ends(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url)
-    with pytest.raises(TakenOver):
+
+    async def outlive_a_successor() -> None:
         async with asyncio.timeout(30), running(settings, EchoEngine()) as worker:
             await eventually(lambda: worker.stats().registrations == 1)
             async with connect(etcd_endpoint) as client:
-                # What it reports from here on is fenced, though nobody else is registered.
+                # What the worker reports from here on is fenced, though nobody else is registered.
                 await begin_incarnation(client, settings.component, settings.worker_id, time.time_ns())
                 found = await client.get(settings.component.worker_key(settings.worker_id).encode())
                 assert found is not None
                 await client.revoke_lease(found.lease)
             await asyncio.Event().wait()
+
+    with pytest.raises(TakenOver):
+        await outlive_a_successor()
