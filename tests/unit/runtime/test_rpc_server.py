@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from typing import Any
 
 import grpc
@@ -149,3 +151,19 @@ async def test_an_endpoint_can_be_advertised_under_another_name() -> None:
         assert server.endpoint("node-7:9000") == "node-7:9000"
         assert server.endpoint("[::1]") == f"[::1]:{server.port}"
         assert server.endpoint("[::1]:9000") == "[::1]:9000"
+
+
+async def test_a_slow_name_server_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[threading.Thread] = []
+
+    def name() -> str:
+        asked.append(threading.current_thread())
+        return "node-7"
+
+    monkeypatch.setattr(socket, "getfqdn", name)
+    server = open_server("0.0.0.0:0")
+    await server.start()
+    assert server.endpoint() == f"node-7:{server.port}"
+    assert asked
+    assert threading.current_thread() not in asked
+    await server.drain(0)

@@ -63,6 +63,8 @@ class RpcServer:
         self._idle.set()
         self._sessions: set[_Session] = set()
         self._port = 0
+        self._host = bind.rpartition(":")[0]
+        """Host by which others reach it, unless they are told another."""
 
     @property
     def calls(self) -> int:
@@ -75,18 +77,14 @@ class RpcServer:
         return self._port
 
     def endpoint(self, advertise: str = "") -> str:
-        """The address by which others reach it, host:port.
+        """The address by which others reach it, host:port, once started.
 
         Args:
             advertise: Host, or host:port, to give out; by default the bound host, or this machine's name where it is
                 bound to every address.
         """
         host, _, port = advertise.rpartition(":") if ":" in advertise.rsplit("]", 1)[-1] else (advertise, "", "")
-        if not host:
-            host = self._bind.rpartition(":")[0]
-            if _is_any(host):
-                host = socket.getfqdn()
-        return f"{host}:{port or self._port}"
+        return f"{host or self._host}:{port or self._port}"
 
     async def start(self) -> None:
         """Listens.
@@ -103,6 +101,9 @@ class RpcServer:
         except RuntimeError:
             raise BindFailed(self._bind) from None
         await self._server.start()
+        if _is_any(self._host):
+            # A name server that is slow, or away, must not hold up the loop.
+            self._host = await asyncio.to_thread(socket.getfqdn)
         log.info("grpc listening", address=self.endpoint(), services=self._names)
 
     async def drain(self, seconds: float) -> None:
