@@ -113,6 +113,9 @@ async def test_a_body_that_is_no_json_is_refused(system: System, http: aiohttp.C
         assert response.status == 405
     async with http.get("/nothing") as response:
         assert response.status == 404
+    async with http.post("/v1/chat/completions", json={"messages": []}) as response:
+        assert response.status == 404
+        assert "token ids to /v1/completions" in (await response.json())["error"]["message"]
 
 
 async def test_without_workers_it_is_told_when_to_retry(system: System, http: aiohttp.ClientSession) -> None:

@@ -93,6 +93,7 @@ class HttpApi:
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat_completions),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self.set_busy_threshold),
             ]
@@ -129,6 +130,12 @@ class HttpApi:
             for name, model in names.items()
         ]
         return web.json_response({"object": "list", "data": data})
+
+    async def chat_completions(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """There are none: says what to ask for instead."""
+        raise web.HTTPNotFound(
+            reason="the gateway has no tokenizer and no chat templates; send token ids to /v1/completions"
+        )
 
     async def set_busy_threshold(self, request: web.Request) -> web.Response:
         """Sets the thresholds of a model that are given, and answers with those in force."""
