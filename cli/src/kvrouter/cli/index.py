@@ -158,7 +158,7 @@ def resync(indexer: Address, component: Named = "", rank: Workers = None, second
     async def replace(service: Indexer, deadline: Deadline) -> bool:
         named = await _named(service, component, deadline)
         answer = await service.resync(ResyncRequest(component=named, ranks=_ranks(rank)), deadline=deadline)
-        _console().print(f"{answer.ranks} ranks replaced, {answer.unreachable} out of reach")
+        _console().print(f"ranks replaced: {answer.ranks}, out of reach: {answer.unreachable}")
         return not answer.unreachable
 
     if not _ask(indexer, seconds, replace):
@@ -190,7 +190,7 @@ def reset(
         named = await _named(service, component, deadline)
         request = ResetStatesRequest(component=named, even_if_others_live=even_if_others_live)
         answer = await service.reset_states(request, deadline=deadline)
-        _console().print(f"{answer.messages} messages and {answer.snapshots} snapshots dropped")
+        _console().print(f"dropped: messages {answer.messages}, snapshots {answer.snapshots}")
 
     _ask(indexer, seconds, drop)
 

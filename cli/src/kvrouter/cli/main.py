@@ -226,7 +226,7 @@ def top_command(
         run_interruptibly(top(where, interval))
 
 
-app.command("simulate")(simulate_command)
+app.command("simulate", short_help="Run any routing policy on simulated engines.")(simulate_command)
 
 
 def main() -> None:
