@@ -238,3 +238,33 @@ def test_whatever_is_lost_or_comes_twice_the_index_claims_no_block_that_is_not_t
         if not index.tally.gaps:
             assert claimed == there
     assert index.tally.unknown_parents == 0 or index.tally.gaps
+
+
+async def test_a_dump_that_lacks_blocks_gives_way_to_a_state_that_does_not() -> None:
+    whole, lacking = state(), state()
+    whole.apply([message(stored(0, [1], [11])), message(stored(1, [2], [12]))])
+    lacking.apply([message(stored(1, [2], [12]))])
+    dump = await lacking.whole_rank(RANK)
+    assert dump is not None
+    assert dump.partial
+    with pytest.raises(StaleDump):
+        await whole.load_rank(dump)
+    assert await held(whole) == {1, 2}
+    complete = await whole.whole_rank(RANK)
+    assert complete is not None
+    await lacking.load_rank(complete)
+    assert await held(lacking) == {1, 2}
+    assert not (await lacking.ranks())[0].partial
+
+
+async def test_a_dump_that_lacks_blocks_is_loaded_where_it_is_later_and_wants_the_rest() -> None:
+    behind, lacking = state(), state()
+    behind.apply([message(stored(0, [1], [11]))])
+    lacking.apply([message(stored(1, [2], [12]))])
+    suspected: list[tuple[tuple[int, int], str]] = []
+    behind.on_suspect = lambda rank, reason: suspected.append((rank, reason))
+    dump = await lacking.whole_rank(RANK)
+    assert dump is not None
+    await behind.load_rank(dump)
+    assert await held(behind) == {2}
+    assert suspected == [(RANK, "partial")]

@@ -58,7 +58,7 @@ class RankDump:
 
 
 class StaleDump(Exception):
-    """The index is further ahead than a dump: loading it would lose events that do not come again."""
+    """The index knows more than a dump: loading it would lose what does not come again."""
 
     def __init__(self, rank: Rank, cursor: tuple[int, int], held: tuple[int, int]) -> None:
         super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {held}")
@@ -106,18 +106,24 @@ class IndexState(SharedIndex):
         return await self.work(read)
 
     async def load_rank(self, dump: RankDump) -> int:
-        """Replaces a rank by a dump, unless the index is further ahead. Returns its entries.
+        """Replaces a rank by a dump, unless the index knows more. Returns its entries.
+
+        A dump that lacks blocks leaves the rank in need of its worker's state.
 
         Raises:
-            StaleDump: the index is ahead of the dump.
+            StaleDump: the index is ahead of the dump, or as far and complete where the dump is not.
             InvalidDump: the dump cannot be loaded; the index is unchanged.
         """
 
         def load(index: PrefixIndex) -> int:
             held = index.cursor(dump.rank)
-            if held is not None and held > dump.cursor:
+            if held is not None and (held, dump.rank not in self._partial) > (dump.cursor, not dump.partial):
                 raise StaleDump(dump.rank, dump.cursor, held)
-            return self._load(dump)
+            blocks = self._load(dump)
+            if dump.partial:
+                self._rank_tallies.setdefault(dump.rank, RankTally()).verified = False
+                self.on_suspect(dump.rank, "partial")
+            return blocks
 
         return await self.work(load)
 
