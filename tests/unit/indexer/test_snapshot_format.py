@@ -36,6 +36,10 @@ def test_one_without_ranks_is_a_snapshot_too() -> None:
     assert decode(encode(HEADER, []), HEADER).ranks == []
 
 
+def test_a_rank_that_goes_while_one_is_taken_is_not_missed() -> None:
+    assert len(decode(encode(HEADER, [RANKS[0], [], RANKS[1]]), HEADER).ranks) == 2
+
+
 def test_every_cut_and_every_flipped_byte_is_noticed() -> None:
     data = encode(HEADER, RANKS)
     for length in range(len(data)):

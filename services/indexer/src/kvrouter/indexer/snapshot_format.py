@@ -32,16 +32,17 @@ def encode(header: SnapshotHeader, ranks: Iterable[Iterable[bytes]]) -> bytes:
 
     Args:
         header: What the snapshot is of.
-        ranks: RankState chunks, rank by rank.
+        ranks: RankState chunks, rank by rank; one that is gone meanwhile has none.
     """
     # Put together once, at the end: the body is by far the greatest thing that an Indexer makes.
     body: list[bytes] = []
     checksum = xxh3_64(seed=_SEED)
     rank_count = blocks = 0
     for chunks in ranks:
-        rank_count += 1
         for chunk in chunks:
-            blocks += len(RankState.FromString(chunk).blocks)
+            state = RankState.FromString(chunk)
+            blocks += len(state.blocks)
+            rank_count += state.last
             for part in (_varint(len(chunk)), chunk):
                 body.append(part)
                 checksum.update(part)
