@@ -50,6 +50,7 @@ class Replica:
         self._home = home
         self._slots = asyncio.Semaphore(fetches)
         self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
+        self._recorded: dict[ComponentName, bytes] = {}
 
     @property
     def ready(self) -> bool:
@@ -95,18 +96,18 @@ class Replica:
     async def _end(self, name: ComponentName) -> None:
         log.info("component gone", of=str(name))
         del self.components[name]
+        self._recorded.pop(name, None)
         task = self._tasks.pop(name)
         task.cancel()
         await asyncio.wait({task})
         self._keys.delete(name.applied_key(self.id))
 
     async def _record_applied(self) -> None:
-        written: dict[str, bytes] = {}
         while True:
             for name, component in self.components.items():
                 record = component.applied_record
-                key, value = name.applied_key(self.id), record.SerializeToString() if record else b""
-                if value and written.get(key) != value:
-                    written[key] = value
-                    self._keys.put(key, value)
+                value = record.SerializeToString() if record else b""
+                if value and self._recorded.get(name) != value:
+                    self._recorded[name] = value
+                    self._keys.put(name.applied_key(self.id), value)
             await asyncio.sleep(_RECORD_SECONDS)
