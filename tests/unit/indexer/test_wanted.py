@@ -49,6 +49,18 @@ def test_failures_wait_longer_each_time_within_bounds() -> None:
     assert wanted.failures(RANK) == 12
 
 
+def test_a_worker_that_registers_while_its_former_address_is_tried_does_not_wait_for_that() -> None:
+    wanted = Wanted(random.Random(1))
+    wanted.add(RANK, "gap", 0.0)
+    wanted.take(0.0)
+    wanted.add(RANK, "gap", 0.1)
+    wanted.add(RANK, "registered", 0.1)
+    wanted.failed(RANK, 0.2)
+    assert wanted.take(0.2) is not None
+    wanted.failed(RANK, 0.2)
+    assert wanted.take(0.2) is None, "it does not answer there either"
+
+
 def test_a_worker_that_registers_again_is_not_held_to_its_past() -> None:
     wanted = Wanted()
     wanted.add(RANK, "gap", 0.0)

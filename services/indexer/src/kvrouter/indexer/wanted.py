@@ -24,6 +24,8 @@ class _Want:
     reason: str
     due: float
     failures: int = 0
+    fresh: bool = False
+    """Whether the worker has registered since its rank was last tried."""
 
 
 class Wanted:
@@ -46,10 +48,10 @@ class Wanted:
         """A rank wants repair, at once unless it failed before; one that waits keeps its first reason."""
         want = self._wants.get(rank)
         if want is None:
-            self._queue_up(rank, _Want(reason, now))
+            self._queue_up(rank, _Want(reason, now, fresh=reason == "registered"))
         elif reason == "registered":
             # The worker is back: what failed before says nothing.
-            self._queue_up(rank, _Want(want.reason, now))
+            self._queue_up(rank, _Want(want.reason, now, fresh=True))
 
     def take(self, now: float) -> tuple[Rank, str] | None:
         """The next rank to repair, and why; ``done`` or ``failed`` must follow. None if none is due."""
@@ -92,9 +94,13 @@ class Wanted:
             self._queue_up(rank, self._wants[rank])
 
     def failed(self, rank: Rank, now: float) -> None:
-        """A rank was not repaired; it waits for the next try."""
+        """A rank was not repaired; it waits for the next try, unless its worker has registered meanwhile."""
         want = self._active.pop(rank, None)
         if want is None:
+            return
+        meanwhile = self._wants.get(rank)
+        if meanwhile is not None and meanwhile.fresh:
+            self._queue_up(rank, meanwhile)
             return
         want.failures += 1
         pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(want.failures - 1, 10))
