@@ -23,8 +23,11 @@ def applied(sequence: int, created: int = 9) -> AppliedRecord:
 
 def test_only_what_nobody_needs_is_purged() -> None:
     previous = SnapshotRef(object_name="p", stream=STREAM, stream_sequence=40)
-    assert purge_up_to(previous, STREAM, [applied(70), applied(90)]) == 40
-    assert purge_up_to(previous, STREAM, [applied(70), applied(30)]) == 30
-    assert purge_up_to(previous, STREAM, [applied(70), applied(90, created=8)]) == 0
-    assert purge_up_to(SnapshotRef(), STREAM, [applied(70)]) == 0
-    assert purge_up_to(previous, StreamIdentity(name="s", created_unix_ns=10), []) == 0
+    current = SnapshotRef(object_name="c", stream=STREAM, stream_sequence=60)
+    other = SnapshotRef(object_name="o", stream=StreamIdentity(name="s", created_unix_ns=10), stream_sequence=60)
+    assert purge_up_to(previous, current, [applied(70), applied(90)]) == 40
+    assert purge_up_to(previous, current, [applied(70), applied(30)]) == 30
+    assert purge_up_to(previous, current, [applied(70), applied(90, created=8)]) == 0
+    assert purge_up_to(SnapshotRef(), current, [applied(70)]) == 0
+    assert purge_up_to(previous, other, []) == 0
+    assert purge_up_to(current, previous, [applied(70)]) == 40, "a replica that lagged took the current one"

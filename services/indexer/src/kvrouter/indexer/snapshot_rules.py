@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvrouter.v1.registry_pb2 import AppliedRecord
-from kvrouter.v1.snapshot_pb2 import SnapshotRef, StreamIdentity
+from kvrouter.v1.snapshot_pb2 import SnapshotRef
 
 
 def is_due(*, last: int, covered: int, threshold: int, oldest_age_seconds: float, retention_seconds: float) -> bool:
@@ -24,14 +24,16 @@ def is_due(*, last: int, covered: int, threshold: int, oldest_age_seconds: float
     return last - covered > threshold or 0 < retention_seconds / 2 <= oldest_age_seconds
 
 
-def purge_up_to(previous: SnapshotRef, stream: StreamIdentity, applied: Iterable[AppliedRecord]) -> int:
-    """The last sequence that nobody needs: what the *previous* snapshot covers and every live replica has applied.
+def purge_up_to(previous: SnapshotRef, current: SnapshotRef, applied: Iterable[AppliedRecord]) -> int:
+    """The last sequence that nobody needs: what both snapshots cover and every live replica has applied.
 
-    0 where there is no such snapshot, or it or a replica speaks of another stream.
+    The current one covers less than the previous where a replica that lagged was told to take it. 0 where there are
+    not two, or one of them or a replica speaks of another stream.
     """
+    stream = current.stream
     if previous.stream != stream:
         return 0
-    limit = previous.stream_sequence
+    limit = min(previous.stream_sequence, current.stream_sequence)
     for record in applied:
         same = (record.stream, record.stream_created_unix_ns) == (stream.name, stream.created_unix_ns)
         limit = min(limit, record.stream_sequence if same else 0)

@@ -286,7 +286,7 @@ class Snapshots:
                 await self._store.delete(name)
         reach("snapshot.cleaned")
         applied = await live_replicas(lock.client, self._name)
-        limit = purge_up_to(pointer.previous, pointer.current.stream, applied.values())
+        limit = purge_up_to(pointer.previous, pointer.current, applied.values())
         await lock.check()
         if limit:
             await self._js.purge_stream(self._name.stream, seq=limit + 1)
