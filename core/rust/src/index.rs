@@ -58,7 +58,7 @@ impl Index {
             labels: Table::new(),
             bits: Table::new(),
             shared: TagMap::new(),
-            private: TagMap::new(),
+            private: TagMap::dense(),
             branches: TagMap::new(),
             ranks: Ranks::default(),
             entries: 0,

@@ -9,9 +9,9 @@ use crate::tagline::{LANES, Line, Tag};
 
 /// References for each segment on average, at most. The fullest segment has 1.5 times as many: 60% of its lanes. Fuller
 /// lines would pass more on: a wrongly predicted branch each, and often a cache miss.
-const MOST: usize = LINES * LANES * 40 / 100;
-/// Segments go when there are less. A table that is emptied at random shrinks with its content.
-const LEAST: usize = MOST * 2 / 3;
+pub const ROOMY: usize = LINES * LANES * 40 / 100;
+/// The same for a table that had better be small: 72% of the lanes of the fullest segment.
+pub const DENSE: usize = LINES * LANES * 48 / 100;
 /// Segments are numbered by less than this: room for 5 billion references.
 const MAX_SEGMENTS: u32 = 1 << 22;
 /// How many keys are asked for ahead of their turn.
@@ -21,7 +21,7 @@ impl TagMap {
     /// Makes room for so many more references; false if there is no memory.
     #[inline]
     pub fn grow(&mut self, more: usize, keys: &impl Keys) -> bool {
-        while self.count + more > self.segments as usize * MOST {
+        while self.count + more > self.segments as usize * self.most {
             if !self.add_segment(keys) {
                 return false;
             }
@@ -29,10 +29,11 @@ impl TagMap {
         true
     }
 
-    /// Gives up segments that the references left do not need.
+    /// Gives up segments that the references left do not need: two thirds of what makes the table grow would fill the
+    /// rest. A table that is emptied at random shrinks with its content.
     #[inline]
     pub fn shrink_to_fit(&mut self, keys: &impl Keys) {
-        while self.segments > 1 && self.count < (self.segments - 1) as usize * LEAST {
+        while self.segments > 1 && self.count < (self.segments - 1) as usize * self.most * 2 / 3 {
             self.drop_segment(keys);
         }
     }
