@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from kvrouter.indexer.component import ComponentIndex, Limits
+from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.replay import Position
 from kvrouter.indexer.snapshot_lock import LockLost, Pointer, holding, read_pointer
 from kvrouter.indexer.snapshots import OthersLive, SnapshotHome, SnapshotOptions
 from kvrouter.publisher.etcd import connect
 from kvrouter.publisher.stream import ensure_stream
+from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import AppliedRecord
+from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.snapshot_pb2 import SnapshotPointer
 from nats.aio.client import Client
 
-from .event_batches import RankSource, tokens
+from .event_batches import BLOCK_SIZE, RankSource, tokens
 from .indexing import follows, indexing, matches, overlaps, until
 
 PROMPT = tokens(6)
@@ -251,6 +254,30 @@ async def test_a_reset_drops_everything_but_not_while_others_live(
         await sources[0].stored(PROMPT, 7000).publish(connection.jetstream())
         await follows(index, sources[0])
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
+
+
+async def test_a_stream_that_is_wanted_later_is_not_reset(
+    connection: Client, component: ComponentName, etcd_endpoint: str
+) -> None:
+    """An Indexer of light workers that was started with ``--reset-states`` a while ago meets a durable one."""
+    sources = await fill(connection, component)
+    descriptor = ComponentDescriptor(block_size=BLOCK_SIZE, default_transport=Transport.TRANSPORT_LIGHT)
+    options = SnapshotOptions(check_seconds=0.05, reset=True)
+    consumer = DurableConsumer(connection, component, "replica")
+    index = ComponentIndex(
+        component, descriptor, consumer, Limits(), home=SnapshotHome(etcd_endpoint, "replica", options)
+    )
+    running = asyncio.create_task(index.run())
+    await until(lambda: index.ready)
+    durable = WorkerRegistration(publishes_events=True, transport=Transport.TRANSPORT_DURABLE)
+    async with connect(etcd_endpoint) as client:
+        await client.put(component.applied_key("other").encode(), AppliedRecord().SerializeToString())
+    index.update_workers({sources[0].worker_id: durable})
+    for source in sources:
+        await follows(index, source)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
 
 
 async def test_events_go_on_while_a_snapshot_is_taken(

@@ -169,8 +169,10 @@ class ComponentIndex:
             group.create_task(self._become_ready(), name=f"readiness {self.name}")
 
     async def _read_stream(self) -> None:
+        # A stream that is wanted later is not the one that was to be reset.
+        at_start = self._stream_wanted.is_set()
         await self._stream_wanted.wait()
-        position = await self.snapshots.restore() if self.snapshots else None
+        position = await self.snapshots.restore(may_reset=at_start) if self.snapshots else None
         heed_cancellation()
         if position is not None:
             self.ingest.start_from(position)
@@ -178,6 +180,7 @@ class ComponentIndex:
 
     async def _take_snapshots(self) -> None:
         if self.snapshots is not None:
+            await self._stream_wanted.wait()
             await self._transport_read.wait()
             await self.snapshots.keep_taking(self.position)
 

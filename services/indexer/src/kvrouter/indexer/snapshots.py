@@ -117,10 +117,11 @@ class Snapshots:
         self._known = ""
         """Name of the newest snapshot that the index contains, or that cannot be used."""
 
-    async def restore(self) -> Position | None:
+    async def restore(self, *, may_reset: bool = True) -> Position | None:
         """Loads the newest snapshot that can be used; returns the position it covers, None if there is none.
 
-        Waits for as long as etcd or NATS is away. Where a reset is asked for, that comes first.
+        Waits for as long as etcd or NATS is away. Where the options ask for a reset and it ``may_reset``, that comes
+        first.
 
         Raises:
             OthersLive: a reset is asked for while other replicas are live.
@@ -128,7 +129,7 @@ class Snapshots:
         while True:
             heed_cancellation()
             try:
-                if self._options.reset:
+                if self._options.reset and may_reset:
                     await self._reset_first()
                     return None
                 async with connect(self._etcd) as client:
