@@ -95,6 +95,22 @@ async def test_it_is_taken_when_it_is_due_by_one_of_the_replicas(
         assert pointer.previous.stream_sequence < pointer.current.stream_sequence
 
 
+async def test_it_is_due_before_the_stream_drops_messages_for_its_size(
+    connection: Client, component: ComponentName, etcd_endpoint: str
+) -> None:
+    await ensure_stream(connection.jetstream(), component, max_bytes=8192)
+    async with indexing(connection, component, home=home(etcd_endpoint)) as index:
+        await until(lambda: index.ready)
+        snapshots = index.snapshots
+        assert snapshots
+        sources = await fill(connection, component)
+        for n in range(1, 4):
+            await more(connection, sources, 10 * n, 10 * n + 10)
+            for source in sources:
+                await follows(index, source)
+            await until(lambda least=n: snapshots.taken >= least)  # type: ignore[misc]
+
+
 async def test_questions_are_answered_and_events_applied_while_one_is_written(
     connection: Client, component: ComponentName, etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

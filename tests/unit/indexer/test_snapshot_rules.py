@@ -5,16 +5,28 @@ from kvrouter.v1.snapshot_pb2 import SnapshotRef, StreamIdentity
 STREAM = StreamIdentity(name="s", created_unix_ns=9)
 
 
-def due(last: int, covered: int, age: float) -> bool:
-    return is_due(last=last, covered=covered, threshold=100, oldest_age_seconds=age, retention_seconds=60)
+def due(last: int, covered: int, age: float, retention: float = 60, size: float = 0, most: int = 1000) -> bool:
+    return is_due(
+        last=last,
+        covered=covered,
+        threshold=100,
+        oldest_age_seconds=age,
+        retention_seconds=retention,
+        bytes_after=size,
+        retention_bytes=most,
+    )
 
 
-def test_a_snapshot_is_due_by_messages_or_by_age_but_never_without_messages() -> None:
+def test_a_snapshot_is_due_by_messages_by_age_or_by_size_but_never_without_messages() -> None:
     assert not due(last=150, covered=50, age=29)
     assert due(last=151, covered=50, age=0)
     assert due(last=51, covered=50, age=30)
     assert not due(last=50, covered=50, age=1000)
-    assert not is_due(last=9, covered=0, threshold=100, oldest_age_seconds=1e9, retention_seconds=0)
+    assert not due(last=9, covered=0, age=1e9, retention=0)
+    assert not due(last=51, covered=50, age=0, size=499)
+    assert due(last=51, covered=50, age=0, size=500)
+    assert not due(last=50, covered=50, age=0, size=500)
+    assert not due(last=51, covered=50, age=0, size=1e9, most=-1)
 
 
 def applied(sequence: int, created: int = 9) -> AppliedRecord:

@@ -8,7 +8,16 @@ from kvrouter.v1.registry_pb2 import AppliedRecord
 from kvrouter.v1.snapshot_pb2 import SnapshotRef
 
 
-def is_due(*, last: int, covered: int, threshold: int, oldest_age_seconds: float, retention_seconds: float) -> bool:
+def is_due(
+    *,
+    last: int,
+    covered: int,
+    threshold: int,
+    oldest_age_seconds: float,
+    retention_seconds: float,
+    bytes_after: float,
+    retention_bytes: int,
+) -> bool:
     """Whether a snapshot is due.
 
     Args:
@@ -18,10 +27,16 @@ def is_due(*, last: int, covered: int, threshold: int, oldest_age_seconds: float
         oldest_age_seconds: Age of the oldest message after the snapshot, or more.
         retention_seconds: Age at which the stream drops messages; 0 for never. At half of it a snapshot is due, so that
             nothing expires unseen.
+        bytes_after: Size of the messages after the snapshot.
+        retention_bytes: Size at which the stream drops messages; 0 or less for never. As with age.
     """
     if last <= covered:
         return False
-    return last - covered > threshold or 0 < retention_seconds / 2 <= oldest_age_seconds
+    return (
+        last - covered > threshold
+        or 0 < retention_seconds / 2 <= oldest_age_seconds
+        or 0 < retention_bytes / 2 <= bytes_after
+    )
 
 
 def purge_up_to(previous: SnapshotRef, current: SnapshotRef, applied: Iterable[AppliedRecord]) -> int:

@@ -36,6 +36,7 @@ from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader, SnapshotPointer, SnapshotRef
 from kvrouter.v1.snapshot_pb2 import StreamIdentity as StreamMessage
 from nats.aio.client import Client
+from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
 
 log = structlog.get_logger(component="indexer")
@@ -336,12 +337,20 @@ class Snapshots:
             threshold=self._options.threshold,
             oldest_age_seconds=time.time() - since,
             retention_seconds=float(info.config.max_age or 0),
+            bytes_after=_bytes_after(info, covered),
+            retention_bytes=info.config.max_bytes or 0,
         )
 
 
 def _covers(ref: SnapshotRef, at: Position) -> bool:
     """Whether a snapshot has all that is applied at a position."""
     return ref.stream == _stream(at.identity) and ref.stream_sequence >= at.applied
+
+
+def _bytes_after(info: StreamInfo, sequence: int) -> float:
+    """Size of the messages after a sequence, were all of one size."""
+    messages = info.state.last_seq - max(sequence, info.state.first_seq - 1)
+    return info.state.bytes * messages / max(1, info.state.messages)
 
 
 def _stream(identity: StreamIdentity) -> StreamMessage:
