@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from kvrouter.indexer.component import ComponentIndex, Limits
@@ -227,6 +228,26 @@ async def test_the_stream_is_purged_one_behind_and_never_beyond_a_live_replica(
         assert await first_after_next_snapshot(7) == 22
         store = await js.object_store(component.snapshot_bucket)
         assert len(await store.list(ignore_deletes=True)) == 2
+
+
+async def test_a_replica_whose_clock_is_behind_deletes_the_older_ones_too(
+    connection: Client, component: ComponentName, etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects are deleted by their names, which must rise whoever gives them."""
+    await fill(connection, component)
+    async with indexing(connection, component, home=home(etcd_endpoint)) as index:
+        await until(lambda: index.ready)
+        assert index.snapshots
+        await index.snapshots.take(index.position)
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+        for _ in range(2):
+            await index.snapshots.take(index.position)
+        monkeypatch.undo()
+        pointer = (await pointer_of(etcd_endpoint, component)).value
+        store = await connection.jetstream().object_store(component.snapshot_bucket)
+        names = sorted(str(info.name) for info in await store.list(ignore_deletes=True))
+        assert names == [pointer.previous.object_name, pointer.current.object_name]
 
 
 async def test_a_holder_that_lost_the_lock_moves_nothing(component: ComponentName, etcd_endpoint: str) -> None:

@@ -237,7 +237,7 @@ class Snapshots:
                 raise NothingApplied("no stream was seen yet")
             if only_if_due and _covers(before.value.current, at):
                 raise NothingApplied("the newest snapshot is further than this replica")
-            ref, blocks = await self._write(at)
+            ref, blocks = await self._write(at, before.value.current)
             reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=before.value.current)
             await lock.move(before, pointer)
@@ -248,8 +248,9 @@ class Snapshots:
             await self._clean(lock, pointer)
             return ref, blocks
 
-    async def _write(self, at: Position) -> tuple[SnapshotRef, int]:
-        taken = time.time_ns()
+    async def _write(self, at: Position, before: SnapshotRef) -> tuple[SnapshotRef, int]:
+        # Names rise, however the clocks of replicas differ: what has an earlier one may be deleted.
+        taken = max(time.time_ns(), before.taken_unix_ns + 1)
         header = SnapshotHeader()
         header.CopyFrom(self._header)
         header.stream.CopyFrom(_stream(at.identity))
