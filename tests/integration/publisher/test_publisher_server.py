@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvrouter.publisher.errors import InvalidConfig
+from kvrouter.publisher.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import Worker, running
 from kvrouter.publisher.worker_server import SERVICE
 from kvrouter.v1.common_pb2 import Cursor
@@ -182,6 +184,31 @@ async def test_state_and_events_serve_repair(namespace: str, etcd_endpoint: str,
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await calls.rank_state(GetRankStateRequest(dp_rank=4)).read()
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_state_and_events_are_made_beside_the_loop(
+    namespace: str, etcd_endpoint: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in: list[threading.Thread] = []
+
+    def noting(make: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            made_in.append(threading.current_thread())
+            return make(*arguments)
+
+        return noted
+
+    async with serving(EchoEngine(), namespace, etcd_endpoint, nats_url) as (worker, calls, _channel):
+        store(worker.rank(), 1, 100)
+        await worker.flush()
+        monkeypatch.setattr(RankPublisher, "state_chunks", noting(RankPublisher.state_chunks))
+        monkeypatch.setattr(RankPublisher, "events", noting(RankPublisher.events))
+        assert len([chunk async for chunk in calls.rank_state(GetRankStateRequest(dp_rank=0))]) == 1
+        cursor = Cursor(incarnation=worker.incarnation, next_event_id=0)
+        wanted = GetEventsRequest(**{"from": cursor})  # type: ignore[arg-type]
+        assert len([response async for response in calls.events(wanted)]) == 1
+        assert len(made_in) == 2
+        assert threading.main_thread() not in made_in
 
 
 async def test_load_health_and_reflection(namespace: str, etcd_endpoint: str, nats_url: str) -> None:

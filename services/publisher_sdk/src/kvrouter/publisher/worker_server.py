@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -161,17 +161,18 @@ class WorkerServer:
 
     async def _get_rank_state(self, data: bytes, context: _Context) -> None:
         rank = self._rank(_parse(GetRankStateRequest, data).dp_rank)
-        chunks = rank.state_chunks()
+        # In threads, as events are too: a rank with many blocks would hold up the tokens of other requests.
+        chunks = await asyncio.to_thread(rank.state_chunks)
         await rank.kept()
-        for chunk in chunks:
+        while (chunk := await asyncio.to_thread(_next_encoded, chunks)) is not None:
             # Waits for the client to take it: a slow client does not make the worker hold the whole answer.
-            await context.write(chunk.SerializeToString())
+            await context.write(chunk)
 
     async def _get_events(self, data: bytes, context: _Context) -> None:
         request = _parse(GetEventsRequest, data)
         rank = self._rank(request.dp_rank)
         try:
-            batches = rank.events(getattr(request, "from"), request.until_event_id)
+            batches = await asyncio.to_thread(rank.events, getattr(request, "from"), request.until_event_id)
         except EventsGone as error:
             raise RequestRefused(
                 str(error),
@@ -181,8 +182,9 @@ class WorkerServer:
                 advice="Ask for the rank's state instead.",
             ) from None
         await rank.kept()
-        for batch in batches:
-            await context.write(GetEventsResponse(batch=batch).SerializeToString())
+        responses = (GetEventsResponse(batch=batch) for batch in batches)
+        while (response := await asyncio.to_thread(_next_encoded, responses)) is not None:
+            await context.write(response)
 
     async def _get_load(self, data: bytes, _context: _Context) -> GetLoadResponse:
         _parse(GetLoadRequest, data)
@@ -224,6 +226,11 @@ class WorkerServer:
 
 def _encode(message: Message) -> bytes:
     return message.SerializeToString()
+
+
+def _next_encoded(messages: Iterator[Message]) -> bytes | None:
+    message = next(messages, None)
+    return None if message is None else message.SerializeToString()
 
 
 def _parse(kind: type[_M], data: bytes) -> _M:
