@@ -78,6 +78,8 @@ async def test_no_request_goes_to_a_worker_that_left_while_its_blocks_are_still_
                 await relayed.kill_relay()
                 del rig.nodes[1]
         await rig.until(lambda: _equals(_registered(processes), {2}))
+        # The Scheduler hears of it by a watch of its own.
+        await rig.until(lambda: _goes_to(chosen(prompt), 2))
         left = False
         while await one.held(1):
             assert (await chosen(prompt))[0] == 2
@@ -89,6 +91,10 @@ async def test_no_request_goes_to_a_worker_that_left_while_its_blocks_are_still_
 
 async def _equals(answer: Awaitable[object], wanted: object) -> bool:
     return await answer == wanted
+
+
+async def _goes_to(answer: Awaitable[tuple[int, int]], worker_id: int) -> bool:
+    return (await answer)[0] == worker_id
 
 
 async def _registered(processes: Processes) -> set[int]:
