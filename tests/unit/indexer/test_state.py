@@ -268,3 +268,25 @@ async def test_a_dump_that_lacks_blocks_is_loaded_where_it_is_later_and_wants_th
     await behind.load_rank(dump)
     assert await held(behind) == {2}
     assert suspected == [(RANK, "partial")]
+
+
+async def test_where_too_much_waits_only_the_newest_of_each_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.indexer.state.MAX_ALL_BYTES", 1)
+    index, worker = state(), state()
+    suspected: list[str] = []
+    index.on_suspect = lambda _rank, reason: suspected.append(reason)
+    batches = [message(stored(n, [n + 1], [n + 11])) for n in range(4)]
+    index.apply(batches[:1])
+    worker.apply(batches[:1])
+    fetched = await worker.whole_rank(RANK)
+    assert fetched is not None
+    await index.begin_repair(RANK)
+    index.apply(batches[1:])
+    assert index.waiting_bytes == len(batches[-1].data)
+    await index.replace_rank(fetched, "registered")
+    assert index.waiting_bytes == 0
+    assert suspected == ["gap"], "what was let go is asked for"
+    await index.begin_repair(RANK)
+    index.apply(batches)
+    await index.forget([RANK])
+    assert index.waiting_bytes == 0

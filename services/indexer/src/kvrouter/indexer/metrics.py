@@ -65,6 +65,7 @@ class IndexerMetrics(Collector):
             "pending_messages": "Messages of the stream that are not applied.",
             "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since.",
             "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
+            "waiting_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
             "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
             "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
             "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
@@ -92,6 +93,7 @@ class IndexerMetrics(Collector):
             unverified = sum(not component.state.rank_tally((i.worker_id, i.dp_rank)).verified for i in ranks)
             levels["unverified_ranks"].add_metric(of, unverified)
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
+            levels["waiting_bytes"].add_metric(of, component.state.waiting_bytes)
             levels["live_queue_messages"].add_metric(of, component.light.queued)
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))

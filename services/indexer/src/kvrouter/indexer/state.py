@@ -14,7 +14,7 @@ from kvrouter.indexer.repair import Repair, repair_after
 from kvrouter.indexer.screening import Refusal, screen
 from kvrouter.indexer.shared_index import SharedIndex
 from kvrouter.indexer.tally import RankTally, Tally
-from kvrouter.indexer.waiting import Waiting
+from kvrouter.indexer.waiting import MAX_ALL_BYTES, Waiting
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
@@ -80,6 +80,8 @@ class IndexState(SharedIndex):
         self._partial: set[Rank] = set()
         self._rank_tallies: dict[Rank, RankTally] = {}
         self._waiting_batches: dict[Rank, Waiting[StreamMessage]] = {}
+        self.waiting_bytes = 0
+        """Of the batches that wait, or are kept, while their ranks are repaired."""
         self.on_suspect: Callable[[Rank, str], None] = _nobody
         """Called from any thread when a rank needs its worker's state, with the reason."""
         self.may_hold: Callable[[Rank], bool] = _never
@@ -206,7 +208,13 @@ class IndexState(SharedIndex):
 
     def _take_waiting(self, rank: Rank) -> list[StreamMessage]:
         waiting = self._waiting_batches.pop(rank, None)
-        return waiting.messages() if waiting else []
+        if waiting is None:
+            return []
+        self.waiting_bytes -= waiting.bytes
+        return waiting.messages()
+
+    def _keep_waiting(self, waiting: Waiting[StreamMessage], message: StreamMessage) -> None:
+        self.waiting_bytes += waiting.add(message, crowded=self.waiting_bytes >= MAX_ALL_BYTES)
 
     def rank_tally(self, rank: Rank) -> RankTally:
         """What was counted of a rank."""
@@ -235,7 +243,7 @@ class IndexState(SharedIndex):
                 dropped = index.remove_rank(rank)
                 self._partial.discard(rank)
                 self._rank_tallies.pop(rank, None)
-                self._waiting_batches.pop(rank, None)
+                self._take_waiting(rank)
                 self._log.info("rank is gone", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
         if ranks:
@@ -260,7 +268,7 @@ class IndexState(SharedIndex):
         rank = (batch.worker_id, batch.dp_rank)
         waiting = self._waiting_batches.get(rank)
         if waiting is not None:
-            waiting.add(message)
+            self._keep_waiting(waiting, message)
             if waiting.held_back:
                 return
         # Each round moves the cursor past one gap, and a batch has no more gaps than events, plus one at its end.
@@ -292,7 +300,7 @@ class IndexState(SharedIndex):
         if rank in self._waiting_batches or not self.may_hold(rank):
             return False
         waiting = self._waiting_batches[rank] = Waiting(held_back=True)
-        waiting.add(message)
+        self._keep_waiting(waiting, message)
         self._rank_tallies.setdefault(rank, RankTally()).verified = False
         self.on_suspect(rank, "gap")
         return True

@@ -8,6 +8,9 @@ from typing import Generic, Protocol, TypeVar
 MAX_BYTES = 8 << 20
 """Encoded batches that are kept of one rank: some 16 of the largest."""
 
+MAX_ALL_BYTES = 256 << 20
+"""Those of all ranks of a component: where thousands come back at once, each could have its most."""
+
 
 class _Sized(Protocol):
     @property
@@ -26,16 +29,19 @@ class Waiting(Generic[_M]):
         self.dropped = 0
         """Messages that went for the bound."""
         self._messages: deque[_M] = deque()
-        self._bytes = 0
+        self.bytes = 0
+        """Of the messages that are kept."""
         self._max_bytes = max_bytes
 
-    def add(self, message: _M) -> None:
-        """Keeps a message; the newest one always stays."""
+    def add(self, message: _M, *, crowded: bool = False) -> int:
+        """Keeps a message; the newest one always stays, and alone where it is ``crowded``. Returns the bytes gained."""
+        before = self.bytes
         self._messages.append(message)
-        self._bytes += len(message.data)
-        while self._bytes > self._max_bytes and len(self._messages) > 1:
-            self._bytes -= len(self._messages.popleft().data)
+        self.bytes += len(message.data)
+        while self.bytes > (0 if crowded else self._max_bytes) and len(self._messages) > 1:
+            self.bytes -= len(self._messages.popleft().data)
             self.dropped += 1
+        return self.bytes - before
 
     def messages(self) -> list[_M]:
         """What is kept, oldest first."""
