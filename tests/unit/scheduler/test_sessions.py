@@ -98,6 +98,39 @@ async def test_the_life_of_a_booking_on_a_stream() -> None:
         assert parts.idle()
 
 
+async def test_a_stream_that_is_cancelled_while_it_ends_closes_its_session() -> None:
+    """As where a write fails on a broken connection, and gRPC cancels the call for the same reason."""
+    parts = Parts(view(worker(1)), grace=10)
+    stopping = asyncio.Event()
+
+    async def requests() -> AsyncGenerator[SessionRequest, None]:
+        yield SessionRequest(call_id=1, open=OpenSession(session_id="s", client_name="c"))
+        yield SessionRequest(call_id=2, reassert=reassert("r"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopping.set()
+            await asyncio.sleep(0)  # what reads takes a moment to end
+
+    async def serve() -> None:
+        async with aclosing(parts.sessions.serve(requests(), Deadline.never())) as responses:
+            async for _ in responses:
+                pass
+
+    serving = asyncio.create_task(serve())
+    async with asyncio.timeout(10):
+        while not len(parts.ledger):
+            await asyncio.sleep(0)
+        serving.cancel()
+        await stopping.wait()
+        serving.cancel()
+        await asyncio.wait([serving])
+    assert serving.cancelled()
+    parts.now += 11
+    parts.bookings.expire()
+    assert (len(parts.ledger), parts.ledger.sessions) == (0, 0)
+
+
 async def test_bookings_outlive_the_stream_by_the_grace() -> None:
     parts = Parts(view(worker(1)), grace=10)
     async with line(parts) as client:

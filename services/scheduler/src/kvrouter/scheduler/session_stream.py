@@ -86,7 +86,7 @@ class Sessions:
             replaced.outbox.put_nowait(SessionLost(session_id))
         log.info("session opened", session=session_id, client=opening.client_name, took_over=replaced is not None)
         reading = asyncio.create_task(stream.read(requests), name=f"session {session_id}")
-        reading.add_done_callback(lambda _: stream.outbox.put_nowait(None))
+        reading.add_done_callback(stream.has_read)
         try:
             opened = SessionOpened(grace_ms=round(self.grace_seconds * 1000), scheduler_id=self.scheduler_id)
             yield SessionResponse(call_id=first.call_id, opened=opened)
@@ -98,13 +98,14 @@ class Sessions:
             await reading
         finally:
             reading.cancel()
-            await asyncio.wait([reading])
-            if not reading.cancelled():
-                reading.exception()
-            self.ledger.close_session(session_id, token, self._clock())
-            if self._streams.get(session_id) is stream:
-                del self._streams[session_id]
-                log.info("session closed", session=session_id, client=opening.client_name)
+            try:
+                await asyncio.wait([reading])
+            finally:
+                # Also where a cancel comes on top of a broken write: a session that is not closed is never released.
+                self.ledger.close_session(session_id, token, self._clock())
+                if self._streams.get(session_id) is stream:
+                    del self._streams[session_id]
+                    log.info("session closed", session=session_id, client=opening.client_name)
 
 
 class _Stream:
@@ -137,6 +138,12 @@ class _Stream:
                     selection.cancel()
         if failure is not None:
             raise failure
+
+    def has_read(self, reading: asyncio.Task[None]) -> None:
+        """No call comes any more: what ended ``read`` is raised by whoever awaits it, if anybody does."""
+        if not reading.cancelled():
+            reading.exception()
+        self.outbox.put_nowait(None)
 
     def _take(self, request: SessionRequest, group: asyncio.TaskGroup) -> None:
         call_id = request.call_id
