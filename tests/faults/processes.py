@@ -34,6 +34,8 @@ _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 MODEL = "mock-model"
 PATIENCE_SECONDS = 60.0
 GRACE_SECONDS = 2.0
+TOKENS = 200
+"""Of streams that are awaited to their end: at a tenth of the clock they last longer than it takes to start 500."""
 
 
 @dataclass

@@ -8,13 +8,11 @@ import signal
 import pytest
 from kvrouter.runtime.errors import KvRouterError
 
-from .processes import GRACE_SECONDS, PATIENCE_SECONDS, Processes, start_system, streamed
+from .processes import GRACE_SECONDS, PATIENCE_SECONDS, TOKENS, Processes, start_system, streamed
 from .rig import FULL
 
 SYNC = ("--replica-sync", "--lease-seconds", "2", "--replica-heartbeat-seconds", "0.2")
 STREAMS = 500 if FULL else 100
-TOKENS = 200
-"""Of streams that are awaited to their end: they last longer than it takes to start all."""
 BOTH = ("scheduler-0", "scheduler-1")
 
 

@@ -7,7 +7,7 @@ import time
 
 from kvrouter.runtime.errors import KvRouterError
 
-from .processes import PATIENCE_SECONDS, Processes, start_system, streamed
+from .processes import PATIENCE_SECONDS, TOKENS, Processes, start_system, streamed
 from .rig import FULL
 
 STREAMS = 500
@@ -37,9 +37,9 @@ async def test_the_load_of_a_killed_frontend_goes_and_no_other(processes: Proces
 
 
 async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost(processes: Processes) -> None:
-    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.5)
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1)
     frontend = processes.frontend("frontend-0")
-    running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(FEWER)]
+    running = [asyncio.create_task(streamed(frontend, number, TOKENS)) for number in range(FEWER)]
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while FEWER not in (booked := [await processes.booked(f"scheduler-{number}") for number in range(2)]):
@@ -47,10 +47,10 @@ async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost
         first, second = ("scheduler-0", "scheduler-1") if booked[0] else ("scheduler-1", "scheduler-0")
         assert await processes.booked(second) == 0, "replicas do not share this component"
         await processes.kill(first)
-        late = [asyncio.create_task(streamed(frontend, FEWER + number, 1500)) for number in range(20)]
+        late = [asyncio.create_task(streamed(frontend, FEWER + number, TOKENS)) for number in range(20)]
         running += late
         assert max(await processes.until_booked(second, FEWER + 20)) == FEWER + 20, "none is counted twice"
-        assert await asyncio.gather(*running) == [1500] * (FEWER + 20)
+        assert await asyncio.gather(*running) == [TOKENS] * (FEWER + 20)
         await processes.until_booked(second, 0)
     finally:
         for task in running:
