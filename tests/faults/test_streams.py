@@ -21,7 +21,7 @@ from kvrouter.v1.worker_pb2 import StopConditions
 from .processes import MODEL, Processes, start_system
 from .rig import FULL
 
-STREAMS = 10_000 if FULL else 300
+STREAMS = 10_000 if FULL else 2_000
 CLIENTS = 4
 PATIENCE_SECONDS = 240.0
 """Far above what ten thousand streams take."""

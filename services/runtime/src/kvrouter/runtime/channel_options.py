@@ -5,6 +5,9 @@ from __future__ import annotations
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side takes in: sixteen times a prompt of a million tokens; beyond it is a mistake."""
 
+MAX_CALLS = 16_384
+"""Calls under way at once in one server, sessions and streams included; further ones get RESOURCE_EXHAUSTED."""
+
 _KEEPALIVE_MS = 20_000
 _KEEPALIVE_TIMEOUT_MS = 10_000
 
@@ -35,6 +38,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     # Lets clients ping as often as CHANNEL_OPTIONS makes them; the default closes their connections for it.
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    # A burst waits for the event loop; by default, what exceeds 1,000 calls of one is mostly refused unseen.
+    ("grpc.server.max_pending_requests", MAX_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
     # Two processes that are given the same port must fail, not share its connections between them.
     ("grpc.so_reuseport", 0),
 )

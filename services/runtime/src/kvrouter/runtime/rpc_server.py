@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvrouter.runtime.channel_options import SERVER_OPTIONS
+from kvrouter.runtime.channel_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     STATUS_KEY,
@@ -40,8 +40,6 @@ log = structlog.get_logger(component="rpc")
 
 _UNARY_DEFAULT_SECONDS = 30.0
 """Time that a unary call may take whose client set no deadline."""
-_MAX_CALLS = 16_384
-"""Calls under way at once in one server, sessions and streams included; further ones get RESOURCE_EXHAUSTED."""
 _LAST_WORDS_SECONDS = 0.5
 """Time for answers of refused calls to reach their clients before connections are closed."""
 
@@ -51,7 +49,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class RpcServer:
     """A gRPC server with health and reflection. Services are added, then it is started; in the end it is drained."""
 
-    def __init__(self, bind: str, *, max_calls: int = _MAX_CALLS) -> None:
+    def __init__(self, bind: str, *, max_calls: int = MAX_CALLS) -> None:
         self.health = HealthBoard()
         """Readiness of the services; each starts out as not ready."""
         self._bind = bind
@@ -233,7 +231,7 @@ async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _C
             await context.write(response)
 
 
-def open_server(bind: str, *, max_calls: int = _MAX_CALLS) -> RpcServer:
+def open_server(bind: str, *, max_calls: int = MAX_CALLS) -> RpcServer:
     """A server for ``host:port`` (port 0 takes a free one), not started yet."""
     return RpcServer(bind, max_calls=max_calls)
 
