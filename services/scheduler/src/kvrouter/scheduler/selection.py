@@ -113,10 +113,11 @@ class Selector:
             key = checked_key(request.booking) if request.HasField("booking") else None
             question = self.question(request.request, None if key is None else stage_of(request.booking))
             mode = question.options.mode
+            asked = Asked(question, request.request, key, session_id, lease_seconds(request.lease_ms))
             if key is None:
-                response = await self._decide(question, request, None, "", deadline)
+                response = await self._decide(asked, request, deadline)
             else:
-                response = await self._book_once(question, request, key, session_id, deadline)
+                response = await self._book_once(asked, key, request, deadline)
             held_seconds = response.held_us / 1e6
             return response
         except KvRouterError as error:
@@ -174,11 +175,11 @@ class Selector:
         return survey(question.pool, question.prompt, question.wanted, question.options, overlaps, now=self._clock())
 
     async def _book_once(
-        self, question: Question, request: SelectWorkerRequest, key: Key, session_id: str, deadline: Deadline
+        self, asked: Asked, key: Key, request: SelectWorkerRequest, deadline: Deadline
     ) -> SelectWorkerResponse:
         """The first outcome for a key, however often and however concurrently it is asked for."""
         while True:
-            repeated = self._repeated(key, question, session_id, lease_seconds(request.lease_ms))
+            repeated = self._repeated(asked, key)
             if repeated is not None:
                 return repeated
             under_way = self._under_way.get(key)
@@ -187,19 +188,17 @@ class Selector:
             await under_way.wait()
         done = self._under_way[key] = asyncio.Event()
         try:
-            return await self._decide(question, request, key, session_id, deadline)
+            return await self._decide(asked, request, deadline)
         finally:
             del self._under_way[key]
             done.set()
 
-    def _repeated(
-        self, key: Key, question: Question, session_id: str, lease_seconds: float
-    ) -> SelectWorkerResponse | None:
+    def _repeated(self, asked: Asked, key: Key) -> SelectWorkerResponse | None:
         now = self._clock()
         record = self._ledger.find(key, now)
         if record is None:
             return None
-        booking = record.slots.booking(key)
+        question, booking = asked.question, record.slots.booking(key)
         if (
             booking is None
             or record.component != question.pool.name
@@ -208,17 +207,15 @@ class Selector:
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
-        self._ledger.claim(record, session_id, lease_seconds, now)
+        self._ledger.claim(record, asked.session_id, asked.lease_seconds, now)
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(record.outcome)
         outcome.repeated = True
         return outcome
 
-    async def _decide(
-        self, question: Question, request: SelectWorkerRequest, key: Key | None, session_id: str, deadline: Deadline
-    ) -> SelectWorkerResponse:
-        asked = Asked(question, request.request, key, session_id, lease_seconds(request.lease_ms))
+    async def _decide(self, asked: Asked, request: SelectWorkerRequest, deadline: Deadline) -> SelectWorkerResponse:
+        question, key = asked.question, asked.key
         self._check(asked)
         asked.overlaps = await self.overlaps(question, deadline, wanted=question.options.asks_indexer)
         if asked.overlaps.failure:
@@ -287,7 +284,7 @@ class Selector:
 
     def _booked_meanwhile(self, asked: Asked, key: Key) -> SelectWorkerResponse:
         """The outcome at another Scheduler, heard of while the request was decided here."""
-        repeated = self._repeated(key, asked.question, asked.session_id, asked.lease_seconds)
+        repeated = self._repeated(asked, key)
         if repeated is None:
             raise BookingFreed(key[0])
         return repeated
