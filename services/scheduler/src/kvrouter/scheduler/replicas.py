@@ -301,7 +301,7 @@ class Replicas:
         if self._affinity is not None and record.conversation:
             self._affinity.note(self.component, record.conversation, rank)
         if self._predictions is not None and record.local_hashes:
-            candidate = next((each for each in pool.candidates if each.rank == rank), None)
+            candidate = pool.roster.candidate(rank)
             if candidate is not None and len(record.local_hashes) == 8 * record.outcome.prompt_blocks:
                 prompt = Prompt(told.prompt_tokens, record.local_hashes, booking_of(record).sequence_hashes)
                 self._predictions.record(pool, rank, candidate.incarnation, prompt)

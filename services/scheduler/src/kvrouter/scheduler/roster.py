@@ -52,6 +52,11 @@ class Roster:
         """Where a rank is; None if it is not registered."""
         return self._place_of.get(rank)
 
+    def candidate(self, rank: Rank) -> Candidate | None:
+        """What is registered of a rank; None if it is not registered."""
+        place = self.place(rank)
+        return None if place is None else self.candidates[place]
+
     def fit(self, wanted: Wanted) -> Places:
         """Those that a request can go to, whatever their load: those for whom ``why_unfit`` has no reason."""
         serving, places = self._that_serve(wanted.stage)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.busy import why_busy
-from kvrouter.scheduler.candidates import Candidate
 from kvrouter.scheduler.decisions import Decisions, rank_message
 from kvrouter.scheduler.held import HeldRequests
 from kvrouter.scheduler.ledger import Ledger
@@ -78,7 +77,6 @@ class Status:
     def _component(self, pool: Pool, listed: int) -> ComponentStatus:
         waiting = Counter[Rank]() if self._held is None else self._held.waiting_for(pool.name)
         thresholds = self._board.of(pool.model)
-        candidates = {candidate.rank: candidate for candidate in pool.candidates}
         loads = pool.slots.load_by_rank()
         now = self._clock()
         return ComponentStatus(
@@ -88,10 +86,8 @@ class Status:
             mode=self._mode,
             thresholds=thresholds.to_message(),
             ranks=[
-                _rank_status(
-                    pool, rank, loads.get(rank, RankLoad()), candidates.get(rank), thresholds, now, waiting[rank]
-                )
-                for rank in sorted(loads.keys() | candidates.keys())
+                _rank_status(pool, rank, loads.get(rank, RankLoad()), thresholds, now, waiting[rank])
+                for rank in sorted(loads.keys() | pool.roster.ranks)
             ],
             held=HeldStatus() if self._held is None else self._held.status(pool.name, listed=listed),
             replicas=() if self._sync is None else self._sync.of(pool.name).status(),
@@ -102,12 +98,11 @@ def _rank_status(
     pool: Pool,
     rank: Rank,
     load: RankLoad,
-    candidate: Candidate | None,
     thresholds: Thresholds,
     now: float,
     waiting: int,
 ) -> RankStatus:
-    report = pool.reports.of(rank, now)
+    candidate, report = pool.roster.candidate(rank), pool.reports.of(rank, now)
     status = RankStatus(
         rank=rank_message(rank),
         active_blocks=load.active_blocks,

@@ -66,10 +66,10 @@ def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Recor
     prefill_tokens = min(told.prefill_tokens, prompt.tokens)
     if not pool.slots.book(key, rank, prompt, prefill_tokens):
         return None
-    endpoint = next((each.endpoint for each in pool.candidates if each.rank == rank), "")
+    candidate = pool.roster.candidate(rank)
     outcome = SelectWorkerResponse(
         rank=told.rank,
-        endpoint=endpoint,
+        endpoint="" if candidate is None else candidate.endpoint,
         overlap_blocks=max(0, told.prompt_tokens - told.prefill_tokens) // block_size,
         prompt_blocks=prompt.blocks,
         prefill_tokens=prefill_tokens,
