@@ -114,6 +114,21 @@ def test_a_disk_that_is_full_costs_what_did_not_fit_and_no_more(
     assert [len(numbers) for numbers in ids(path)] == [2, 2]
 
 
+def test_a_recording_that_cannot_be_read_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    RecordingFile(path, 1 << 20).append([outline(ONE)])
+
+    def unreadable(descriptor: int, length: int, offset: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    again = RecordingFile(path, 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", unreadable)
+        assert "Input/output error" in again.append([outline(OTHER)]).failure
+    assert again.append([outline(OTHER)]).requests == 1
+    assert [len(numbers) for numbers in ids(path)] == [2, 2]
+
+
 def test_a_line_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     RecordingFile(path, 1 << 20).append([outline(ONE)])

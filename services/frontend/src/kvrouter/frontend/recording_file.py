@@ -17,6 +17,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -114,25 +115,28 @@ class RecordingFile:
         """Writes whole lines. What fails leaves the file as it was."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                return self._append(descriptor, outlines)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             return Written(0, self._size, failure=str(error))
-        try:
-            return self._append(descriptor, outlines)
-        finally:
-            os.close(descriptor)
 
     def _append(self, descriptor: int, outlines: Sequence[Outline]) -> Written:
+        if self._ids is None:
+            _cut_torn_line(descriptor)
+        size = os.fstat(descriptor).st_size
+        if self._ids is None or size < self._size:
+            self._ids = BlockIds(first=size)
+        self._size = size
+        lines = list(self._fitting(outlines, self._ids))
         try:
-            if self._ids is None:
-                _cut_torn_line(descriptor)
-            size = os.fstat(descriptor).st_size
-            if self._ids is None or size < self._size:
-                self._ids = BlockIds(first=size)
-            self._size = size
-            lines = list(self._fitting(outlines, self._ids))
             _write_all(descriptor, b"".join(lines))
-        except OSError as error:
-            return Written(0, self._undo(descriptor), failure=str(error))
+        except OSError:
+            self._ids = None  # those that were given in this batch may be beyond the file's size
+            with suppress(OSError):  # the next batch cuts what is torn
+                os.ftruncate(descriptor, size)
+            raise
         self._size += sum(map(len, lines))
         return Written(len(lines), self._size, full=len(lines) < len(outlines))
 
@@ -147,15 +151,6 @@ class RecordingFile:
             if left < 0:
                 return
             yield line
-
-    def _undo(self, descriptor: int) -> int:
-        """Takes back half a batch. Ids that were given in it may be beyond the file's size: they are given up."""
-        self._ids = None
-        try:
-            os.ftruncate(descriptor, self._size)
-        except OSError:
-            return self._size  # the next batch cuts what is torn
-        return self._size
 
 
 def _line(outline: Outline, ids: list[int]) -> bytes:
