@@ -14,9 +14,9 @@ import logging
 import random
 import struct
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import structlog
+from kvrouter.mocker.adapter import MockEngine
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.etcd import LeasedKeys, connect
 from kvrouter.publisher.rank_publisher import RankPublisher
@@ -24,9 +24,7 @@ from kvrouter.publisher.registration import join_component
 from kvrouter.publisher.transport import NatsLink, open_transport
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Transport
-from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 
 COMPONENT = ComponentName("recovery", "pool")
 BLOCK_SIZE = 16
@@ -35,20 +33,6 @@ EVENT_BLOCKS = 64
 _SHARED_SEED = 7
 _LEASE_SECONDS = 20
 _HEARTBEAT_SECONDS = 5.0
-
-
-class NoEngine:
-    """Runs no requests."""
-
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
-        raise NotImplementedError(request.request_id)
-        yield GenerateOutput()
-
-    async def abort(self, request_ids: Sequence[str]) -> int:
-        return 0 * len(request_ids)
-
-    def load(self) -> Mapping[int, LoadReport]:
-        return {}
 
 
 def shared_chain() -> list[int]:
@@ -91,7 +75,7 @@ async def start(
         buffer_events=arguments.buffer_events,
         buffer_bytes=config.buffer_bytes,
     )
-    server = WorkerServer(NoEngine(), {0: rank}, list)
+    server = WorkerServer(MockEngine({}), {0: rank}, list)
     registration = config.registration(
         endpoint=config.endpoint(await server.start(config.bind)),
         incarnation=incarnation,

@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvrouter.mocker.adapter import MockEngine
 from kvrouter.publisher.errors import UnknownParent
 from kvrouter.publisher.spill import NO_POSITION
 from kvrouter.publisher.takeover import discard, positions
 from kvrouter.publisher.worker import RankPublisher, Worker, running
 
-from .rig import Idle, worker_config
+from .rig import worker_config
 
 
 async def relay(port: int, settings: dict[str, Any]) -> None:
@@ -28,7 +29,7 @@ async def relay(port: int, settings: dict[str, Any]) -> None:
     known = positions(config).get(0, NO_POSITION)
     if known + 1 < oldest:
         discard(config)
-    async with running(config, Idle()) as worker:
+    async with running(config, MockEngine({})) as worker:
         say(writer, {"from": known + 1 if worker.resumed else oldest, **cursor(worker)})
         while line := await reader.readline():
             message = json.loads(line)

@@ -13,7 +13,7 @@ import signal
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import nats
 from kvrouter.core import local_hashes
-from kvrouter.mocker.adapter import publish_to
+from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.engine_choice import make_engine
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.engine_types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
@@ -34,11 +34,9 @@ from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
-from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.indexer_pb2 import ComponentStats, DumpRequest, GetStatsRequest
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 from nats.aio.client import Client
 from xxhash import xxh3_64
 
@@ -57,20 +55,6 @@ OBSERVED = (
 """Events of a log that a report counts."""
 Held = set[tuple[int, int, int, int]]
 """(engine hash, local hash, sequence hash, copies) of every block."""
-
-
-class Idle:
-    """The engine as the SDK sees it; requests come from the test instead."""
-
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
-        raise NotImplementedError(request.request_id)
-        yield GenerateOutput()
-
-    async def abort(self, request_ids: Sequence[str]) -> int:
-        return 0 * len(request_ids)
-
-    def load(self) -> Mapping[int, LoadReport]:
-        return {}
 
 
 class EngineNode(ABC):
@@ -303,7 +287,7 @@ class Rig:
     async def node(self, worker_id: int, **settings: Any) -> AsyncIterator[Node]:
         """A worker that is registered while the context lasts."""
         config = worker_config(worker_id, **({"etcd": self.etcd.endpoint, "nats": self.nats.url} | settings))
-        async with running(config, Idle()) as worker:
+        async with running(config, MockEngine({})) as worker:
             await worker.registered()
             node = self.nodes[worker_id] = Node(worker, self.rng.randrange(1 << 32))
             try:

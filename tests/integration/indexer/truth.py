@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.indexer.component import ComponentIndex
+from kvrouter.mocker.adapter import MockEngine
 from kvrouter.publisher.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
-from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 
 from .event_batches import BLOCK_SIZE
 
 PATIENCE_SECONDS = 40.0
-
-
-class IdleEngine:
-    """Runs no requests: its cache changes because a test says so."""
-
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
-        raise NotImplementedError(request.request_id)
-        yield GenerateOutput()
-
-    async def abort(self, request_ids: Sequence[str]) -> int:
-        return len(request_ids) * 0
-
-    def load(self) -> Mapping[int, LoadReport]:
-        return {}
 
 
 @dataclass
@@ -95,7 +80,7 @@ def worker_config(component: ComponentName, etcd: str, nats_url: str, worker_id:
 @asynccontextmanager
 async def caching(config: WorkerConfig, seed: int = 1) -> AsyncIterator[tuple[Worker, Cache]]:
     """A worker that runs, and its cache."""
-    async with running(config, IdleEngine()) as worker:
+    async with running(config, MockEngine({})) as worker:
         await worker.registered()
         yield worker, Cache(worker.rank(0), random.Random(seed))
 
