@@ -154,19 +154,18 @@ def weigh(facts: Facts, shares: Amounts) -> Weighed:
     new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
     budget = np.where(facts.max_batched_tokens, facts.max_batched_tokens, DEFAULT_BUDGET)
     decode = np.where(facts.active_requests, decode_ms(shares), 0.0)
-    own = pace * prefill_ms(new, budget, decode)
-
     head, spent = facts.head_prefill_tokens, facts.head_prefill_seconds * 1e3
     under_way = (head > 0) & (spent > decode / 2)  # what comes can only be part of the step after it
-    left = np.maximum(pace * prefill_ms(head, budget, decode) - spent, 0.0)
-    rest = np.where(under_way, left, pace * decode / 2 - spent)
     waiting, ahead = facts.prefill_requests - under_way, facts.prefill_tokens - head * under_way
     filled = ahead % budget
-    joint = prefill_ms(np.minimum(filled + new, budget), budget, decode) - prefill_ms(filled, budget, decode)
-    batch = np.where(waiting > 0, pace * joint * np.where(ahead < budget, waiting, 1), 0.0)
+    tokens = np.array([new, head, ahead + new, np.minimum(filled + new, budget), filled])  # half the time is calls
+    new_ms, head_ms, all_ms, joint_ms, filled_ms = prefill_ms(tokens, budget, decode)
+    own, left = pace * new_ms, np.maximum(pace * head_ms - spent, 0.0)
+    rest = np.where(under_way, left, pace * decode / 2 - spent)
+    batch = np.where(waiting > 0, pace * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
     lacking = _over(facts.active_blocks, facts.total_blocks) - ROOM
     return Weighed(
-        forecast=rest + pace * prefill_ms(ahead + new, budget, decode),
+        forecast=rest + pace * all_ms,
         batch=batch,
         work=(base + CROWD * facts.active_requests) * own,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
@@ -183,9 +182,10 @@ def _over(blocks: Column, total_blocks: Column) -> Amounts:
 
 def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
     """Time that the steps take which compute so many prompt tokens, ms; ``decode`` is what each spends on decoding."""
-    full, rest = np.divmod(tokens, budget)
+    full = np.floor(tokens / budget)
+    rest = tokens - full * budget
     step = PREFILL_N0_MS + decode
-    last = np.where(rest, step + (PREFILL_N2_MS * rest + PREFILL_N1_MS) * rest, 0.0)
+    last = (rest > 0) * (step + (PREFILL_N2_MS * rest + PREFILL_N1_MS) * rest)
     return full * (step + (PREFILL_N2_MS * budget + PREFILL_N1_MS) * budget) + last
 
 
