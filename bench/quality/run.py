@@ -24,6 +24,7 @@ from kvrouter.simulator import traces
 from kvrouter.simulator.generators import GENERATORS, generate
 from kvrouter.simulator.plan import Plan, run_plan
 from kvrouter.simulator.report import Run
+from kvrouter.simulator.simulation import Setting
 from kvrouter.simulator.workload import Workload
 
 HERE = Path(__file__).parent
@@ -109,16 +110,12 @@ def run_ours(workload: Workload, options: argparse.Namespace) -> list[Run]:
     for policies, seeds in ((["round-robin"], 1), (drawn, options.seeds)):
         plan = Plan(
             workload=workload,
-            engines=[EngineConfig(hash_seed=number) for number in range(options.workers)],
+            setting=Setting([EngineConfig(hash_seed=number) for number in range(options.workers)], regret=False),
             policies=policies,
             loads=[float(load) for load in options.loads.split(",")],
             seeds=range(seeds),
-            event_lag_s=0.0,
-            pace=1.0,
-            restarts=(),
             slo_ttft_s=2.0,
             slo_itl_s=0.05,
-            regret=False,
         )
         runs += run_plan(plan)[0]
     return runs

@@ -19,6 +19,7 @@ from kvrouter.simulator import report, traces
 from kvrouter.simulator.generators import GENERATORS, generate
 from kvrouter.simulator.plan import NAMES, Plan, routing_options, run_plan
 from kvrouter.simulator.replicas import Sync
+from kvrouter.simulator.simulation import Setting
 from kvrouter.simulator.workload import Workload
 from rich.console import Console
 
@@ -144,20 +145,22 @@ def simulate_command(
         raise WrongUsage(f"{'--spread' if spread else '--sync-lag-ms'} is between replicas: add --schedulers 2 or more")
     plan = Plan(
         workload=_workload(trace, requests, seed, of_model),
-        engines=engines,
+        setting=Setting(
+            engines,
+            event_lag_s=_seconds("--event-lag-ms", event_lag_ms),
+            pace=_number("--pace", str(pace), above=0),
+            restarts=[_restart(text, workers) for text in restart or []],
+            schedulers=schedulers,
+            sync=_sync(sync_lag_ms, sync_loss, sync_repair_ms),
+            spread=spread,
+            regret=regret,
+        ),
         policies=policies,
         loads=loads,
         seeds=range(seed, seed + seeds),
-        event_lag_s=_seconds("--event-lag-ms", event_lag_ms),
-        pace=_number("--pace", str(pace), above=0),
-        restarts=[_restart(text, workers) for text in restart or []],
         slo_ttft_s=_seconds("--slo-ttft-ms", slo_ttft_ms),
         slo_itl_s=_seconds("--slo-itl-ms", slo_itl_ms),
         temperature=_number("--temperature", str(temperature)),
-        regret=regret,
-        schedulers=schedulers,
-        sync=_sync(sync_lag_ms, sync_loss, sync_repair_ms),
-        spread=spread,
     )
     if save is not None:
         save.write_text("".join(traces.lines(plan.workload.faster(loads[0]))), encoding="utf-8")
@@ -170,9 +173,9 @@ def simulate_command(
 
 def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path | None) -> None:
     runs, waits = run_plan(plan, console)
-    first = plan.engines[0]
+    first = plan.setting.engines[0]
     title = (
-        f"{plan.workload.name}: {len(plan.workload.requests):,} requests on {len(plan.engines)} engines of "
+        f"{plan.workload.name}: {len(plan.workload.requests):,} requests on {len(plan.setting.engines)} engines of "
         f"{first.num_blocks:,} blocks of {first.block_size} tokens"
     )
     console.print(title, highlight=False)
@@ -209,7 +212,7 @@ def _workload(trace: str | None, requests: int | None, seed: int, of_model: str 
 
 
 def _check_lengths(plan: Plan) -> None:
-    limit = min(config.length_limit for config in plan.engines)
+    limit = min(config.length_limit for config in plan.setting.engines)
     for number, request in enumerate(plan.workload.requests):
         if request.prompt_tokens + request.output_tokens > limit:
             length = request.prompt_tokens + request.output_tokens

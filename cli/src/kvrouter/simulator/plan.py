@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvrouter.cli.faults import WrongUsage
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
-from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.simulator.outcome import figures
-from kvrouter.simulator.replicas import Sync
 from kvrouter.simulator.report import Run
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workload import Prompts, Workload
@@ -28,37 +26,32 @@ class Plan:
     """Runs that differ in policy, load and seed only."""
 
     workload: Workload
-    engines: Sequence[EngineConfig]
+    setting: Setting
+    """What the runs have in common; each has its own policy and seed in it."""
     policies: Sequence[str]
     """As on the command line: a mode, kv perhaps with its weight after a colon."""
     loads: Sequence[float]
     seeds: Sequence[int]
-    event_lag_s: float
-    pace: float
-    restarts: Sequence[tuple[float, int]]
     slo_ttft_s: float
     slo_itl_s: float
     temperature: float = 0.0
-    regret: bool = True
-    schedulers: int = 1
-    sync: Sync | None = None
-    spread: bool = False
 
     def described(self) -> Mapping[str, Any]:
         """What the runs have in common, as JSON values."""
+        setting = self.setting
         return {
             "workload": self.workload.name,
             "requests": len(self.workload.requests),
-            "engines": [asdict(config) for config in self.engines],
-            "event_lag_s": self.event_lag_s,
-            "pace": self.pace,
-            "restarts": list(self.restarts),
+            "engines": [asdict(config) for config in setting.engines],
+            "event_lag_s": setting.event_lag_s,
+            "pace": setting.pace,
+            "restarts": list(setting.restarts),
             "slo_ttft_s": self.slo_ttft_s,
             "slo_itl_s": self.slo_itl_s,
             "temperature": self.temperature,
-            "schedulers": self.schedulers,
-            "spread": self.spread,
-            "sync": asdict(self.sync) if self.sync is not None else None,
+            "schedulers": setting.schedulers,
+            "spread": setting.spread,
+            "sync": asdict(setting.sync) if setting.sync is not None else None,
             "engine_model": IMPLEMENTATION,
         }
 
@@ -69,7 +62,7 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
     Raises:
         WrongUsage: a policy is not known.
     """
-    prompts = Prompts(plan.workload, plan.engines[0].block_size)
+    prompts = Prompts(plan.workload, plan.setting.engines[0].block_size)
     options = {name: routing_options(name, plan.temperature) for name in plan.policies}
     runs: list[Run] = []
     waits: dict[tuple[float, str], list[float]] = {}
@@ -78,18 +71,7 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
         for name in plan.policies:
             for seed in plan.seeds:
                 started = time.perf_counter()
-                setting = Setting(
-                    engines=plan.engines,
-                    options=options[name],
-                    seed=seed,
-                    event_lag_s=plan.event_lag_s,
-                    pace=plan.pace,
-                    restarts=plan.restarts,
-                    regret=plan.regret,
-                    schedulers=plan.schedulers,
-                    sync=plan.sync,
-                    spread=plan.spread,
-                )
+                setting = replace(plan.setting, options=options[name], seed=seed)
                 outcome = simulate(workload, setting, prompts)
                 summed = figures(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
                 runs.append(Run(name, load, seed, summed, time.perf_counter() - started))
