@@ -103,6 +103,10 @@ def selecting(
     return SelectWorkerRequest(request=request or routing(), booking=booking, **fields)
 
 
+def key(request_id: str, attempt: int = 0) -> BookingKey:
+    return BookingKey(request_id=request_id, attempt=attempt)
+
+
 def overrides(**fields: Any) -> RoutingOverrides:
     return RoutingOverrides(**fields)
 

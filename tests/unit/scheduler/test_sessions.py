@@ -12,7 +12,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, SessionLost, from_parts
 from kvrouter.scheduler import session_stream
 from kvrouter.scheduler.options import RoutingOptions
-from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
+from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.scheduler_pb2 import (
     CancelCall,
@@ -25,7 +25,7 @@ from kvrouter.v1.scheduler_pb2 import (
     SessionResponse,
 )
 
-from .harness import POOL, HeldBlocks, Parts, prompt, routing, selecting, view, worker
+from .harness import POOL, HeldBlocks, Parts, key, prompt, routing, selecting, view, worker
 
 
 class Line:
@@ -64,10 +64,6 @@ async def line(parts: Parts, session_id: str | None = "s") -> AsyncIterator[Line
             assert answer.call_id == 1
             assert (answer.opened.grace_ms, answer.opened.scheduler_id) == (10_000, "s")
         yield opened
-
-
-def key(request_id: str) -> BookingKey:
-    return BookingKey(request_id=request_id)
 
 
 def reassert(request_id: str, *, worker_id: int = 1, blocks: int = 4, **fields: object) -> ReassertBooking:
