@@ -318,9 +318,11 @@ async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch
         assert (answer.overlap_blocks, answer.prefill_tokens, answer.load_only) == (3, 16, False)
 
 
-async def test_depth_age_and_reason_are_told() -> None:
+async def test_depth_age_and_reason_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now)
     parts = parts_of()
-    moved = request("b", arrived_unix_ns=time.time_ns() - 7_000_000_000)
+    moved = request("b", arrived_unix_ns=now - 7_000_000_000)
     async with waiting(parts, request("a"), moved):
         parts.now += 1
         told = status(parts)
