@@ -6,7 +6,7 @@ Each batch becomes visible a set time after what it tells of; until then the ind
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
@@ -32,21 +32,15 @@ class CacheEvents:
         self._under_way: deque[tuple[float, bytes]] = deque()
         for rank in ranks:
             self.index.reset_rank(rank, 1, 0, partial=False)
-        self._slots = self.index.slots()
         self._worker_ids = np.array([worker_id for worker_id, _ in ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in ranks], np.uint32)
         # The index fences older lives itself.
         self._latest = np.full(len(ranks), (1 << 64) - 1, np.uint64)
 
     def overlaps(self, prompt: Prompt) -> Overlaps:
-        """Leading blocks of a prompt that each rank holds, as the index has it."""
+        """Leading blocks of a prompt that each rank holds, as the index has it, in the order of the ranks."""
         blocks = np.frombuffer(self.index.overlaps(prompt.local_hashes), np.uint32).astype(np.int64)
         return Overlaps(self._worker_ids, self._dp_ranks, blocks, self._latest)
-
-    def overlap_blocks(self, prompt: Prompt) -> Mapping[Rank, int]:
-        """Leading blocks of a prompt that each rank holds, as the index has it; ranks without any are left out."""
-        blocks = memoryview(self.index.overlaps(prompt.local_hashes)).cast("I")
-        return {rank: held for rank, held in zip(self._slots, blocks, strict=True) if rank and held}
 
     def restarted(self, engine: int) -> None:
         """The engine begins a new life; what it held goes with the first event of that life, as everywhere."""

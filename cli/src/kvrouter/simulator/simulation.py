@@ -113,8 +113,7 @@ class _Run:
         served = self._served[number]
         served.engine, served.sent_at = self._engine_of[rank], self._fleet.now
         if self._regret and self._events is not None:
-            held = self._events.overlap_blocks(self._prompts.hashed(number))
-            blocks = [held.get(rank, 0) for rank in self._engine_of]
+            blocks = self._events.overlaps(self._prompts.hashed(number)).blocks.tolist()
             costs = costs_ms(self._fleet, self._engines, blocks, served.prompt_tokens)
             served.regret_ms = costs[served.engine] - min(costs)
         self._fleet.submit(served.engine, number, self._prompts.tokens(number), served.output_tokens)
