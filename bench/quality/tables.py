@@ -128,7 +128,7 @@ def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
         "key": cell.key,
         "mean": summed.ttft_ms.mean,
         "p99": summed.ttft_ms.p99,
-        "slo": summed.within_slo / summed.requests,
+        "slo": summed.good_share,
         "reuse": summed.reuse,
         "itl": summed.itl_ms.p99,
         "cpu_s": time.process_time() - started,

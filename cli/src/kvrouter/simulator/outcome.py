@@ -132,6 +132,11 @@ class Figures:
     span_s: float
     """From the start to the last token."""
 
+    @property
+    def good_share(self) -> float:
+        """Share of the requests that kept to their objectives; 0 where none was served."""
+        return self.within_slo / max(self.requests, 1)
+
 
 def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures:
     """The figures of a run; not a number where nothing was served."""

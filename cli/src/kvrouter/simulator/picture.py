@@ -34,7 +34,7 @@ def draw(path: Path, title: str, runs: Sequence[Run], waits_s: Mapping[tuple[flo
         left.set_yscale("log")
         left.set_title("Mean time to first token (lower is better)")
         _in_durations(left.yaxis)
-        _over_load(right, runs, colors, lambda run: run.figures.within_slo / max(run.figures.requests, 1))
+        _over_load(right, runs, colors, lambda run: run.figures.good_share)
         right.set_title("Requests within their objectives (higher is better)")
         right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         right.set_ylim(0, 1.02)
@@ -45,7 +45,7 @@ def draw(path: Path, title: str, runs: Sequence[Run], waits_s: Mapping[tuple[flo
         _distribution(parts["waits"], waits_s, colors)
         _bars(parts["reuse"], runs, colors, lambda run: run.figures.reuse)
         parts["reuse"].set_title("Prompt tokens found in a cache (higher is better)")
-        _bars(parts["good"], runs, colors, lambda run: run.figures.within_slo / max(run.figures.requests, 1))
+        _bars(parts["good"], runs, colors, lambda run: run.figures.good_share)
         parts["good"].set_title("Requests within their objectives (higher is better)")
         drawn = list(parts.values())
     for axes in drawn:

@@ -123,7 +123,7 @@ def knees(runs: Sequence[Run]) -> dict[str, float]:
     """The knee of each policy over the loads that were run; empty if there is one load only."""
     shares: dict[str, list[tuple[float, float]]] = {}
     for (load, policy), group in sorted(grouped(runs).items()):
-        share = median(run.figures.within_slo / max(run.figures.requests, 1) for run in group)
+        share = median(run.figures.good_share for run in group)
         shares.setdefault(policy, []).append((load, share))
     order = dict.fromkeys(run.policy for run in runs)
     return {policy: knee(shares[policy]) for policy in order if len(shares[policy]) > 1}
