@@ -356,7 +356,7 @@ impl TagMap {
     /// Gives all memory of an empty table back.
     pub fn shrink(&mut self) {
         if self.count == 0 {
-            *self = Self { most_moved: self.most_moved, ..Self::new() };
+            *self = Self { most_moved: self.most_moved, ..Self::filled_to(self.most) };
         }
     }
 }
@@ -414,5 +414,23 @@ mod tests {
         assert_eq!(seen, 300);
         assert!((0..300).rev().all(|reference| map.remove(7 << 40, reference, |_| 7 << 40)));
         assert_eq!(map.len(), 0);
+    }
+
+    #[test]
+    fn a_dense_table_stays_dense_when_it_was_empty() {
+        let secret = Secret::random();
+        let hash = |key: u32| secret.mix(u64::from(key));
+        let mut map = TagMap::dense();
+        for _ in 0..2 {
+            map.shrink();
+            assert_eq!(map.bytes(), 0);
+            for key in 0..100_000u32 {
+                assert!(map.insert(hash(key), key, hash));
+            }
+            assert!(map.bytes() < 1_200_000, "{}", map.bytes());
+            for key in 0..100_000u32 {
+                assert!(map.remove(hash(key), key, hash));
+            }
+        }
     }
 }
