@@ -67,7 +67,7 @@ async def top_once(where: Where) -> None:
     # A pipe is no reason to cut columns off.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print(_Picture(system, hits, whole=True))
-    if all(seen.status is None for seen in system.schedulers):
+    if not system.statuses:
         raise CommandFailed("no Scheduler answers")
 
 

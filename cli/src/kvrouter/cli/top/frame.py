@@ -11,7 +11,7 @@ from kvrouter.cli.top.ranks import held_lines, ranks_table
 from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
 from kvrouter.cli.top.words import amount, duration
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import ComponentStatus
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -33,14 +33,10 @@ def frame(system: System, hits: HitWindow, *, width: int, height: int | None = N
         height: Its lines, which the frame is to fit into; None for every rank and the last decisions.
     """
     lines: list[RenderableType] = [*_head(system), Text()]
-    components = system.components
-    ranks, decisions = _room(system, components, len(lines), height)
-    for component in components:
-        leading = system.leading(component)
-        if leading is None:
-            continue
-        seen, status = leading
-        lines.append(_component_line(component, status, seen, system, hits))
+    components = system.components()
+    ranks, decisions = _room([status for _, status in components.values()], len(lines), height)
+    for component, (seen_by, status) in components.items():
+        lines.append(_component_line(component, status, seen_by, system, hits))
         lines.extend(_notes(status))
         lines.append(
             ranks_table(
@@ -65,7 +61,7 @@ def _head(system: System) -> list[Text]:
         lines.append(Text(system.note, "yellow"))
     lines.extend(_scheduler_line(seen, system.at) for seen in system.schedulers)
     lines.extend(_indexer_line(seen) for seen in system.indexers)
-    if not system.indexers and any(seen.status is not None for seen in system.schedulers):
+    if not system.indexers and system.statuses:
         lines.append(Text("no Indexer is there: cached blocks are what the workers report", "yellow"))
     return lines
 
@@ -109,7 +105,7 @@ def _away(kind: str, address: str, failure: str) -> Text:
 
 
 def _component_line(
-    component: ComponentName, status: ComponentStatus, seen: SchedulerSeen, system: System, hits: HitWindow
+    component: ComponentName, status: ComponentStatus, seen_by: GetStatusResponse, system: System, hits: HitWindow
 ) -> Text:
     text = Text.assemble((str(component), "bold"), f"  model {status.model}, mode {status.mode}")
     thresholds = status.thresholds
@@ -120,8 +116,8 @@ def _component_line(
         limits.append(f"{thresholds.active_prefill_tokens_threshold:,} prefill tokens")
     if limits:
         text.append(f", busy above {' or '.join(limits)}")
-    if sum(each.status is not None for each in system.schedulers) > 1 and seen.status is not None:
-        text.append(f", load as {seen.status.scheduler_id} sees it")
+    if len(system.statuses) > 1:
+        text.append(f", load as {seen_by.scheduler_id} sees it")
     span = f"over the last {hits.seconds:.0f} s" if hits.spans else "since the start"
     text.append(f"; hit rates {span}", "dim")
     return text
@@ -147,16 +143,15 @@ def _replica_line(status: ComponentStatus) -> list[Text]:
 
 
 def _nothing(system: System) -> Text:
-    if any(seen.status is not None for seen in system.schedulers):
+    if system.statuses:
         return Text("no worker is registered")
     return Text("no Scheduler answers" if system.schedulers else "")
 
 
-def _room(system: System, components: Sequence[ComponentName], used: int, height: int | None) -> tuple[int | None, int]:
+def _room(statuses: Sequence[ComponentStatus], used: int, height: int | None) -> tuple[int | None, int]:
     """Rows for the ranks of each component, and for decisions: decisions get a third of what is left."""
     if height is None:
         return None, _DECISIONS
-    statuses = [found[1] for name in components if (found := system.leading(name)) is not None]
     notes = sum(len(_notes(status)) for status in statuses)
     left = height - used - notes - _TABLE_LINES * len(statuses) - 1
     ranks = max(_LEAST_RANKS, (left - max(_LEAST_DECISIONS, left // 3)) // max(1, len(statuses)))

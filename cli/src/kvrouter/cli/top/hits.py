@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvrouter.cli.top.seen import Rank, System, rank_of
+from kvrouter.cli.top.seen import Rank, System, name_of, rank_of
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import HitCounts
 
@@ -72,12 +72,10 @@ class HitWindow:
 
 def _sums(system: System) -> dict[_Key, _Sums]:
     return {
-        (status.scheduler_id, status.started_unix_ns, name, rank_of(rank.rank)): _of(rank.hits)
-        for seen in system.schedulers
-        if (status := seen.status) is not None
-        for component in status.components
-        if (name := ComponentName(component.component.namespace, component.component.name))
-        for rank in component.ranks
+        (status.scheduler_id, status.started_unix_ns, name_of(each.component), rank_of(rank.rank)): _of(rank.hits)
+        for status in system.statuses
+        for each in status.components
+        for rank in each.ranks
     }
 
 

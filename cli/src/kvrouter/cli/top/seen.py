@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import GetStatsResponse, RankStats
 from kvrouter.v1.names import ComponentName
@@ -18,6 +19,11 @@ Rank = tuple[int, int]
 def rank_of(message: RankMessage) -> Rank:
     """A rank as a value that can be hashed."""
     return (message.worker_id, message.dp_rank)
+
+
+def name_of(message: Component) -> ComponentName:
+    """A component as a value that can be hashed."""
+    return ComponentName(message.namespace, message.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +58,25 @@ class System:
     """What is wrong with finding them; empty if nothing is."""
 
     @property
-    def components(self) -> list[ComponentName]:
-        """The components that any Scheduler knows, in order of name."""
-        return sorted({_name(each) for _, each in self._statuses()}, key=str)
+    def statuses(self) -> list[GetStatusResponse]:
+        """What the Schedulers answered that did."""
+        return [seen.status for seen in self.schedulers if seen.status is not None]
 
-    def leading(self, component: ComponentName) -> tuple[SchedulerSeen, ComponentStatus] | None:
-        """The Scheduler whose view of a component counts: that which decided there last, else the first that knows it.
+    def components(self) -> dict[ComponentName, tuple[GetStatusResponse, ComponentStatus]]:
+        """The components that any Scheduler knows, in order of name, with the Scheduler whose view of it counts.
 
-        All clients of a component use one Scheduler; the others follow it, or have nothing booked.
+        That is the one that decided there last, else the first that knows it: all clients of a component use one
+        Scheduler; the others follow it, or have nothing booked.
         """
-        known = [(seen, each) for seen, each in self._statuses() if _name(each) == component]
-        return max(known, key=lambda entry: _last_decided(entry[0], component), default=None)
+        found: dict[ComponentName, list[tuple[GetStatusResponse, ComponentStatus]]] = {}
+        for status in self.statuses:
+            for each in status.components:
+                found.setdefault(name_of(each.component), []).append((status, each))
+        return {name: max(found[name], key=_last_decided) for name in sorted(found, key=str)}
 
     def decisions(self) -> list[Decision]:
         """The last decisions of all Schedulers, newest first."""
-        every = [each for seen in self.schedulers if seen.status is not None for each in seen.status.decisions]
+        every = [each for status in self.statuses for each in status.decisions]
         return sorted(every, key=lambda each: each.decided_unix_ns, reverse=True)
 
     def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
@@ -88,25 +98,11 @@ class System:
             for seen in self.indexers
             if seen.stats is not None
             for each in seen.stats.components
-            if (each.component.namespace, each.component.name) == (component.namespace, component.name)
+            if name_of(each.component) == component
         ]
         return [each.ranks for each in sorted(components, key=lambda each: not each.ready)]
 
-    def _statuses(self) -> list[tuple[SchedulerSeen, ComponentStatus]]:
-        return [(seen, each) for seen in self.schedulers if seen.status is not None for each in seen.status.components]
 
-
-def _name(status: ComponentStatus) -> ComponentName:
-    return ComponentName(status.component.namespace, status.component.name)
-
-
-def _last_decided(seen: SchedulerSeen, component: ComponentName) -> int:
-    decisions = seen.status.decisions if seen.status is not None else ()
-    return max(
-        (
-            each.decided_unix_ns
-            for each in decisions
-            if (each.component.namespace, each.component.name) == (component.namespace, component.name)
-        ),
-        default=0,
-    )
+def _last_decided(view: tuple[GetStatusResponse, ComponentStatus]) -> int:
+    status, known = view
+    return max((each.decided_unix_ns for each in status.decisions if each.component == known.component), default=0)
