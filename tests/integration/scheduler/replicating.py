@@ -20,7 +20,10 @@ Agreement = dict[tuple[str, int], tuple[int, int, int]]
 async def replicas(
     count: int, namespace: str, etcd: str, nats_url: str | Sequence[str], **options: Any
 ) -> AsyncIterator[list[Stack]]:
-    """Schedulers with sync, and two workers that all of them know. ``nats_url`` may be one for each."""
+    """Schedulers with sync, which hear each other, and two workers that all of them know.
+
+    ``nats_url`` may be one for each.
+    """
     urls = [nats_url] * count if isinstance(nats_url, str) else nats_url
     component = ComponentName(namespace, "pool")
     known: dict[str, Any] = {"replica_sync": True, "replica_heartbeat_seconds": 0.1, "router_mode": "kv"}
@@ -33,6 +36,8 @@ async def replicas(
         ]
         for stack in stacks:
             await stack.register(1, 2)
+        # Who hears all others is subscribed, and so are they: from here on nothing is missed but what a test cuts.
+        await agreed(stacks)
         yield stacks
 
 
@@ -69,6 +74,10 @@ async def ranks(stack: Stack) -> list[tuple[Rank, int, int, int]]:
 
 def figure(stack: Stack, name: str, **labels: str) -> float:
     return stack.runtime.registry.get_sample_value(f"kvrouter_scheduler_{name}", labels) or 0.0
+
+
+def disconnects(stack: Stack) -> float:
+    return stack.runtime.registry.get_sample_value("kvrouter_nats_disconnects_total") or 0.0
 
 
 async def reaches(value: Callable[[], float], least: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from random import Random
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from kvrouter.v1.scheduler_pb2 import (
 )
 from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent
 
-from .replicating import agreed, agreement, figure, ranks, reaches, replicas
+from .replicating import agreed, agreement, disconnects, figure, ranks, reaches, replicas
 from .scheduling import BLOCK, eventually, routing, scheduling, selecting, soon
 
 
@@ -139,6 +140,7 @@ async def test_one_that_joins_gets_the_state(nats_url: str, etcd_endpoint: str, 
             await late.register(1, 2)
             await agreed([*stacks, late])
             assert await late.booked() == 60
+            await reaches(lambda: figure(late, "sync_repairs_total", outcome="done"), 1)
             assert figure(late, "sync_repairs_total", outcome="done") == 1
 
 
@@ -173,6 +175,9 @@ async def test_a_partition_heals_to_agreement(own_nats: NatsServer, etcd_endpoin
             await stacks[number % 2].select(selecting(f"before{number}", routing(4, seed=number)))
         await agreed(stacks)
         await own_nats.kill()
+        # What they say before they notice may be sent when NATS is back.
+        for stack in stacks:
+            await reaches(partial(disconnects, stack), 1)
         # Each decides by itself, and the clients of one free at the other what it does not hear of.
         for number in range(4):
             await stacks[number % 2].select(selecting(f"apart{number}", routing(4, seed=10 + number)))
@@ -266,7 +271,8 @@ async def test_a_stranger_far_ahead_stops_nobody(nats_url: str, etcd_endpoint: s
 async def test_bookings_of_a_scheduler_that_is_gone_are_kept_for_the_grace_alone(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
-    async with replicas(1, namespace, etcd_endpoint, nats_url, session_grace_seconds=0.5) as (survivor,):
+    # The grace leaves time for an end, and for a call after it.
+    async with replicas(1, namespace, etcd_endpoint, nats_url, session_grace_seconds=2.0) as (survivor,):
         options: dict[str, Any] = {"replica_sync": True, "replica_heartbeat_seconds": 0.1}
         async with scheduling(
             survivor.component, etcd_endpoint, nats_url, how="object", instance_id="gone", **options
