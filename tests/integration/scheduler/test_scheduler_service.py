@@ -43,12 +43,15 @@ from .scheduling import MODEL, PrefixHolder, Stack, eventually, indexing, routin
 
 
 @pytest.fixture(params=["object", "stub"])
-async def stack(
-    request: pytest.FixtureRequest, etcd_endpoint: str, nats_url: str, component: ComponentName
-) -> AsyncIterator[Stack]:
-    async with scheduling(
-        component, etcd_endpoint, nats_url, how=request.param, session_grace_seconds=0.3
-    ) as scheduler:
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def stack(how: str, etcd_endpoint: str, nats_url: str, component: ComponentName) -> AsyncIterator[Stack]:
+    # An Indexer that is there answers, however busy the machine is.
+    patience: dict[str, Any] = {"session_grace_seconds": 0.3, "indexer_timeout_ms": 20_000}
+    async with scheduling(component, etcd_endpoint, nats_url, how=how, **patience) as scheduler:
         yield scheduler
 
 
@@ -159,13 +162,16 @@ async def test_the_indexer_is_asked_and_another_one_when_it_is_gone(stack: Stack
     assert (await stack.select(selecting(None))).load_only
 
 
-async def test_a_silent_indexer_costs_the_overlap_and_never_the_request(stack: Stack) -> None:
-    await stack.register(1, 2)
+async def test_a_silent_indexer_costs_the_overlap_and_never_the_request(
+    how: str, etcd_endpoint: str, nats_url: str, component: ComponentName
+) -> None:
     silent = PrefixHolder(1, 3)
     silent.answers.clear()
-    async with indexing(stack, silent, "a"):
-        chosen = await stack.select(selecting("a", routing(4)))
-    assert (chosen.load_only, chosen.overlap_blocks, silent.asked) == (True, 0, 1)
+    async with scheduling(component, etcd_endpoint, nats_url, how=how, indexer_timeout_ms=500) as stack:
+        await stack.register(1, 2)
+        async with indexing(stack, silent, "a"):
+            chosen = await stack.select(selecting("a", routing(4)))
+        assert (chosen.load_only, chosen.overlap_blocks, silent.asked) == (True, 0, 1)
 
 
 async def test_explain_tells_every_candidate(stack: Stack) -> None:
