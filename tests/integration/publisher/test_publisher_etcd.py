@@ -70,6 +70,20 @@ async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str
         await eventually(lambda: told == 2)
 
 
+async def test_a_key_that_an_earlier_life_writes_is_taken_back(namespace: str, etcd_endpoint: str) -> None:
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, life_of=int)
+    key = f"/{namespace}/a".encode()
+    keys.put(key.decode(), b"2")
+    async with held(keys), connect(etcd_endpoint) as client:
+        await client.put(key, b"1")
+
+        async def back() -> bool:
+            found = await client.get(key)
+            return found is not None and found.value == b"2"
+
+        await eventually(back)
+
+
 async def test_a_watch_tells_all_that_changes(namespace: str, etcd_endpoint: str) -> None:
     async with connect(etcd_endpoint) as client:
         await client.put(f"/{namespace}/old".encode(), b"0")

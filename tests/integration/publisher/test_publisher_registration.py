@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 
 import pytest
+from kvrouter.publisher import worker as worker_module
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
 from kvrouter.publisher.etcd import TakenOver, connect
 from kvrouter.publisher.registration import begin_incarnation
@@ -197,6 +199,49 @@ async def test_the_former_self_of_a_worker_ends(namespace: str, etcd_endpoint: s
             found = await registration(settings)
             assert found is not None
             assert found.endpoint == successor.endpoint
+
+
+async def test_of_two_that_start_at_one_moment_the_later_stays(
+    namespace: str, etcd_endpoint: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier one begins its life first, and registers last."""
+    settings = config(namespace, etcd_endpoint, nats_url)
+    settle = worker_module._settle
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
+        settled = await settle(config, former)
+        begun.set()
+        await go_on.wait()
+        return settled
+
+    async def earlier() -> None:
+        async with running(settings, EchoEngine()) as worker:
+            await worker.registered()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(worker_module, "_settle", slow)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(_taken_over(earlier()))
+        await begun.wait()
+        monkeypatch.undo()
+        async with running(settings, EchoEngine()) as later:
+            await later.registered()
+            key = settings.component.worker_key(settings.worker_id).encode()
+            async with connect(etcd_endpoint) as client:
+                before = await client.get(key)
+                go_on.set()
+                await ending
+                after = await client.get(key)
+            assert after is not None
+            assert before is not None
+            assert WorkerRegistration.FromString(after.value).endpoint == later.endpoint
+            assert after.mod_revision == before.mod_revision, "the earlier one's was never there"
+
+
+async def _taken_over(life: Coroutine[None, None, None]) -> None:
+    with pytest.raises(TakenOver):
+        await life
 
 
 async def test_a_worker_whose_successor_came_and_went_ends(namespace: str, etcd_endpoint: str, nats_url: str) -> None:

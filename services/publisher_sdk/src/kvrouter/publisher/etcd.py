@@ -115,6 +115,7 @@ class LeasedKeys:
 
     ``run`` writes them under one lease, renews it, and writes all of them again after the lease lapsed, etcd lost its
     data, or somebody deleted a key. The last process to register a key owns it; the one before gets ``TakenOver``.
+    Where values tell which life they are of, the latest life owns the key, whoever registers last.
     """
 
     def __init__(
@@ -123,8 +124,11 @@ class LeasedKeys:
         *,
         ttl_seconds: int = DEFAULT_TTL_SECONDS,
         on_registered: Callable[[], Awaitable[None]] | None = None,
+        life_of: Callable[[bytes], int] | None = None,
     ) -> None:
         """``on_registered`` is awaited each time that all keys were written under a new lease.
+
+        ``life_of`` reads from a value the number of the life that it is of, which rises; None if values tell no life.
 
         Raises:
             InvalidEndpoint: the endpoints cannot be read.
@@ -133,6 +137,7 @@ class LeasedKeys:
         self._endpoints = endpoints
         self._ttl = ttl_seconds
         self._on_registered = on_registered
+        self._life_of = life_of
         self._wanted: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._owned: set[str] = set()
@@ -270,7 +275,7 @@ class LeasedKeys:
             if found is not None and found.lease == self._lease and found.value == value:
                 self._owned.add(key)
                 return
-            if found is not None and key in self._owned and found.lease not in self._leases:
+            if found is not None and found.lease not in self._leases and self._is_later(key, found.value, value):
                 raise TakenOver(key)
             # Only the key as it was read is replaced, so that a process that registers meanwhile is seen.
             revision = 0 if found is None else found.mod_revision
@@ -283,6 +288,14 @@ class LeasedKeys:
                 self._owned.add(key)
                 return
         raise TakenOver(key)
+
+    def _is_later(self, key: str, theirs: bytes, ours: bytes) -> bool:
+        """Whether a value of another process has the better right to a key."""
+        if self._life_of is not None:
+            there, here = self._life_of(theirs), self._life_of(ours)
+            if there != here:
+                return there > here
+        return key in self._owned
 
     async def _delete_own(self, client: aetcd.Client, key: str) -> None:
         name = key.encode()

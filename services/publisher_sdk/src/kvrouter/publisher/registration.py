@@ -8,7 +8,7 @@ from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.publisher.etcd import TakenOver
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
 
 
 async def join_component(
@@ -88,6 +88,14 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     found = await client.get(name)
     if found is not None and _incarnation(found.value) > incarnation:
         raise TakenOver(component.worker_key(worker_id))
+
+
+def registered_incarnation(value: bytes) -> int:
+    """The incarnation of an encoded registration; 0 if it cannot be read."""
+    try:
+        return max((rank.incarnation for rank in WorkerRegistration.FromString(value).ranks), default=0)
+    except DecodeError:
+        return 0
 
 
 async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, incarnation: int) -> bool:

@@ -18,6 +18,7 @@ from kvrouter.publisher.registration import (
     begin_incarnation,
     join_component,
     keep_incarnation,
+    registered_incarnation,
     resume_incarnation,
 )
 from kvrouter.publisher.spill import Recovered
@@ -100,7 +101,10 @@ class Worker:
         self._server = WorkerServer(engine, self._ranks, self.load_reports)
         self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
         self._keys = LeasedKeys(
-            config.etcd, ttl_seconds=config.lease_ttl_seconds, on_registered=self._restore_component
+            config.etcd,
+            ttl_seconds=config.lease_ttl_seconds,
+            on_registered=self._restore_component,
+            life_of=registered_incarnation,
         )
         self._registered_unix_ns = time.time_ns()
         self._load_reports_sent = 0
