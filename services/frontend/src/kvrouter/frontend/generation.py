@@ -90,7 +90,6 @@ class Generation:
         self._arrived_ns = time.perf_counter_ns()
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(request.token_ids)
-        self._started = False
         self._output_tokens = 0
         self._booked_id = f"{request.request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
@@ -139,7 +138,7 @@ class Generation:
                         yield piece
                 return
             except WorkerLost as lost:
-                if self._started or self._is_pinned() or attempt + 1 == self._max_attempts:
+                if self._output_tokens or self._is_pinned() or attempt + 1 == self._max_attempts:
                     raise
                 self._metrics.retries.inc()
                 log.warning(
@@ -194,19 +193,16 @@ class Generation:
             mode=selection.mode,
         )
         finished = False
-        tokens = 0
         try:
             answer = self._workers.generate(selection.endpoint, self._worker_request(booking), deadline=deadline)
             async with aclosing(answer) as pieces:
                 async for encoded in pieces:
                     output = WorkerServiceGenerateResponse.FromString(encoded).output
                     if output.token_ids:
-                        if not tokens:
-                            self._started = True
+                        if not self._output_tokens:
                             self._link.prefill_complete(booking)
-                        tokens += len(output.token_ids)
-                        self._output_tokens = tokens
-                        self._link.report_output(booking, tokens)
+                        self._output_tokens += len(output.token_ids)
+                        self._link.report_output(booking, self._output_tokens)
                     finished = output.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED
                     if routing is not None:
                         encoded += FrontendServiceGenerateResponse(routing=routing).SerializeToString()
