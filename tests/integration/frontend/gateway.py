@@ -140,6 +140,10 @@ async def running_system(
         ]
         front = FrontendSettings(**common, port=0, **frontend_options)
         runtime = await stack.enter_async_context(open_runtime(front))
+        async with asyncio.timeout(30):
+            await runtime.directory.wait_for(
+                lambda seen: sum(each.ready for each in seen.services("scheduler").values()) == schedulers
+            )
         remote_schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
         frontend = await stack.enter_async_context(frontend_app.running(front, runtime, remote_schedulers))
         http = await stack.enter_async_context(frontend_app.serving_http(frontend, front, runtime))

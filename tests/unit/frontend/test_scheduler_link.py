@@ -161,7 +161,10 @@ async def test_a_selection_that_moves_keeps_its_arrival_and_what_is_left_of_its_
     assert 9000 >= first.time_left_ms > second.time_left_ms > 0
 
 
-async def test_a_component_that_the_scheduler_has_not_discovered_yet_is_asked_for_again() -> None:
+async def test_a_component_that_the_scheduler_has_not_discovered_yet_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_link, "_YOUNG_SECONDS", 60.0)
     scheduler = Refusing(2)
     scheduler.opened.set()
     async with linked(scheduler) as link:
@@ -230,5 +233,5 @@ async def test_it_ends_when_it_is_cancelled_whatever_it_is_doing() -> None:
         for _ in range(steps):
             await asyncio.sleep(0)
         running.cancel()
-        ended, _ = await asyncio.wait({running}, timeout=1.0)
+        ended, _ = await asyncio.wait({running}, timeout=10)
         assert ended, f"a cancel after {steps} steps was lost"
