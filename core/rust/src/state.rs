@@ -15,6 +15,8 @@ struct Block {
     engine: u64,
     local: u64,
     sequence: u64,
+    /// Sequence hash of the block before it; 0 at depth 0.
+    above: u64,
     /// Copies in each tier.
     copies: [u32; 4],
 }
@@ -38,7 +40,8 @@ impl Index {
             for depth in start..end {
                 let at = run.slot(depth);
                 let local = self.blocks.local(at);
-                sequence = sequence_hash(depth, sequence, local);
+                let above = sequence;
+                sequence = sequence_hash(depth, above, local);
                 for &label in &labels {
                     let spot = Spot { run: id, label, depth };
                     let mut copies = [0; 4];
@@ -51,7 +54,7 @@ impl Index {
                     }
                     if copies != [0; 4] {
                         let engine = self.engine_at(spot).unwrap_or_default();
-                        visit(Block { spot, engine, local, sequence, copies });
+                        visit(Block { spot, engine, local, sequence, above, copies });
                     }
                 }
             }
@@ -153,11 +156,7 @@ impl Index {
         let mut records = Vec::new();
         let mut at_place: HashMap<(u32, u64), u64> = HashMap::new();
         self.for_blocks(slot, |block| {
-            let above = block.spot.depth.checked_sub(1).map(|depth| {
-                let run = self.runs.at(block.spot.run);
-                let above = if depth >= run.start { block.spot.run } else { run.parent };
-                (depth, self.sequence_at(above, depth))
-            });
+            let above = block.spot.depth.checked_sub(1).map(|depth| (depth, block.above));
             at_place.insert((block.spot.depth, block.sequence), block.engine);
             records.push((block.spot.depth, above, Record::of(&block, None)));
         });
@@ -258,7 +257,7 @@ struct Record {
 
 impl Record {
     fn of(block: &Block, parent: Option<u64>) -> Self {
-        let Block { spot, engine, local, sequence, copies } = *block;
+        let Block { spot, engine, local, sequence, copies, .. } = *block;
         Self { engine, parent, local, sequence, depth: spot.depth, copies }
     }
 
