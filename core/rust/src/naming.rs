@@ -51,7 +51,6 @@ impl Index {
         while at < to {
             let first = at;
             at = self.name_shared(chain, run, depth_of(at), at, to, &mut ahead);
-            let mut label = SHARED;
             let mut name = Name::Shared;
             if at < to {
                 name = self.name(chain, Spot { run, label: SHARED, depth: depth_of(at) }, at);
@@ -62,24 +61,22 @@ impl Index {
             if at > first {
                 self.hold(seat, run, SHARED, depth_of(first), depth_of(at), chain.counting);
             }
-            match name {
-                Name::Shared => {}
-                Name::Known(known) => {
-                    label = known;
-                    self.hold(seat, run, label, depth_of(at), depth_of(at) + 1, chain.counting);
-                    at += 1;
-                }
+            let label = match name {
+                Name::Shared => SHARED,
+                Name::Known(label) => label,
                 Name::Private => {
                     let engine = chain.engines.get(at).copied().unwrap_or_default();
-                    let at_depth = depth_of(at);
-                    label = self.label_for(seat.rank(), run, at_depth).ok_or(Refused::Exhausted)?;
-                    if !self.put_private(label, at_depth, engine) {
+                    let label = self.label_for(seat.rank(), run, depth_of(at)).ok_or(Refused::Exhausted)?;
+                    if !self.put_private(label, depth_of(at), engine) {
                         return Err(Refused::Exhausted);
                     }
-                    // Held at once: a label is freed with the last block that is held by it.
-                    self.hold(seat, run, label, at_depth, at_depth + 1, chain.counting);
-                    at += 1;
+                    label
                 }
+            };
+            if label != SHARED {
+                // Held at once: a label is freed with the last block that is held by it.
+                self.hold(seat, run, label, depth_of(at), depth_of(at) + 1, chain.counting);
+                at += 1;
             }
             let last = Spot { run, label, depth: depth_of(at) - 1 };
             if let Some(rank) = self.ranks.get_mut(seat.rank()) {
