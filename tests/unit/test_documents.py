@@ -65,23 +65,28 @@ def test_tests_are_there(document: Path, tests: set[str]) -> None:
         assert any(each.startswith(name) if cut else each == name for each in tests), name
 
 
-def options_of(command: object) -> Iterator[str]:
-    yield from (
-        option
-        for parameter in getattr(command, "params", ())
-        for option in (*parameter.opts, *parameter.secondary_opts)
-    )
+def options_of(command: object) -> Iterator[frozenset[str]]:
+    """The names of each option of a command and those below it."""
+    for parameter in getattr(command, "params", ()):
+        yield frozenset(name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--"))
     for each in getattr(command, "commands", {}).values():
         yield from options_of(each)
+
+
+SERVICES = (IndexerSettings, SchedulerSettings, FrontendSettings, MockerSettings)
+COMMANDS = [names for names in options_of(typer.main.get_command(app)) if names]
+
+
+def options_in(document: Path) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", document.read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="module")
 def options() -> set[str]:
     """Every option of every service, command and benchmark."""
-    services = (IndexerSettings, SchedulerSettings, FrontendSettings, MockerSettings)
     return {
-        *options_of(typer.main.get_command(app)),
-        *(option for kind in services for option in _parser((kind,), None)._option_string_actions),
+        *(name for names in COMMANDS for name in names),
+        *(option for kind in SERVICES for option in _parser((kind,), None)._option_string_actions),
         *(
             option
             for path in (ROOT / "bench").rglob("*.py")
@@ -94,5 +99,12 @@ def options() -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_options_are_there(document: Path, options: set[str]) -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", document.read_text(encoding="utf-8")))
+    named = options_in(document)
     assert named <= options, sorted(named - options)
+
+
+def test_every_option_is_in_some_document() -> None:
+    named = {option for document in DOCUMENTS for option in options_in(document)}
+    fields = {field.replace("_", "-") for kind in SERVICES for field in kind.model_fields}
+    every = [*COMMANDS, *({f"--{field}", f"--no-{field}"} for field in fields)]
+    assert not [sorted(names) for names in every if not names & named]
