@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvrouter.scheduler.choosing import Chosen
-from kvrouter.scheduler.decisions import rank_message
+from kvrouter.scheduler.messages import component_message, rank_message
 from kvrouter.scheduler.questions import Asked
-from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
@@ -20,7 +19,7 @@ def answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float) 
         prompt_blocks=question.prompt.blocks,
         decision_id=decision_id,
         load_only=bool(asked.overlaps.failure),
-        component=Component(namespace=pool.name.namespace, name=pool.name.name),
+        component=component_message(pool.name),
         mode=question.options.mode,
         held_us=int(held_seconds * 1e6),
         role=candidate.role,

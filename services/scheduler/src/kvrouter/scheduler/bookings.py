@@ -7,6 +7,7 @@ from collections.abc import Callable
 import structlog
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.ledger import Ledger, Record
+from kvrouter.scheduler.messages import rank_of
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.records import Place
@@ -96,8 +97,8 @@ class Bookings:
         record = self._ledger.find(key, now)
         known = record is not None or self._ledger.was_freed(key)
         if record is not None:
-            rank = (request.rank.worker_id, request.rank.dp_rank)
-            self._ledger.adopt(record, session_id, Place(rank, min(request.prefill_tokens, request.prompt_tokens)))
+            place = Place(rank_of(request), min(request.prefill_tokens, request.prompt_tokens))
+            self._ledger.adopt(record, session_id, place)
         elif not known:
             record = self._book_again(key, request, session_id, now)
         if record is not None:

@@ -9,18 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvrouter.core import Rank
+from kvrouter.scheduler.messages import component_message, rank_message, rank_of
 from kvrouter.scheduler.policies.interface import Explanation, Facts
-from kvrouter.v1 import common_pb2
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 
 _MAX_ROWS = 200_000
 """Candidates over all decisions kept: some 50 MB of columns."""
-
-
-def rank_message(rank: Rank) -> common_pb2.Rank:
-    """A rank as the contract has it."""
-    return common_pb2.Rank(worker_id=rank[0], dp_rank=rank[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,7 @@ class Decided:
         """As the contract has it, candidates in order of rank."""
         weighed = [] if self.facts is None else [self._terms(index) for index in range(len(self.facts.ranks))]
         left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in self.excluded().items()]
-        return self._message(sorted([*weighed, *left_out], key=_order))
+        return self._message(sorted([*weighed, *left_out], key=rank_of))
 
     def to_short_message(self) -> Decision:
         """The same; of the candidates only the chosen one and the cheapest other, where they were weighed."""
@@ -77,7 +72,7 @@ class Decided:
             load_only=self.load_only,
             attempt=self.attempt,
             held_us=int(self.held_seconds * 1e6),
-            component=common_pb2.Component(namespace=self.component.namespace, name=self.component.name),
+            component=component_message(self.component),
         )
 
     def _terms(self, index: int) -> CandidateTerms:
@@ -89,10 +84,6 @@ class Decided:
             terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
             formula=self.explanation.formula(index),
         )
-
-
-def _order(terms: CandidateTerms) -> Rank:
-    return (terms.rank.worker_id, terms.rank.dp_rank)
 
 
 class Decisions:

@@ -24,8 +24,8 @@ from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
 from kvrouter.scheduler.choosing import Chosen
-from kvrouter.scheduler.decisions import rank_message
 from kvrouter.scheduler.hold_queue import INTERVAL_S, HoldQueue
+from kvrouter.scheduler.messages import rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Hold
 from kvrouter.scheduler.questions import Asked

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
+from kvrouter.scheduler.messages import rank_of
 from kvrouter.scheduler.records import Life, Place, Record, Records
 from kvrouter.scheduler.slots import Key
 from kvrouter.v1.names import ComponentName
@@ -170,8 +171,7 @@ class Ledger:
             return
         self.check_bookable(record.key, session_id)
         answered = record.outcome
-        rank = (answered.rank.worker_id, answered.rank.dp_rank)
-        self.records.hold(record, self.records.here, Place(rank, answered.prefill_tokens))
+        self.records.hold(record, self.records.here, Place(rank_of(answered), answered.prefill_tokens))
         record.session_id, record.lease_seconds = session_id, lease_seconds
         self._own(record, now)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
+from kvrouter.scheduler.messages import rank_of
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class LoadReports:
             report = LoadReport.FromString(encoded)
         except DecodeError:
             return "unparsable"
-        rank = (report.rank.worker_id, report.rank.dp_rank)
+        rank = rank_of(report)
         if rank not in self._registered:
             return "unknown_rank"
         before = self._reports.get(rank)

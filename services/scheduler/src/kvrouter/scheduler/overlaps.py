@@ -16,10 +16,11 @@ from kvrouter.core import Rank
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
+from kvrouter.scheduler.messages import component_message
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.prompts import Prompt
 from kvrouter.scheduler.roster import Roster
-from kvrouter.v1.common_pb2 import Component, Cursor
+from kvrouter.v1.common_pb2 import Cursor
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes
 from kvrouter.v1.names import ComponentName
 from numpy.typing import NDArray
@@ -101,7 +102,7 @@ async def ask(
     if indexer is None:
         return Overlaps(failure="no_indexer")
     request = FindMatchesRequest(
-        component=Component(namespace=component.namespace, name=component.name),
+        component=component_message(component),
         local_hashes=LocalHashes(hashes=memoryview(prompt.local_hashes).cast("Q").tolist()),
         block_size=block_size,
     )

@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
+from kvrouter.scheduler.messages import key_message
 from kvrouter.scheduler.records import Record
 from kvrouter.scheduler.replica_log import Log
 from kvrouter.scheduler.replicas import Replicas
 from kvrouter.scheduler.slots import Key, key_of
-from kvrouter.scheduler.told import add_request, key_message
+from kvrouter.scheduler.told import add_request
 from kvrouter.v1.sync_pb2 import (
     AddRequest,
     BookingState,

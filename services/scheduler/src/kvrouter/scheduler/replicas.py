@@ -23,6 +23,7 @@ from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.claims import Claims
+from kvrouter.scheduler.messages import component_message, key_message, rank_of
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import Predictions
 from kvrouter.scheduler.prompts import Prompt, pack_hashes
@@ -30,7 +31,7 @@ from kvrouter.scheduler.records import Life, Place, Record, Records, booking_of
 from kvrouter.scheduler.replica_log import Log
 from kvrouter.scheduler.slots import Key
 from kvrouter.scheduler.sync_metrics import SyncMetrics
-from kvrouter.scheduler.told import add_request, book_told, component_message, key_message
+from kvrouter.scheduler.told import add_request, book_told
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReplicaStatus
 from kvrouter.v1.sync_pb2 import (
@@ -286,7 +287,7 @@ class Replicas:
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
         record = self.records.get(key)
-        rank = (told.rank.worker_id, told.rank.dp_rank)
+        rank = rank_of(told)
         if record is None:
             record = book_told(pool, key, told)
             if record is None:

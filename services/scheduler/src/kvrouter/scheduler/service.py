@@ -9,7 +9,8 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, NotFound, UnknownModel
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.candidates import check_pinned
-from kvrouter.scheduler.decisions import Decisions, rank_message
+from kvrouter.scheduler.decisions import Decisions
+from kvrouter.scheduler.messages import rank_message
 from kvrouter.scheduler.options import Thresholds
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.selection import Selector

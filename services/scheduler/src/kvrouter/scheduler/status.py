@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.busy import why_busy
-from kvrouter.scheduler.decisions import Decisions, rank_message
+from kvrouter.scheduler.decisions import Decisions
 from kvrouter.scheduler.held import HeldRequests
 from kvrouter.scheduler.ledger import Ledger
+from kvrouter.scheduler.messages import component_message, rank_message
 from kvrouter.scheduler.options import Thresholds
 from kvrouter.scheduler.pools import Pool, Pools
 from kvrouter.scheduler.replica_sync import ReplicaSync
 from kvrouter.scheduler.slots import RankLoad
 from kvrouter.scheduler.thresholds import ThresholdBoard
-from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, HeldStatus, RankStatus
 
@@ -80,7 +80,7 @@ class Status:
         loads = pool.slots.load_by_rank()
         now = self._clock()
         return ComponentStatus(
-            component=Component(namespace=pool.name.namespace, name=pool.name.name),
+            component=component_message(pool.name),
             model=pool.model,
             block_size=pool.slots.block_size,
             mode=self._mode,

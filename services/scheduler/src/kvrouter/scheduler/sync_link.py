@@ -17,11 +17,11 @@ import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
+from kvrouter.scheduler.messages import component_message
 from kvrouter.scheduler.replica_log import Log
 from kvrouter.scheduler.replica_state import Fetch, StateBroken, chunks
 from kvrouter.scheduler.replica_sync import ReplicaSync
 from kvrouter.scheduler.replicas import Replicas
-from kvrouter.scheduler.told import component_message
 from kvrouter.v1.names import ComponentName, InvalidName, check_name
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncStateRequest, SyncStateResponse
 from nats.aio.client import Client

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.messages import component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.pools import Pool
 from kvrouter.scheduler.prompts import Prompt, pack_hashes
 from kvrouter.scheduler.records import Place, Record, booking_of
 from kvrouter.scheduler.slots import Key
-from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, Stage
-from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 from kvrouter.v1.sync_pb2 import AddRequest
-
-
-def key_message(key: Key) -> BookingKey:
-    """A key as the contract has it."""
-    request_id, attempt, stage = key
-    return BookingKey(request_id=request_id, attempt=attempt, stage=cast(Stage, stage))
-
-
-def component_message(name: ComponentName) -> Component:
-    """A component as the contract has it."""
-    return Component(namespace=name.namespace, name=name.name)
 
 
 def add_request(record: Record, place: Place, now: float) -> AddRequest:
     """A live booking, as the Scheduler that holds it at that place tells others of it."""
     booking = booking_of(record)
-    lease_left = 0.0 if record.session_id else record.lease_until - now
+    lease_until_unix_ns = 0 if record.session_id else time.time_ns() + int((record.lease_until - now) * 1e9)
     return AddRequest(
         booking=key_message(record.key),
-        rank=Rank(worker_id=place.rank[0], dp_rank=place.rank[1]),
+        rank=rank_message(place.rank),
         sequence_hashes=memoryview(booking.sequence_hashes).cast("Q").tolist(),
         local_hashes=memoryview(record.local_hashes).cast("Q").tolist(),
         prompt_tokens=booking.prompt_tokens,
         prefill_tokens=place.prefill_tokens,
         overlap_blocks=record.outcome.overlap_blocks,
         session_id=record.session_id,
-        lease_until_unix_ns=time.time_ns() + int(lease_left * 1e9) if not record.session_id else 0,
+        lease_until_unix_ns=lease_until_unix_ns,
         tracks_active_blocks=booking.track_blocks,
         conversation=record.conversation,
     )
@@ -62,7 +49,7 @@ def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Recor
             advice="Send one hash for each full block of the prompt.",
         )
     prompt = Prompt(told.prompt_tokens, b"", hashes)
-    rank = (told.rank.worker_id, told.rank.dp_rank)
+    rank = rank_of(told)
     prefill_tokens = min(told.prefill_tokens, prompt.tokens)
     if not pool.slots.book(key, rank, prompt, prefill_tokens):
         return None
