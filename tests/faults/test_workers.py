@@ -190,14 +190,15 @@ async def test_light_messages_are_dropped_doubled_and_reordered(rig: Rig) -> Non
         delayed.clear()
 
     await source.subscribe(COMPONENT.live_wildcard, cb=forward)
+    await source.flush()
     await rig.start_nodes(1, 2, nats=far.url, transport=Transport.TRANSPORT_LIGHT)
     one = await rig.indexer("one")
     await rig.serve(10)
     await rig.agree(one)
     await rig.serve(120, 0.01)
+    while not all(counts.values()) or not (await one.stats()).events.gaps:  # a slow machine sends fewer messages
+        await rig.serve(10, 0.01)
     await rig.agree(one)
-    assert all(counts.values()), counts
-    assert (await one.stats()).events.gaps
 
 
 async def test_publish_acknowledgements_are_dropped_doubled_and_reordered(rig: Rig) -> None:
@@ -212,7 +213,8 @@ async def test_publish_acknowledgements_are_dropped_doubled_and_reordered(rig: R
         for node in nodes:
             await node.worker.flush()
     await rig.agree(one)
-    assert sum(node.worker.rank(0).stats().retries for node in nodes) >= wire.counts["dropped"]
+    # Those of heartbeats are dropped too, at any moment, and it takes a while until one is missed.
+    await rig.until(lambda: sum(node.worker.rank(0).stats().retries for node in nodes) >= wire.counts["dropped"])
     counted = (await one.stats()).events
     assert (counted.gaps, counted.repairs) == (0, 0)
     told = await _events_of_stream(await rig.client())

@@ -221,6 +221,7 @@ async def test_a_worker_that_is_gone_loses_its_blocks_after_the_grace(
         await goes.stored(PROMPT, 100).publish(js)
         await follows(index, stays)
         await follows(index, goes)
+        await until(lambda: len(index.ranks) == 2)
         index.update_workers({1: registration(stays)})
         await until(lambda: len(index.ranks) == 1)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}

@@ -112,10 +112,12 @@ async def test_a_rank_that_went_wrong_is_replaced(
     await ensure_stream(connection.jetstream(), component)
     async with caching(worker_config(component, etcd_endpoint, nats_url, 1)) as (worker, cache):
         cache.live(100)
+        await worker.flush()  # else the index would find nothing in the stream, and fetch the rank at once
         async with indexing(connection, component) as index:
             index.update_workers({1: registration_of(worker)})
             await until(lambda: index.ready)
             await agrees(index, worker, cache)
+            assert index.resync.resyncs == 0
             subject = component.events_subject(1, 0)
             if fault == "refused":
                 bad = KvEvent(event_id=cache.rank.stats().next_event_id)
@@ -151,10 +153,12 @@ async def test_drift_that_persists_is_told_and_not_fetched_again(
     config = worker_config(component, etcd_endpoint, nats_url, 1, heartbeat_seconds=60.0)
     async with caching(config) as (worker, cache):
         cache.live(20)
+        await worker.flush()
         async with indexing(connection, component) as index:
             index.update_workers({1: registration_of(worker)})
             await until(lambda: index.ready)
             await agrees(index, worker, cache)
+            assert index.resync.resyncs == 0
             lie = forged(cache, incarnation=worker.incarnation, digest=1)
             await connection.publish(component.events_subject(1, 0), lie)
             await until(lambda: index.resync.resyncs == 1)
