@@ -243,7 +243,7 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvrouter.scheduler.replica_state.CHUNK_BYTES", 1)
-        parts = list(chunks(teller.replicas, 0.0))
+        parts = list(chunks(teller.replicas))
     assert len(parts) == 5
     broken = Fetch(hearer.replicas, heard)
     assert not broken.take(parts[0])

@@ -277,7 +277,7 @@ class Cluster(RuleBasedStateMachine):
             sender = heard.life[1]
             reachable = sender in self.alive and frozenset((sender, to)) not in self.cut
             if heard.wanted and (to, heard.life) not in self.fetches and reachable:
-                state = chunks(self._replicas(sender), self.now)
+                state = chunks(self._replicas(sender))
                 self.fetches[to, heard.life] = (Fetch(self._replicas(to), heard), state)
 
     @precondition(lambda self: self.fetches)

@@ -15,7 +15,6 @@ from kvrouter.scheduler.records import Record
 from kvrouter.scheduler.replica_log import Log
 from kvrouter.scheduler.replicas import Replicas
 from kvrouter.scheduler.slots import Key, key_of
-from kvrouter.scheduler.told import add_request
 from kvrouter.v1.sync_pb2 import (
     AddRequest,
     BookingState,
@@ -36,7 +35,7 @@ class StateBroken(Exception):
     """A state did not come whole, or is not the one that was asked for."""
 
 
-def chunks(replicas: Replicas, now: float) -> Iterator[SyncStateResponse]:
+def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
     """The state of this Scheduler."""
     epoch, router_id = replicas.records.here
     next_sequence = replicas.next_sequence
@@ -48,7 +47,7 @@ def chunks(replicas: Replicas, now: float) -> Iterator[SyncStateResponse]:
         chunk.chunk, chunk.last = next(numbers), last
         return chunk
 
-    for name, item in _items(replicas, now):
+    for name, item in _items(replicas):
         getattr(chunk, name).append(item)
         size += item.ByteSize()
         if size >= CHUNK_BYTES:
@@ -57,13 +56,13 @@ def chunks(replicas: Replicas, now: float) -> Iterator[SyncStateResponse]:
     yield finished(last=True)
 
 
-def _items(replicas: Replicas, now: float) -> Iterator[tuple[str, Message]]:
+def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     records = replicas.records
     own, all_records, freed = list(replicas.own), list(records), records.freed()
     for key in own:
         record = records.get(key)
         if record is not None:
-            yield "bookings", _state(record, add_request(record, records.place(record, records.here), now))
+            yield "bookings", _state(record, replicas.told(record))
     for record in all_records:
         if record.told and record.component == replicas.component and not records.is_here(record):
             yield "progress", _state(record, AddRequest(booking=key_message(record.key)))

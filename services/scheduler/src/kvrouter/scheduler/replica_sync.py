@@ -34,7 +34,7 @@ class ReplicaSync:
         """``grace_seconds`` is how long bookings outlive the Scheduler that held them."""
         self.records = records
         self.metrics = metrics
-        self.clock = clock
+        self._clock = clock
         self.send: Outgoing = _drop
         """Takes this Scheduler's events, each component's in their order."""
         self._pools = pools
@@ -58,7 +58,7 @@ class ReplicaSync:
                 self.metrics,
                 lambda event: self.send(component, event),
                 grace_seconds=self._grace,
-                clock=self.clock,
+                clock=self._clock,
                 predictions=self._predictions,
                 affinity=self._affinity,
             )

@@ -93,9 +93,13 @@ class Replicas:
 
     # What happens here.
 
+    def told(self, record: Record) -> AddRequest:
+        """A booking that is held here, as the others are told of it."""
+        return add_request(record, self.records.place(record, self.records.here), self.now())
+
     def held(self, record: Record) -> None:
         """A booking is held here, or by another owner here."""
-        told = add_request(record, self.records.place(record, self.records.here), self.now())
+        told = self.told(record)
         if told.ByteSize() > MAX_TOLD_BYTES:
             self._set_aside("too_large")
             return

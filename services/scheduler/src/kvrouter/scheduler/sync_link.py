@@ -122,7 +122,6 @@ class _Channel:
         self._component = component
         self._replicas: Replicas = sync.of(component)
         self._metrics = sync.metrics
-        self._clock = sync.clock
         self._client = client
         self._heartbeat_seconds = heartbeat_seconds
         self._here = sync.records.here
@@ -264,7 +263,7 @@ class _Channel:
         while True:
             reply = await self._asked.get()
             try:
-                for number, chunk in enumerate(chunks(self._replicas, self._clock())):
+                for number, chunk in enumerate(chunks(self._replicas)):
                     await self._client.publish(reply, chunk.SerializeToString())
                     if number % _CHUNKS_IN_FLIGHT == _CHUNKS_IN_FLIGHT - 1:
                         await self._client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
