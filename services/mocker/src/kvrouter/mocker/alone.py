@@ -15,9 +15,8 @@ from kvrouter.mocker.adapter import MockEngine
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.worker import load_reports
 from kvrouter.publisher.worker_server import WorkerServer
-from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.events_pb2 import LoadReport
 from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="mocker")
@@ -35,22 +34,13 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
     config = worker_config(settings, worker_id)
     drivers = make_drivers(settings, worker_id, registry, lambda _: lambda _: None)
     engine = MockEngine(drivers)
-
-    def load_reports() -> list[LoadReport]:
-        reports = []
-        for dp_rank, report in engine.load().items():
-            report.rank.CopyFrom(Rank(worker_id=worker_id, dp_rank=dp_rank))
-            report.incarnation, report.measured_unix_ns = incarnation, time.time_ns()
-            reports.append(report)
-        return reports
-
     ranks = {
         dp_rank: RankPublisher(
             subject="", worker_id=worker_id, dp_rank=dp_rank, incarnation=incarnation, block_size=config.block_size
         )
         for dp_rank in drivers
     }
-    server = WorkerServer(engine, ranks, load_reports)
+    server = WorkerServer(engine, ranks, lambda: load_reports(engine, config, incarnation))
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:

@@ -134,17 +134,7 @@ class Worker:
 
     def load_reports(self) -> list[LoadReport]:
         """The load of every rank as the engine tells it, with rank, incarnation and time."""
-        now = time.time_ns()
-        reports = []
-        for dp_rank, load in sorted(self._engine.load().items()):
-            report = LoadReport()
-            report.CopyFrom(load)
-            report.rank.CopyFrom(Rank(worker_id=self.config.worker_id, dp_rank=dp_rank))
-            report.incarnation = self.incarnation
-            report.measured_unix_ns = now
-            report.total_blocks = report.total_blocks or self.config.ranks.get(dp_rank, 0)
-            reports.append(report)
-        return reports
+        return load_reports(self._engine, self.config, self.incarnation)
 
     async def report_load(self) -> None:
         """Publishes the load of every rank at once; lost where NATS is away."""
@@ -244,6 +234,21 @@ class Worker:
             except Exception:
                 # The engine's own code; its failure to tell its load must not end the worker.
                 log.exception("load report failed", worker_id=self.config.worker_id)
+
+
+def load_reports(engine: Engine, config: WorkerConfig, incarnation: int) -> list[LoadReport]:
+    """The load of every rank of a worker as its engine tells it, with rank, incarnation and time."""
+    now = time.time_ns()
+    reports = []
+    for dp_rank, load in sorted(engine.load().items()):
+        report = LoadReport()
+        report.CopyFrom(load)
+        report.rank.CopyFrom(Rank(worker_id=config.worker_id, dp_rank=dp_rank))
+        report.incarnation = incarnation
+        report.measured_unix_ns = now
+        report.total_blocks = report.total_blocks or config.ranks.get(dp_rank, 0)
+        reports.append(report)
+    return reports
 
 
 @asynccontextmanager
