@@ -8,13 +8,14 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
 
-# The gate tries the same examples each time, so that it judges the change and not the draw; elsewhere they are new.
-settings.register_profile("gate", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("gate")
+# How long an example takes is the machine's affair. The gate tries the same examples each time, so that it judges the
+# change and not the draw; elsewhere they are new.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("gate", settings.get_profile("any"), derandomize=True)
+settings.load_profile("gate" if os.environ.get("CI") else "any")
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def distinct_places(oracle: Oracle) -> int:
 
 
 @given(histories())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_index_holds_what_its_events_say(index_class: type, history: list[Operation]) -> None:
     index, oracle, reloaded = index_class(), Oracle(), False
     for operation in history:
@@ -62,7 +62,7 @@ def test_an_index_holds_what_its_events_say(index_class: type, history: list[Ope
 
 
 @given(histories(max_operations=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_native_index_agrees_with_the_reference(history: list[Operation]) -> None:
     native = implementation("native", "PrefixIndex").PrefixIndex
     indexes = [native(), reference.PrefixIndex()]
@@ -73,7 +73,7 @@ def test_the_native_index_agrees_with_the_reference(history: list[Operation]) ->
 
 
 @given(histories(), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_dump_loads_into_an_equal_rank(index_class: type, history: list[Operation], chunk_blocks: int) -> None:
     index, copy = index_class(), index_class()
     for operation in history:
@@ -85,7 +85,7 @@ def test_a_dump_loads_into_an_equal_rank(index_class: type, history: list[Operat
 
 
 @given(histories(), st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bounds_hold_whatever_comes(index_class: type, history: list[Operation], max_blocks: int) -> None:
     """Over bound there is less, and it is said; never more than without the bound, and never anything else."""
     bounded, free = index_class(max_blocks=max_blocks), index_class()
@@ -102,7 +102,7 @@ def test_bounds_hold_whatever_comes(index_class: type, history: list[Operation],
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_blocks_may_go_in_any_order(index_class: type, data: st.DataObject) -> None:
     """A tree of blocks is removed in any order; each step leaves what brute force says."""
     parents = data.draw(st.lists(st.integers(-1, 9), min_size=1, max_size=10), label="parents")
@@ -128,7 +128,7 @@ def test_blocks_may_go_in_any_order(index_class: type, data: st.DataObject) -> N
 
 
 @given(st.lists(st.binary(max_size=60), max_size=5), st.binary(max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_bytes_whatever_raise_from_apply(index_class: type, noise: list[bytes], more: bytes) -> None:
     index = index_class()
     good = batch(0, stored([101, 102], [1, 2]))

@@ -167,7 +167,7 @@ _steps = st.lists(
 
 
 @given(_steps, st.integers(1, 12), st.sampled_from([0.0, 0.5, 0.8, 1.0]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_use(predicted_class: type, steps: list[Any], max_blocks: int, prune_ratio: float) -> None:
     """Against a dict of (rank, tuple of local hashes) → time, pruned by the words of the interface."""
     ttl, now = 10.0, 0.0

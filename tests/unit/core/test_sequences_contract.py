@@ -288,7 +288,7 @@ _calls = st.lists(
 
 
 @given(_calls)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls: list[Any]) -> None:
     sequences, model = sequences_class(BLOCK), Model()
     for rank in (ONE, TWO):
@@ -337,7 +337,7 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_order_in_which_news_arrives_does_not_matter(sequences_class: type, seed: int, copies: int) -> None:
     """Replicas that hear of bookings and frees in different orders, some twice, come to the same loads."""
     rng = random.Random(seed)

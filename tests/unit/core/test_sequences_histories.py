@@ -127,7 +127,7 @@ def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_threads_read_what_is_booked() -> None:
@@ -158,7 +158,7 @@ def test_threads_read_what_is_booked() -> None:
     assert len(sequences) == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(1, 200))
 def test_many_ranks_that_leave_a_prompt_at_many_depths(seed: int, ranks: int) -> None:
     """Sets of many ranks are kept and compared in another way than those of few."""

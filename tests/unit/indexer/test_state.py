@@ -215,7 +215,7 @@ def place_of(path: tuple[int, ...]) -> int:
     return int.from_bytes(sequence_hashes(struct.pack(f"<{len(path)}Q", *path))[-8:], "little")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_whatever_is_lost_or_comes_twice_the_index_claims_no_block_that_is_not_there(data: st.DataObject) -> None:
     index, engine = state(), Engine()

@@ -34,7 +34,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(engines, actions)
 def test_blocks_events_and_endings_add_up(config: dict[str, int], script: list[tuple]) -> None:  # type: ignore[type-arg]
     drive = Drive(engine(**config))
@@ -127,7 +127,7 @@ class NaiveCache:
         return cached
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(7, 14),
     st.integers(1, 4),

@@ -70,7 +70,7 @@ class Pair:
         return outcomes[0]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(configs, actions)
 def test_both_do_the_same(config: EngineConfig, script: list[tuple]) -> None:  # type: ignore[type-arg]
     pair = Pair(config)

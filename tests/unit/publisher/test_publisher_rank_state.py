@@ -87,7 +87,7 @@ clears = st.tuples(st.just("clear"), st.sampled_from((Tier.TIER_UNSPECIFIED, *TI
 histories = st.lists(st.one_of(stores, stores, stores, removals, clears), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(histories, st.sampled_from([COUNTED, SET]))
 def test_state_after_any_history(history: list[tuple[Any, ...]], counting: CopyCounting) -> None:
     state, oracle, sent = RankState(7, counting), Oracle(counting == COUNTED), []

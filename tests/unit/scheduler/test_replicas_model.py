@@ -450,7 +450,5 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_state, "CHUNK_BYTES", 1)
 
 
-Cluster.TestCase.settings = settings(
-    max_examples=600 if FULL else 100, stateful_step_count=100 if FULL else 50, deadline=None
-)
+Cluster.TestCase.settings = settings(max_examples=600 if FULL else 100, stateful_step_count=100 if FULL else 50)
 TestCluster = Cluster.TestCase

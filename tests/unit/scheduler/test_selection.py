@@ -140,7 +140,7 @@ async def test_where_nothing_is_held_a_request_waits_in_its_engine(monkeypatch: 
 WORKERS = st.lists(st.integers(1, 6), unique=True, max_size=6)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     registered=st.sets(st.integers(1, 6), min_size=1),
     draining=st.sets(st.integers(1, 6)),

@@ -98,7 +98,7 @@ class Load(RuleBasedStateMachine):
         assert len(self.slots) == len(self.live)
 
 
-Load.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Load.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLoad = Load.TestCase
 
 

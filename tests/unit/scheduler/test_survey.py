@@ -80,7 +80,7 @@ REPORTS = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     workers=WORKERS,
     bookings=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 20)), max_size=6),

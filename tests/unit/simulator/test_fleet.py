@@ -91,7 +91,7 @@ class Seen:
 
 
 @pytest.mark.skipif(IMPLEMENTATION != "native", reason="the engine in Rust is not built")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(fleets, scripts)
 def test_both_do_the_same(configs: list[EngineConfig], script: list[tuple[float, str, int, list[int], int]]) -> None:
     native = run(NativeFleet(configs, record_events=True), configs, script)
@@ -120,7 +120,7 @@ def test_the_scripts_reach_what_matters(what: Callable[[Seen], bool]) -> None:
     find(
         st.tuples(fleets, scripts),
         lambda drawn: what(run(ReferenceFleet(drawn[0], record_events=True), *drawn)),
-        settings=settings(max_examples=2000, deadline=None, phases=[Phase.generate], database=None),
+        settings=settings(max_examples=2000, phases=[Phase.generate], database=None),
     )
 
 
