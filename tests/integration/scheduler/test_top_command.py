@@ -51,6 +51,7 @@ async def test_one_frame_shows_load_hits_and_decisions(etcd_endpoint: str, nats_
     component = ComponentName(namespace, "decode")
     async with scheduling(component, etcd_endpoint, nats_url, kv_events=False) as stack:
         await book_two_and_end_one(stack)
+        await stack.runtime.registrar.wait_held()
         by_address = ("--scheduler", f"127.0.0.1:{stack.server.port}", "--indexer", NOWHERE)
         for how in (by_address, ("--etcd", etcd_endpoint, "--namespace", namespace)):
             status, out, errors = await run("--once", *how)
@@ -93,10 +94,8 @@ async def test_schedulers_are_followed_as_they_go_and_come(etcd_endpoint: str, n
             await two.knows(lambda found: 1 in found)
             await two.select(selecting("a"))
             seen = await until(sources, lambda system: sum(each.status is not None for each in system.schedulers) == 2)
-            leading = seen.leading(component)
-            assert leading is not None
-            assert leading[0].status is not None
-            assert leading[0].status.scheduler_id == "scheduler-2"
+            leading, _ = seen.components()[component]
+            assert leading.scheduler_id == "scheduler-2"
         await until(sources, lambda system: not system.schedulers)
         async with scheduling(component, etcd_endpoint, nats_url) as again:
             seen = await until(sources, lambda system: any(each.status is not None for each in system.schedulers))
