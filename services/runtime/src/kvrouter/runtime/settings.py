@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import socket
 import uuid
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -101,9 +102,10 @@ class RoutingSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _lists_workers(self) -> RoutingSettings:
-        self.static_components()
+        _ = self.static_components
         return self
 
+    @cached_property
     def static_components(self) -> tuple[StaticComponent, ...]:
         """The workers that are listed; none where etcd is to be asked.
 
@@ -129,5 +131,5 @@ class RoutingSettings(ServiceSettings):
 
     def static_endpoints(self) -> StaticEndpoints | None:
         """As in the base."""
-        components = self.static_components()
+        components = self.static_components
         return StaticEndpoints(components, probe_seconds=self.static_probe_seconds) if components else None
