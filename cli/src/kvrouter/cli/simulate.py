@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import as_file, files
@@ -15,6 +14,7 @@ from kvrouter.cli.faults import WrongUsage
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.time_model import TimeModel
+from kvrouter.runtime.files import can_be_written
 from kvrouter.simulator import report, traces
 from kvrouter.simulator.generators import GENERATORS, generate
 from kvrouter.simulator.plan import NAMES, Plan, routing_options, run_plan
@@ -111,7 +111,8 @@ def simulate_command(
 ) -> None:
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
     for path in (json_file, picture, save):
-        _check_writable(path)
+        if path is not None and not can_be_written(path):
+            raise WrongUsage(f"{path} cannot be written")
     if picture is not None and picture.suffix not in _PICTURES:
         raise WrongUsage(f"--picture is {picture}: its name must end in {', '.join(_PICTURES)}")
     if compare is not None and policy != DEFAULT_POLICY:
@@ -239,12 +240,6 @@ def _sync(lag_ms: float | None, loss: float | None, repair_ms: float | None) -> 
         DEFAULT_SYNC.loss if loss is None else loss,
         DEFAULT_SYNC.repair_s if repair_ms is None else _seconds("--sync-repair-ms", repair_ms),
     )
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before a run of minutes, not after it."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise WrongUsage(f"{path} cannot be written")
 
 
 def _time_model(prefill_ms: str | None, decode_ms: str | None, budget: int) -> TimeModel:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from kvrouter.runtime.files import can_be_written
 from kvrouter.runtime.settings import Address, RoutingSettings
 from kvrouter.runtime.static_list import StaticEndpoints
 from pydantic import AfterValidator, AliasChoices, Field
 
 
 def _checked_file(text: str) -> str:
-    path = Path(text)
-    if text and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+    if text and not can_be_written(Path(text)):
         raise ValueError("cannot be written")
     return text
 
