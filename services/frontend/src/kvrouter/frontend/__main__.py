@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import aclosing
 
 from kvrouter.frontend.app import running, serving_http
@@ -13,6 +12,7 @@ from kvrouter.runtime.context import open_runtime
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.lifecycle import run
 from kvrouter.runtime.settings import load
+from kvrouter.runtime.settings_sources import refuse
 from kvrouter.v1 import frontend_pb2
 
 _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -22,7 +22,7 @@ def main() -> None:
     """Runs until SIGTERM."""
     settings = load(FrontendSettings, prog="kvrouter-frontend")
     if settings.lacks_scheduler():
-        sys.exit(_usage("--static-workers: name the Schedulers too, with --static-schedulers"))
+        refuse("kvrouter-frontend", "--static-workers: name the Schedulers too, with --static-schedulers")
 
     async def serve(stopping: asyncio.Event) -> None:
         async with (
@@ -35,11 +35,6 @@ def main() -> None:
             await host(runtime, [hosted], stopping)
 
     run(serve, settings, "frontend")
-
-
-def _usage(message: str) -> int:
-    sys.stderr.write(f"kvrouter-frontend: {message}\n")
-    return 2
 
 
 if __name__ == "__main__":

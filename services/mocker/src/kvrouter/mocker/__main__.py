@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 
 from kvrouter.mocker.alone import serving_alone
@@ -13,6 +12,7 @@ from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.lifecycle import run
 from kvrouter.runtime.metrics import new_registry, serving_ops
 from kvrouter.runtime.settings import load
+from kvrouter.runtime.settings_sources import refuse
 from kvrouter.v1 import worker_pb2
 
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -25,7 +25,7 @@ def main() -> None:
         engine_config(settings, 0, 0)
         worker_config(settings, 0)
     except ValueError as error:
-        sys.exit(_usage(str(error)))
+        refuse("kvrouter-mocker", str(error))
 
     async def serve(stopping: asyncio.Event) -> None:
         registry, health = new_registry(), HealthBoard()
@@ -41,11 +41,6 @@ def main() -> None:
             await health.drain()
 
     run(serve, settings, "mocker")
-
-
-def _usage(message: str) -> int:
-    sys.stderr.write(f"kvrouter-mocker: {message}\n")
-    return 2
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from kvrouter.publisher.etcd import InvalidEndpoint, TakenOver
 from kvrouter.runtime import logs
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.settings_sources import refuse
 
 log = structlog.get_logger()
 
@@ -43,11 +44,11 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSetti
 def _refuse_reference(component: str) -> None:
     if core.IMPLEMENTATION == "native" or core.WANTED == "reference":
         return
-    sys.stderr.write(
-        f"kvrouter-{component}: the Rust core is not built; install kvrouter-core where a Rust toolchain is, or set "
-        "KVROUTER_CORE=reference to run on the slow Python one\n"
+    refuse(
+        f"kvrouter-{component}",
+        "the Rust core is not built; install kvrouter-core where a Rust toolchain is, or set KVROUTER_CORE=reference "
+        "to run on the slow Python one",
     )
-    sys.exit(2)
 
 
 async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:

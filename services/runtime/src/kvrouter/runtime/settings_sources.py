@@ -62,6 +62,12 @@ def load_all(kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, p
         parser.error(str(error))
 
 
+def refuse(prog: str, message: str) -> NoReturn:
+    """Ends a process that cannot start as it was told: one line on stderr and exit status 2."""
+    sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
+    sys.exit(2)
+
+
 def read_all(
     kinds: Sequence[type[Any]],
     argv: Sequence[str],
@@ -192,7 +198,7 @@ def _types(annotation: Any) -> tuple[Any, ...]:
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        refuse(self.prog, message)
 
 
 def _parser(kinds: Sequence[type[BaseModel]], prog: str | None) -> argparse.ArgumentParser:
