@@ -40,6 +40,8 @@ pub struct Index {
     pub(crate) heap: usize,
     /// Runs that may have blocks nobody holds.
     pub(crate) loose: Vec<u32>,
+    /// The block whose sequence hash was asked for last, by run and depth, and that hash; None once runs may have changed.
+    pub(crate) reached: Option<(u32, u32, u64)>,
     pub(crate) scratch: crate::scratch::Scratch,
     pub(crate) max_blocks: u64,
     pub(crate) max_bytes: u64,
@@ -66,6 +68,7 @@ impl Index {
             floating: 0,
             heap: 0,
             loose: Vec::new(),
+            reached: None,
             scratch: Default::default(),
             max_blocks,
             max_bytes,
@@ -212,13 +215,17 @@ impl Index {
         hash
     }
 
-    /// Sequence hash of a block of a run.
-    pub(crate) fn sequence_at(&self, run_id: u32, depth: u32) -> u64 {
+    /// Sequence hash of a block of a run. It goes on from the one asked for last: chains are walked down block by block.
+    pub(crate) fn sequence_at(&mut self, run_id: u32, depth: u32) -> u64 {
         let run = self.runs.at(run_id);
-        let mut hash = self.prefix(run_id);
-        for at in run.start..=depth {
+        let (from, mut hash) = match self.reached {
+            Some((same, last, hash)) if same == run_id && last < depth => (last + 1, hash),
+            _ => (run.start, self.prefix(run_id)),
+        };
+        for at in from..=depth {
             hash = sequence_hash(at, hash, self.blocks.local(run.slot(at)));
         }
+        self.reached = Some((run_id, depth, hash));
         hash
     }
 }

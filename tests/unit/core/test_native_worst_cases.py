@@ -163,6 +163,29 @@ def test_long_chains_whose_blocks_need_a_look_each(index: Any) -> None:
     assert device_overlap(index, *prompts[3]) == 65_536
 
 
+def test_a_long_chain_without_its_first_block(index: Any) -> None:
+    """Its blocks float until their ancestors come again. Time for each that grows with its depth would be minutes."""
+    chain = hashes(1 << 18)
+    halves = chain[: 1 << 17], chain[1 << 17 :]
+
+    def store(first: int, half: list[int], parent: int | None) -> None:
+        parts = [half[: 1 << 16], half[1 << 16 :]]
+        events = stored(parts[0], parts[0], parent=parent), stored(parts[1], parts[1], parent=parts[0][-1])
+        assert index.apply(batch(first, *events, counting=SET)).stored_blocks == len(half)
+
+    store(0, halves[0], None)
+    store(2, halves[1], halves[0][-1])
+    index.apply(batch(4, removed(chain[0]), counting=SET))
+    index.load_rank(list(index.dump_rank((7, 0))))
+    assert device_overlap(index, *chain) == 0
+    store(5, halves[0], None)
+    assert device_overlap(index, *chain) == len(chain)
+    index.load_rank(list(index.dump_rank((7, 0))))
+    assert device_overlap(index, *chain) == len(chain)
+    store(7, halves[1], halves[0][-1])
+    assert (index.stats().blocks, device_overlap(index, *chain)) == (len(chain), len(chain))
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_growth_to_a_million_blocks(index: Any, workers: int) -> None:
     """Tables double many times over; no batch of them moves more than the bound (checked by the fixture)."""
