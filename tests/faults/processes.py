@@ -32,6 +32,7 @@ from prometheus_client import CollectorRegistry
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 MODEL = "mock-model"
+SCHEDULERS = ("scheduler-0", "scheduler-1")
 PATIENCE_SECONDS = 60.0
 GRACE_SECONDS = 2.0
 TOKENS = 200
@@ -97,12 +98,21 @@ class Processes:
         """What waits at a Scheduler."""
         return (await self.status(name)).components[0].held
 
-    async def until_booked(self, name: str, count: int) -> set[int]:
+    async def deciding(self, frontends: int, names: tuple[str, str] = SCHEDULERS) -> tuple[str, str]:
+        """Of two processes, that whose Scheduler holds the sessions of all the Frontends, and the other one."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                sessions = [(await self.status(name)).sessions for name in names]
+                if sorted(sessions) == [0, frontends]:
+                    return names if sessions[0] else (names[1], names[0])
+                await asyncio.sleep(0.05)
+
+    async def until_booked(self, name: str, count: int, patience_seconds: float = PATIENCE_SECONDS) -> set[int]:
         """Returns when a Scheduler counts so many bookings: all the counts that it had on the way."""
         last: object = None
         seen = set[int]()
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(patience_seconds):
                 while last != count:
                     try:
                         last = booked = await self.booked(name)
@@ -172,6 +182,13 @@ async def streamed(
     async for piece in frontend.generate(request, deadline=Deadline.after(120)):
         tokens += len(piece.output.token_ids)
     return tokens
+
+
+async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Ends tasks; returns when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 @asynccontextmanager

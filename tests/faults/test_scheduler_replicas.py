@@ -8,33 +8,16 @@ import signal
 import pytest
 from kvrouter.runtime.errors import KvRouterError
 
-from .processes import GRACE_SECONDS, PATIENCE_SECONDS, TOKENS, Processes, start_system, streamed
+from .processes import GRACE_SECONDS, PATIENCE_SECONDS, SCHEDULERS, TOKENS, Processes, cancelled, start_system, streamed
 from .rig import FULL
 
 SYNC = ("--replica-sync", "--lease-seconds", "2", "--replica-heartbeat-seconds", "0.2")
 STREAMS = 500 if FULL else 100
-BOTH = ("scheduler-0", "scheduler-1")
-
-
-async def deciding(processes: Processes) -> tuple[str, str]:
-    """The Scheduler that holds the Frontends' sessions, and the other one."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            open_sessions = [(await processes.status(name)).sessions for name in BOTH]
-            if sum(map(bool, open_sessions)) == 1:
-                return BOTH if open_sessions[0] else (BOTH[1], BOTH[0])
-            await asyncio.sleep(0.05)
 
 
 async def until_all_booked(processes: Processes, count: int) -> None:
-    for name in BOTH:
+    for name in SCHEDULERS:
         await processes.until_booked(name, count)
-
-
-async def cancelled(tasks: list[asyncio.Task[int]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
 
 
 async def test_the_one_that_takes_over_has_the_load_before_it_is_told(processes: Processes) -> None:
@@ -43,7 +26,7 @@ async def test_the_one_that_takes_over_has_the_load_before_it_is_told(processes:
     running = [asyncio.create_task(streamed(frontend, number, TOKENS)) for number in range(STREAMS)]
     try:
         await until_all_booked(processes, STREAMS)
-        first, second = await deciding(processes)
+        first, second = await processes.deciding(1)
         # The Frontend cannot tell it anything as long as it stands still.
         processes.signal("frontend-0", signal.SIGSTOP)
         await processes.kill(first)
@@ -71,14 +54,14 @@ async def test_what_a_killed_frontend_had_goes_at_all(processes: Processes, with
     kept = [asyncio.create_task(streamed(other, STREAMS + number, 1000)) for number in range(20)]
     try:
         await until_all_booked(processes, STREAMS + 20)
-        first, second = await deciding(processes)
+        first, second = await processes.deciding(2)
         await asyncio.gather(processes.kill("frontend-0"), *([processes.kill(first)] if with_scheduler else []))
         outcomes = await asyncio.gather(*lost, return_exceptions=True)
         assert all(isinstance(outcome, KvRouterError) for outcome in outcomes)
-        for name in (second,) if with_scheduler else BOTH:
+        for name in (second,) if with_scheduler else SCHEDULERS:
             await processes.until_booked(name, 20)
         await cancelled(kept)
-        for name in (second,) if with_scheduler else BOTH:
+        for name in (second,) if with_scheduler else SCHEDULERS:
             await processes.until_booked(name, 0)
     finally:
         await cancelled(lost + kept)
@@ -90,7 +73,7 @@ async def test_one_that_is_paused_past_its_lease_and_comes_back_agrees(processes
     running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(20)]
     try:
         await until_all_booked(processes, 20)
-        first, second = await deciding(processes)
+        first, second = await processes.deciding(1)
         processes.signal(first, signal.SIGSTOP)
         async with asyncio.timeout(PATIENCE_SECONDS):
             await processes.directory.wait_for(lambda seen: first not in seen.services("scheduler"))
@@ -115,7 +98,7 @@ async def test_the_survivor_does_not_herd(processes: Processes, sync: tuple[str,
         for number in range(many + few)
     ]
     try:
-        first, second = await deciding(processes)
+        first, second = await processes.deciding(1)
         await processes.until_booked(first, many + few)
         assert await processes.requests_by_worker(first) == {1: many, 2: few}
         await processes.kill(first)
@@ -131,7 +114,7 @@ async def test_the_survivor_does_not_herd(processes: Processes, sync: tuple[str,
 
 async def test_schedulers_that_are_killed_and_join_under_load_agree(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=2, clock_factor=1.0, scheduler=SYNC)
-    live, ended, stopping = list(BOTH), 0, False
+    live, ended, stopping = list(SCHEDULERS), 0, False
 
     async def churn(place: int) -> None:
         nonlocal ended

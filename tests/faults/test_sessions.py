@@ -7,7 +7,7 @@ import time
 
 from kvrouter.runtime.errors import KvRouterError
 
-from .processes import PATIENCE_SECONDS, TOKENS, Processes, start_system, streamed
+from .processes import PATIENCE_SECONDS, TOKENS, Processes, cancelled, start_system, streamed
 from .rig import FULL
 
 STREAMS = 500
@@ -27,13 +27,10 @@ async def test_the_load_of_a_killed_frontend_goes_and_no_other(processes: Proces
         assert all(isinstance(outcome, KvRouterError) for outcome in outcomes)
         # All of it goes in one step, and until then all of it counts.
         assert await processes.until_booked("scheduler-0", 20) <= {STREAMS + 20, 20}
-        for task in kept:
-            task.cancel()
+        await cancelled(kept)
         await processes.until_booked("scheduler-0", 0)
     finally:
-        for task in (*lost, *kept):
-            task.cancel()
-        await asyncio.wait([*lost, *kept])
+        await cancelled(lost + kept)
 
 
 async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost(processes: Processes) -> None:
@@ -41,10 +38,8 @@ async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost
     frontend = processes.frontend("frontend-0")
     running = [asyncio.create_task(streamed(frontend, number, TOKENS)) for number in range(FEWER)]
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while FEWER not in (booked := [await processes.booked(f"scheduler-{number}") for number in range(2)]):
-                await asyncio.sleep(0.05)
-        first, second = ("scheduler-0", "scheduler-1") if booked[0] else ("scheduler-1", "scheduler-0")
+        first, second = await processes.deciding(1)
+        await processes.until_booked(first, FEWER)
         assert await processes.booked(second) == 0, "replicas do not share this component"
         await processes.kill(first)
         late = [asyncio.create_task(streamed(frontend, FEWER + number, TOKENS)) for number in range(20)]
@@ -53,9 +48,7 @@ async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost
         assert await asyncio.gather(*running) == [TOKENS] * (FEWER + 20)
         await processes.until_booked(second, 0)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        await cancelled(running)
 
 
 async def test_a_frontend_and_its_scheduler_killed_at_once_leave_nothing(processes: Processes) -> None:
@@ -64,19 +57,14 @@ async def test_a_frontend_and_its_scheduler_killed_at_once_leave_nothing(process
     running = [asyncio.create_task(streamed(doomed, number, 1000)) for number in range(FEWER)]
     running += [asyncio.create_task(streamed(other, FEWER + number, 1000)) for number in range(5)]
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while FEWER + 5 not in (booked := [await processes.booked(f"scheduler-{number}") for number in range(2)]):
-                await asyncio.sleep(0.05)
-        first, second = ("scheduler-0", "scheduler-1") if booked[0] else ("scheduler-1", "scheduler-0")
+        first, second = await processes.deciding(2)
+        await processes.until_booked(first, FEWER + 5)
         await asyncio.gather(processes.kill("frontend-0"), processes.kill(first))
         assert max(await processes.until_booked(second, 5)) == 5, "it never had those of the killed"
-        for task in running:
-            task.cancel()
+        await cancelled(running)
         await processes.until_booked(second, 0)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        await cancelled(running)
 
 
 async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_they_are(processes: Processes) -> None:
@@ -102,9 +90,7 @@ async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_t
         await processes.until_booked(second, 0)
         assert (await processes.held(second)).requests == 0
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        await cancelled(running)
 
 
 async def test_the_spread_load_of_a_killed_scheduler_joins_what_the_other_has(processes: Processes) -> None:
@@ -121,6 +107,4 @@ async def test_the_spread_load_of_a_killed_scheduler_joins_what_the_other_has(pr
         assert await asyncio.gather(*running) == [1500] * 100
         await processes.until_booked("scheduler-1", 0)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        await cancelled(running)

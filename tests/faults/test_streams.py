@@ -18,7 +18,7 @@ from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
-from .processes import MODEL, Processes, start_system
+from .processes import MODEL, Processes, cancelled, start_system
 from .rig import FULL
 
 STREAMS = 10_000 if FULL else 2_000
@@ -37,12 +37,6 @@ def resident_mb(processes: Processes) -> dict[str, float]:
         status = Path(f"/proc/{processes.running[name].pid}/status").read_text()
         found[name] = int(status.split("VmRSS:")[1].split()[0]) / 1024
     return found
-
-
-async def until_booked(processes: Processes, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while await processes.booked("scheduler-0") != count:
-            await asyncio.sleep(0.1)
 
 
 async def stream(frontend: Frontend, number: int) -> None:
@@ -64,12 +58,10 @@ async def streams(processes: Processes) -> AsyncIterator[list[grpc.aio.Channel]]
         frontends = [cast(Frontend, remote(_FRONTEND, channel)) for channel in channels]
         running = [asyncio.create_task(stream(frontends[each % CLIENTS], each)) for each in range(STREAMS)]
         try:
-            await until_booked(processes, STREAMS)
+            await processes.until_booked("scheduler-0", STREAMS, PATIENCE_SECONDS)
             yield channels
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
+            await cancelled(running)
 
 
 @pytest.mark.timeout(600)
@@ -83,7 +75,7 @@ async def test_streams_that_are_dropped_leave_nothing(processes: Processes) -> N
             if how == "disconnected":
                 for channel in channels:
                     await channel.close()
-        await until_booked(processes, 0)
+        await processes.until_booked("scheduler-0", 0, PATIENCE_SECONDS)
         left = await processes.status("scheduler-0")
         assert (left.bookings, left.components[0].held.requests) == (0, 0)
         assert all(rank.active_blocks == rank.prefill_tokens == 0 for rank in left.components[0].ranks)
