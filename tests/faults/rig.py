@@ -322,10 +322,6 @@ class Rig:
                     return ServiceRegistration.FromString(value).endpoint
         raise AssertionError("unreachable: the watch does not end")
 
-    async def delete_key(self, key: str) -> None:
-        async with connect(self.etcd.endpoint) as client:
-            await client.delete(key.encode())
-
     async def has_key(self, key: str) -> bool:
         async with connect(self.etcd.endpoint) as client:
             return await client.get(key.encode()) is not None
