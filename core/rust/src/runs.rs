@@ -151,7 +151,10 @@ impl Holding {
 /// Which blocks are held, where there are holes. Bit i speaks of the run's block i.
 #[derive(Default)]
 pub struct Bits {
+    /// From the first one with a bit that was ever set: few blocks at a great depth take little.
     words: Vec<u64>,
+    /// Words before them.
+    before: u32,
     /// Bits set.
     pub count: u32,
 }
@@ -165,18 +168,37 @@ impl Bits {
         bits
     }
 
+    /// The word with a bit.
+    #[inline]
+    fn word(&self, at: u32) -> u64 {
+        (at / 64).checked_sub(self.before).and_then(|place| self.words.get(place as usize)).copied().unwrap_or(0)
+    }
+
+    #[inline]
+    fn word_mut(&mut self, at: u32) -> Option<&mut u64> {
+        self.words.get_mut((at / 64).checked_sub(self.before)? as usize)
+    }
+
     #[inline]
     pub fn get(&self, at: u32) -> bool {
-        self.words.get((at / 64) as usize).is_some_and(|word| word >> (at % 64) & 1 != 0)
+        self.word(at) >> (at % 64) & 1 != 0
     }
 
     /// Sets a bit; whether it was clear.
     pub fn set(&mut self, at: u32) -> bool {
-        let word_at = (at / 64) as usize;
-        if self.words.len() <= word_at {
-            self.words.resize(word_at + 1, 0);
+        let word_at = at / 64;
+        if self.words.is_empty() {
+            self.before = word_at;
         }
-        let Some(word) = self.words.get_mut(word_at) else { return false };
+        if let Some(more) = self.before.checked_sub(word_at) {
+            self.words.splice(0..0, std::iter::repeat_n(0, more as usize));
+            self.before = word_at;
+        }
+        let place = (word_at - self.before) as usize;
+        if self.words.len() <= place {
+            self.words.resize(place + 1, 0);
+        }
+        let Some(word) = self.words.get_mut(place) else { return false };
         let new = *word >> (at % 64) & 1 == 0;
         *word |= 1 << (at % 64);
         self.count += u32::from(new);
@@ -185,7 +207,7 @@ impl Bits {
 
     /// Clears a bit; whether it was set.
     pub fn clear(&mut self, at: u32) -> bool {
-        let Some(word) = self.words.get_mut((at / 64) as usize) else { return false };
+        let Some(word) = self.word_mut(at) else { return false };
         let was = *word >> (at % 64) & 1 != 0;
         *word &= !(1 << (at % 64));
         self.count -= u32::from(was);
@@ -196,7 +218,7 @@ impl Bits {
     pub fn next(&self, at: u32, until: u32, value: bool) -> u32 {
         let mut at = at;
         while at < until {
-            let word = self.words.get((at / 64) as usize).copied().unwrap_or(0);
+            let word = self.word(at);
             let word = (if value { word } else { !word }) >> (at % 64);
             if word != 0 {
                 return (at + word.trailing_zeros()).min(until);
@@ -210,8 +232,7 @@ impl Bits {
     pub fn last(&self, until: u32) -> u32 {
         let mut at = until;
         while at > 0 && !self.get(at - 1) {
-            let word = self.words.get(((at - 1) / 64) as usize).copied().unwrap_or(0);
-            let below = word & (u64::MAX >> (63 - (at - 1) % 64));
+            let below = self.word(at - 1) & (u64::MAX >> (63 - (at - 1) % 64));
             at = if below == 0 { (at - 1) / 64 * 64 } else { (at - 1) / 64 * 64 + 64 - below.leading_zeros() };
         }
         at
@@ -267,6 +288,14 @@ mod tests {
         }
         assert_eq!((bits.last(300), bits.last(65), bits.next(99, 300, false)), (100, 64, 100));
         assert_eq!(Bits::default().last(500), 0);
+        let mut deep = Bits::range(500_000, 500_010);
+        assert!(deep.heap() <= 64 && !deep.get(3) && deep.get(500_000));
+        assert_eq!(
+            (deep.next(0, 600_000, true), deep.next(0, 600_000, false), deep.last(600_000)),
+            (500_000, 0, 500_010)
+        );
+        assert!(deep.set(499_000) && deep.set(70) && !deep.set(500_009) && !deep.clear(69) && deep.clear(500_000));
+        assert_eq!((deep.count, deep.next(0, 600_000, true), deep.last(500_000)), (11, 70, 499_001));
         assert_eq!(Bits::default().next(5, 500, true), 500);
     }
 }
