@@ -90,7 +90,22 @@ impl Index {
         if let Some(rank) = self.ranks.get_mut(slot) {
             *rank = Rank { missing: partial, ..Rank::new(name, incarnation, next_event_id) };
         }
+        self.ranks.weigh(slot);
         self.give_back(true);
         dropped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_reset_weighs_what_it_takes() {
+        let mut index = Index::new(0, 1 << 30, false);
+        let slots = [1, 2].map(|worker| index.rank_slot((worker, 0), 1).unwrap());
+        index.ranks.get_mut(slots[0]).unwrap().extras.reserve(1000);
+        index.reset_rank((1, 0), 2, 0, false);
+        assert_eq!(index.ranks.weigh(slots[1]), index.ranks.heap());
     }
 }
