@@ -115,36 +115,26 @@ def test_what_ranks_take_adds_up_and_is_free_without_them(native: type) -> None:
 
 
 RESIDENT = """
-import gc, os, sys
-from pathlib import Path
+import gc, sys
 sys.path.insert(0, {bench!r})
-import encode, numpy as np
-from kvrouter.core._native import PrefixIndex
+from engines import Kvrouter, hashes, resident
 
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-draw = np.random.default_rng(1)
-hashes = lambda count: draw.integers(1, 1 << 63, count, dtype=np.uint64)
-index = PrefixIndex()
-ids = {{}}
+engine = Kvrouter()
 def store(worker, blocks):
     for start in range(0, blocks, 512):
-        event_id = ids.get(worker, 0)
-        ids[worker] = event_id + 1
-        index.apply(encode.stored(worker, 1, event_id, None, hashes(512), hashes(512)))
+        engine.apply(*engine.stored(worker, None, hashes(512), hashes(512)))
 
 store(99, 1 << 12)
-index.remove_rank((99, 0))
+engine.leave(99)
 gc.collect()
 empty = resident()
 for worker in range(16):
     store(worker, 1 << 16)
-full, accounted = resident() - empty, index.stats().memory_bytes
+full, accounted = resident() - empty, engine.bytes()
 for worker in range(1, 16):
-    index.remove_rank((worker, 0))
+    engine.leave(worker)
 few = resident() - empty
-index.remove_rank((0, 0))
+engine.leave(0)
 print(full, accounted, few, resident() - empty)
 """
 
