@@ -210,7 +210,7 @@ class Queries:
     def __str__(self) -> str:
         if len(self.milliseconds) < 2:
             return f"{len(self.milliseconds)} queries, {self.failed} failed"
-        cuts = statistics.quantiles(self.milliseconds, n=100)
+        cuts = statistics.quantiles(self.milliseconds, n=100, method="inclusive")
         longest = max(self.milliseconds)
         return (
             f"{len(self.milliseconds)} queries, {self.failed} failed; p50 {cuts[49]:.2f} ms, p99 {cuts[98]:.1f} ms,"
