@@ -17,7 +17,7 @@ from pathlib import Path
 
 VERSION = "3.5.35"
 _PACKAGE = "go.etcd.io/etcd/server/v3"
-_BUILD_SECONDS = 900.0
+_BUILD_SECONDS = 300.0
 
 
 def find() -> str | None:
