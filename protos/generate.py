@@ -1,6 +1,6 @@
 """Generates the Python side of the contract: messages, their types, and plain gRPC stubs, below ``src``.
 
-Run by the build of kvrouter-protos, and by hand after a change: ``python protos/generate.py``.
+Needs the packages of ``requirements.txt``; ``make protos`` runs it in an environment that has them.
 """
 
 from __future__ import annotations
