@@ -62,8 +62,9 @@ async def serving_http(service: FrontendService, settings: FrontendSettings, run
         BindFailed: the address cannot be listened on.
     """
     runner = web.AppRunner(
-        HttpApi(service, runtime.registry).application(),
+        HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds).application(),
         handler_cancellation=True,
+        auto_decompress=False,
         access_log=None,
         shutdown_timeout=settings.drain_seconds,
     )

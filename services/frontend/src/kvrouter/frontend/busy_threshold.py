@@ -9,30 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from kvrouter.frontend.json_body import read_body
+import msgspec
+from kvrouter.frontend.json_body import check_uint64, decode_json
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
-from pydantic import BaseModel, ConfigDict, Field
 
 
-class BusyThresholdBody(BaseModel):
+class BusyThresholdBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is posted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    model: str = Field(min_length=1)
-    active_decode_blocks_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    active_decode_blocks_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     """Share of its blocks above which a rank is busy, 0 to 1."""
-    active_prefill_tokens_threshold: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    active_prefill_tokens_threshold: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Prefill tokens above which a rank is busy."""
 
     @classmethod
-    def parse(cls, body: bytes) -> BusyThresholdBody:
+    def parse(cls, body: bytes | bytearray) -> BusyThresholdBody:
         """Reads a body.
 
         Raises:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
         """
-        return read_body(cls, body, lambda _: "Send the model, with thresholds to set them or without to read them.")
+        advice = "Send the model, with thresholds to set them or without to read them."
+        parsed = decode_json(_DECODER, body, lambda _: advice)
+        check_uint64(parsed.active_prefill_tokens_threshold, "active_prefill_tokens_threshold")
+        return parsed
 
     def to_request(self) -> SetBusyThresholdRequest:
         """As the Scheduler's contract has it."""
@@ -41,6 +42,9 @@ class BusyThresholdBody(BaseModel):
             active_prefill_tokens_threshold=self.active_prefill_tokens_threshold,
         )
         return SetBusyThresholdRequest(model=self.model, thresholds=thresholds)
+
+
+_DECODER = msgspec.json.Decoder(BusyThresholdBody)
 
 
 def shown(model: str, thresholds: BusyThresholds) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class FrontendSettings(RoutingSettings):
         description="Port of the HTTP API; 0 takes a free one.",
         validation_alias=AliasChoices("port", "http-port"),
     )
+    http_body_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="Longest pause within the body of an HTTP request, seconds; an upload that goes on is not cut off.",
+    )
     max_prompt_tokens: int = Field(
         default=1 << 20, ge=1, description="Most tokens in a prompt, whatever the model allows."
     )

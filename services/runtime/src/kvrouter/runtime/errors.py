@@ -116,10 +116,10 @@ class PromptTooLong(KvRouterError):
     status = grpc.StatusCode.INVALID_ARGUMENT
     reason = ErrorReason.ERROR_REASON_PROMPT_TOO_LONG
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: int, limit: int, *, field: str = "token_ids") -> None:
         super().__init__(
             f"the prompt has {tokens} tokens, the limit is {limit}",
-            field="token_ids",
+            field=field,
             advice=f"Send {limit} tokens at most.",
             known=[limit],
         )
