@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.against import ReplayCommand, replay_running
+from kvrouter.cli.component import component_app
 from kvrouter.cli.demo import DemoOptions, demo
 from kvrouter.cli.explain import explain
 from kvrouter.cli.faults import CommandFailed, WrongUsage, reason_of
@@ -42,6 +43,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(index_app, name="index")
+app.add_typer(component_app, name="component")
 
 Load = Annotated[float, typer.Option(help="Load factor: requests arrive this many times as fast as in the trace.")]
 Requests = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.runtime.settings import ServiceSettings
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 
 class IndexerSettings(ServiceSettings):
@@ -32,7 +32,10 @@ class IndexerSettings(ServiceSettings):
         default=8, ge=1, le=256, description="Fetches of state from workers at one time, over all components."
     )
     snapshot_threshold: int = Field(
-        default=1_000_000, ge=1, description="Messages after the newest snapshot that make another one due."
+        default=1_000_000,
+        ge=1,
+        description="Messages after the newest snapshot that make another one due.",
+        validation_alias=AliasChoices("snapshot_threshold", "router_snapshot_threshold"),
     )
     snapshot_check_seconds: float = Field(
         default=5.0, gt=0, description="Time between looks at whether a snapshot is due, seconds."
@@ -43,6 +46,7 @@ class IndexerSettings(ServiceSettings):
     reset_states: bool = Field(
         default=False,
         description="Drop the streams' messages and all snapshots at the start; the index refills from live workers.",
+        validation_alias=AliasChoices("reset_states", "router_reset_states"),
     )
     reset_states_even_if_others_live: bool = Field(
         default=False, description="With --reset-states: go on although another replica is live, which it refuses."

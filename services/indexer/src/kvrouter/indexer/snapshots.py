@@ -30,6 +30,7 @@ from kvrouter.indexer.snapshot_store import SnapshotStore
 from kvrouter.indexer.state import IndexState, StaleDump
 from kvrouter.runtime.etcd import AWAY as ETCD_AWAY
 from kvrouter.runtime.etcd import connect
+from kvrouter.runtime.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
@@ -161,7 +162,12 @@ class Snapshots:
         return position if position.applied <= stream.last_sequence else None
 
     async def _reset_first(self) -> None:
-        messages, snapshots = await self.reset(even_if_others_live=self._options.reset_even_if_others_live)
+        try:
+            messages, snapshots = await self.reset(even_if_others_live=self._options.reset_even_if_others_live)
+        except OthersLive as error:
+            raise StartRefused(
+                f"--reset-states of {self._name}: {error}. Stop them first, or add --reset-states-even-if-others-live"
+            ) from error
         self._log.warning("states reset", messages=messages, snapshots=snapshots)
 
     async def _restore(self, pointer: SnapshotPointer) -> Position | None:

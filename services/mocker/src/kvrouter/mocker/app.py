@@ -17,6 +17,8 @@ from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.errors import DescriptorMismatch
+from kvrouter.runtime.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
@@ -66,7 +68,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         nats=settings.nats,
         bind=settings.bind,
         advertise=settings.advertise,
-        transport=_TRANSPORTS[settings.transport],
+        transport=_TRANSPORTS["light" if settings.enable_local_indexer else settings.transport],
         role=_ROLES[settings.role],
         labels=settings.labels,
         publishes_events=settings.events,
@@ -111,7 +113,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
 
     Raises:
         ValueError: no engine could run with these settings.
-        DescriptorMismatch: the worker does not fit its component.
+        StartRefused: the worker does not fit its component.
     """
     worker_id = worker_id_of(settings)
     publishers: dict[int, sdk.RankPublisher] = {}
@@ -125,6 +127,8 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))
                 yield worker
+        except DescriptorMismatch as error:
+            raise StartRefused(str(error)) from error
         finally:
             for task in stepping:
                 task.cancel()

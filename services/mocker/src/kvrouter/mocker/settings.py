@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvrouter.runtime.settings import Name, ServiceSettings
-from pydantic import Field
+from pydantic import Field, model_validator
 
 
 class MockerSettings(ServiceSettings):
@@ -36,6 +36,10 @@ class MockerSettings(ServiceSettings):
     transport: Literal["default", "durable", "light"] = Field(
         default="default", description="How events travel; default takes the component's."
     )
+    enable_local_indexer: bool = Field(
+        default=False,
+        description="The same as --transport light: events travel over NATS Core, and routers fetch the state.",
+    )
     registration: bool = Field(
         default=True,
         description="Whether it registers in etcd and publishes over NATS; otherwise it only serves, for routers that"
@@ -47,3 +51,9 @@ class MockerSettings(ServiceSettings):
         default=5.0, gt=0, description="Seconds without events after which cursor and digest are told all the same."
     )
     load_report_seconds: float = Field(default=1.0, ge=0, description="Seconds between load reports; 0 for none.")
+
+    @model_validator(mode="after")
+    def _one_transport(self) -> MockerSettings:
+        if self.enable_local_indexer and self.transport == "durable":
+            raise ValueError("--enable-local-indexer means --transport light: leave --transport durable out")
+        return self

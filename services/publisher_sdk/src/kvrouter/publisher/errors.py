@@ -41,12 +41,13 @@ class UnknownRank(PublisherError, KeyError):
 class DescriptorMismatch(PublisherError):
     """The worker differs from the component that it would join, and was refused."""
 
-    def __init__(self, component: str, key: str, differences: Mapping[str, tuple[object, object]]) -> None:
+    def __init__(self, component: str, differences: Mapping[str, tuple[object, object]]) -> None:
         """``differences`` maps a field to (the component's value, the worker's value)."""
         told = "; ".join(f"{field}: {theirs!r} there, {ours!r} here" for field, (theirs, ours) in differences.items())
         super().__init__(
             f"this worker does not fit the component {component}: {told}. Correct the worker, give it a component of "
-            f"its own, or, once no worker of the component runs, delete the key {key} from etcd"
+            f"its own, or, once no worker of the component runs, remove the component with `kvrouter component forget "
+            f"{component}`"
         )
         self.differences = dict(differences)
 

@@ -20,8 +20,7 @@ async def join_component(
         DescriptorMismatch: it differs in something that all workers have to share.
         One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
     """
-    key = component.descriptor_key
-    name = key.encode()
+    name = component.descriptor_key.encode()
     await client.transaction(
         compare=[client.transactions.create(name) == 0],
         success=[client.transactions.put(name, wanted.SerializeToString())],
@@ -33,7 +32,7 @@ async def join_component(
     try:
         settled = ComponentDescriptor.FromString(found.value)
     except DecodeError as error:
-        raise DescriptorMismatch(str(component), key, {"encoding": ("unreadable", "readable")}) from error
+        raise DescriptorMismatch(str(component), {"encoding": ("unreadable", "readable")}) from error
     differences = {
         field: (getattr(settled, field), getattr(wanted, field))
         for field in ("model", "block_size", "hash_scheme", "max_model_len")
@@ -42,7 +41,7 @@ async def join_component(
     if (settled.role or Role.ROLE_BOTH) != wanted.role:
         differences["role"] = (Role.Name(settled.role), Role.Name(wanted.role))
     if differences:
-        raise DescriptorMismatch(str(component), key, differences)
+        raise DescriptorMismatch(str(component), differences)
     return settled
 
 

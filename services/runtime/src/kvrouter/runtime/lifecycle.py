@@ -19,7 +19,12 @@ from kvrouter.runtime.settings_sources import refuse
 
 log = structlog.get_logger()
 
-_EXPLAINED = (BindFailed, InvalidEndpoint, TakenOver)
+
+class StartRefused(Exception):
+    """A process cannot run as it is configured. The message says why and what to do."""
+
+
+_EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, TakenOver)
 """Failures whose message says all; a traceback would only hide it."""
 
 

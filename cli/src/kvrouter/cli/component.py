@@ -1,0 +1,66 @@
+"""``kvrouter component …``: the components that etcd knows, and how to remove one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from google.protobuf.message import DecodeError
+from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.publisher.etcd import AWAY, InvalidEndpoint, connect
+from kvrouter.v1.names import ComponentName, InvalidName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor
+from rich.console import Console
+
+component_app = typer.Typer(help="Remove components that are not needed any more.", no_args_is_help=True)
+
+Etcd = Annotated[
+    str,
+    typer.Option(envvar=["KVROUTER_ETCD", "ETCD_ENDPOINTS"], help="Endpoints of etcd, host:port, separated by commas."),
+]
+
+
+@component_app.command("forget")
+def forget(
+    component: Annotated[str, typer.Argument(help="namespace/component.")], etcd: Etcd = "127.0.0.1:2379"
+) -> None:
+    """Delete a component's descriptor, so that workers of another model or block size can form it anew.
+
+    Refused while a worker of the component is registered.
+    """
+    try:
+        name = ComponentName.parse(component)
+    except InvalidName as error:
+        raise WrongUsage(str(error)) from None
+    try:
+        descriptor = run_interruptibly(_forget(name, etcd))
+    except InvalidEndpoint as error:
+        raise WrongUsage(f"--etcd: {error}") from None
+    except AWAY as error:
+        raise CommandFailed(f"etcd at {etcd} does not answer: {error!r}") from None
+    Console().print(f"{name} forgotten: {descriptor}", markup=False, highlight=False)
+
+
+async def _forget(name: ComponentName, etcd: str) -> str:
+    async with connect(etcd) as client:
+        registered = await client.get_prefix(name.workers_prefix.encode(), keys_only=True)
+        workers = [entry.key.decode(errors="replace") for entry in registered]
+        if workers:
+            shown = ", ".join(key.removeprefix(name.workers_prefix) for key in workers[:8])
+            raise CommandFailed(
+                f"{name} has {len(workers)} registered workers ({shown}): stop them first, and wait for their leases"
+            )
+        found = await client.get(name.descriptor_key.encode())
+        if found is None:
+            raise CommandFailed(f"{name} has no descriptor in etcd: there is nothing to forget")
+        await client.delete(name.descriptor_key.encode())
+        return _described(found.value)
+
+
+def _described(value: bytes) -> str:
+    try:
+        descriptor = ComponentDescriptor.FromString(value)
+    except DecodeError:
+        return "its descriptor could not be read"
+    return f"model {descriptor.model!r}, {descriptor.block_size} tokens a block"
