@@ -34,6 +34,7 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateResponse,
 )
 
+from ...garbage import no_request_is_garbage
 from .worker_harness import EchoEngine, config, eventually, store
 
 
@@ -95,6 +96,14 @@ async def test_a_request_streams_its_tokens(namespace: str, etcd_endpoint: str, 
     assert [token for output in outputs for token in output.token_ids] == [5, 6, 7]
     assert outputs[-1].finish_reason == FinishReason.FINISH_REASON_LENGTH
     assert engine.aborted == []
+
+
+async def test_a_refused_request_is_freed_with_its_answer(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    async with serving(EchoEngine(), namespace, etcd_endpoint, nats_url) as (_, calls, _channel):
+        with no_request_is_garbage():
+            for refused in 3 * (request([1] * 100, dp_rank=9), request([1] * 100, stop_conditions=None), b"\xff" * 100):
+                call = calls.generate(_encode(refused))
+                assert await call.code() != grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect", "deadline"])

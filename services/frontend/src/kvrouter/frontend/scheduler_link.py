@@ -322,6 +322,7 @@ class SchedulerLink:
             raise
         finally:
             self._waiting.pop(request.call_id, None)
+            del future  # It keeps its exception, whose traceback keeps this frame and the request.
         if response.HasField("failed"):
             raise from_parts(response.failed.code, response.failed.message, response.failed.info)
         return response

@@ -212,11 +212,13 @@ class FrontendService:
         schedulers = self._links.schedulers()
         if not schedulers and self._directory.components:
             raise DependencyAway("no Scheduler is live")
-        outcomes = await asyncio.gather(*(ask(each) for each in schedulers), return_exceptions=True)
-        answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(_settled(ask(each))) for each in schedulers]
+        outcomes = [task.result() for task in asking]
+        answers = [outcome for outcome in outcomes if not isinstance(outcome, KvRouterError)]
         for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not any(answer.known for answer in answers):
-                raise outcome
+            if isinstance(outcome, KvRouterError) and not any(answer.known for answer in answers):
+                raise outcome.untraced()
         return answers
 
     def _view(self, model: str) -> ComponentView:
@@ -227,6 +229,13 @@ class FrontendService:
         if request.HasField("component"):
             return ComponentName(request.component.namespace, request.component.name)
         return self._view(request.model).name
+
+
+async def _settled(asked: Awaitable[_Answer]) -> _Answer | KvRouterError:
+    try:
+        return await asked
+    except KvRouterError as error:
+        return error
 
 
 def _with_id(request: FrontendServiceGenerateRequest) -> FrontendServiceGenerateRequest:

@@ -207,7 +207,11 @@ class WorkerServer:
         return rank
 
     def _guarded(self, handler: _Handler) -> _Handler:
-        """Turns what a handler raises into a status: typed where it is meant for the caller, INTERNAL otherwise."""
+        """Turns what a handler raises into a status: typed where it is meant for the caller, INTERNAL otherwise.
+
+        The status is set, not raised by ``context.abort``: gRPC keeps that exception, and it keeps the request with it
+        until the cyclic garbage collector comes.
+        """
 
         async def guarded(data: bytes, context: _Context) -> Message | None:
             try:
@@ -217,12 +221,12 @@ class WorkerServer:
                 status = Status(code=code.value[0], message=message)
                 status.details.add().Pack(refusal.info)
                 context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
-            except (asyncio.CancelledError, grpc.aio.AbortError):
-                raise
             except Exception:
                 log.exception("call failed", method=handler.__name__.removeprefix("_"))
                 code, message = grpc.StatusCode.INTERNAL, "the worker failed; its log says why"
-            return await context.abort(code, message)
+            context.set_code(code)
+            context.set_details(message)
+            return None
 
         return guarded
 

@@ -62,6 +62,16 @@ class KvRouterError(Exception):
         """What is wrong, for a person."""
         return str(self)
 
+    def untraced(self) -> Self:
+        """Returns an equal error without traceback and context, to be raised where this one is kept.
+
+        A traceback keeps the frames that it goes through, and the messages in them. A frame that keeps the error as
+        well is freed by the cyclic garbage collector only, which may let hundreds of requests gather.
+        """
+        copy = type(self)._restored(self.code, str(self), self.info)
+        copy.__dict__.update(self.__dict__)
+        return copy
+
     @classmethod
     def _restored(cls, code: grpc.StatusCode, message: str, info: ErrorInfo) -> Self:
         error = cls.__new__(cls)

@@ -85,7 +85,7 @@ def _parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _checked(response: Any) -> Any:
     if isinstance(response, KvRouterError):
-        raise response
+        raise response.untraced()
     return response
 
 
@@ -144,6 +144,7 @@ def _client_stream(multicallable: Any) -> Callable[..., Any]:
             raise _failure_of(sending) or _translate_cancel(cancelled) from None
         finally:
             await _end(rpc, sending)
+            del sending  # A task keeps its exception, whose traceback keeps this frame.
 
     return call
 
@@ -157,6 +158,7 @@ def _both_streams(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]
                 yield _checked(response)
         finally:
             await _end(rpc, sending)
+            del sending  # A task keeps its exception, whose traceback keeps this frame.
 
     return call
 
@@ -168,6 +170,8 @@ async def _read(rpc: Any, sending: asyncio.Task[None] | None = None) -> Any:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError as cancelled:
         raise _failure_of(sending) or _translate_cancel(cancelled) from None
+    finally:
+        del sending
 
 
 async def _send(requests: AsyncIterator[Message], rpc: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -42,6 +42,8 @@ _UNARY_DEFAULT_SECONDS = 30.0
 """Time that a unary call may take whose client set no deadline."""
 _LAST_WORDS_SECONDS = 0.5
 """Time for answers of refused calls to reach their clients before connections are closed."""
+
+_INTERNAL = Internal("internal error", advice="The service's log has the cause.")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -144,18 +146,22 @@ class RpcServer:
         path = full_path(method)
 
         async def handle(incoming: Any, context: _Context) -> Any:
-            failure: KvRouterError
+            # An exception that this frame kept would keep the frame, and the request with it, until the cyclic garbage
+            # collector comes. ``context.abort`` keeps one as well, so the status is set instead.
             try:
                 with self._counted():
                     request = _parsed(incoming, parse) if method.client_streaming else _parse(incoming, parse)
                     return await answer(bound, request, context)
             except KvRouterError as error:
                 log.debug("call refused", method=path, code=error.code.name, cause=str(error))
-                failure = error
+                code, status = error.code, to_status(error)
             except Exception:
                 log.exception("call failed", method=path)
-                failure = Internal("internal error", advice="The service's log has the cause.")
-            return await _abort(context, failure)
+                code, status = Internal.status, to_status(_INTERNAL)
+            context.set_code(code)
+            context.set_details(status.message)
+            context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+            return None  # gRPC sends no response beside a status that is not OK.
 
         return make(handle, request_deserializer=None, response_serializer=_serialize)
 
@@ -266,11 +272,6 @@ async def _parsed(incoming: AsyncIterator[bytes], parse: Callable[[bytes], Messa
 
 def _serialize(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
-
-
-def _abort(context: _Context, error: KvRouterError) -> Awaitable[Any]:
-    status = to_status(error)
-    return context.abort(error.code, status.message, ((STATUS_KEY, status.SerializeToString()),))
 
 
 def _is_any(host: str) -> bool:

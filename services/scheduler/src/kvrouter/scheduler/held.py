@@ -77,7 +77,7 @@ class _Waiting:
     reason: str
     arrived: float
     held_from: float
-    outcome: asyncio.Future[SelectWorkerResponse]
+    outcome: asyncio.Future[SelectWorkerResponse | KvRouterError]
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class HeldRequests:
         ):
             self._count(component, "full")
             raise AllBusy(RETRY_AFTER_MS, f"no worker has room, and {self._max_held} requests wait already")
-        outcome: asyncio.Future[SelectWorkerResponse] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
         rank, reason = chosen.row.candidate.rank, hold.explanation.reason
         self._waiting[key] = waiting = _Waiting(asked, rank, reason, now - waited, now, outcome)
         pool.slots.on_progress = self._progressed
@@ -159,11 +159,11 @@ class HeldRequests:
             while True:
                 await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / ASKS_PER_S))
                 if waiting.outcome.done():
-                    return waiting.outcome.result()
+                    return _answered(waiting.outcome.result())
                 await self._decider.refresh(waiting.asked)
         except asyncio.CancelledError:
             if waiting.outcome.done():
-                return waiting.outcome.result()
+                return _answered(waiting.outcome.result())
             raise
 
     async def run(self) -> None:
@@ -274,14 +274,18 @@ class HeldRequests:
     def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:
         self._count(component, outcome)
         future = self._waiting[key].outcome
-        if isinstance(answer, SelectWorkerResponse):
+        if isinstance(answer, SelectWorkerResponse | KvRouterError):
             future.set_result(answer)
-        elif isinstance(answer, KvRouterError):
-            future.set_exception(answer)
         else:
             log.error("held request failed", request_id=key[0], exc_info=answer)
-            future.set_exception(Internal("internal error", advice="The Scheduler's log has the cause."))
+            future.set_result(Internal("internal error", advice="The Scheduler's log has the cause."))
 
     def _count(self, component: _Component, outcome: str) -> None:
         component.outcomes[outcome] += 1
         self._metrics.held.labels(outcome=outcome).inc()
+
+
+def _answered(outcome: SelectWorkerResponse | KvRouterError) -> SelectWorkerResponse:
+    if isinstance(outcome, KvRouterError):
+        raise outcome.untraced()
+    return outcome

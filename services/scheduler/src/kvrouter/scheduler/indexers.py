@@ -92,14 +92,14 @@ class _Failover:
                 response = await self._indexers.stub(endpoint).find_matches(request, deadline=deadline)
                 answered = True
             except KvRouterError as error:
-                last = error
+                last = error.untraced()
             else:
                 return response
             finally:
                 # Also when the caller's patience ended, which cancels the call.
                 self._indexers.note(endpoint, answered=answered)
         assert last is not None  # noqa: S101 - there is one endpoint at least
-        raise last
+        raise last.untraced()
 
 
 def _covers(registration: ServiceRegistration, component: ComponentName) -> bool:

@@ -250,7 +250,7 @@ class Selector:
         if not found.free:
             refusal = found.refusal(pool.name)
             self._keep(asked, self._decisions.next_id(), None, found, Explanation(str(refusal)))
-            raise refusal
+            raise refusal.untraced()
         rows = self._affinity.narrowed(pool.name, asked.routing, found.free)
         return choose(pool, question.prompt, question.options, found, rows, self._rng)
 

@@ -92,7 +92,7 @@ class Sessions:
             yield SessionResponse(call_id=first.call_id, opened=opened)
             while (item := await stream.outbox.get()) is not None:
                 if isinstance(item, KvRouterError):
-                    raise item
+                    raise item.untraced()
                 yield item
                 stream.permits.release()
             await reading
@@ -106,6 +106,7 @@ class Sessions:
                 if self._streams.get(session_id) is stream:
                     del self._streams[session_id]
                     log.info("session closed", session=session_id, client=opening.client_name)
+                del reading  # A task keeps its exception, whose traceback keeps this frame.
 
 
 class _Stream:
@@ -132,12 +133,17 @@ class _Stream:
                 async for request in requests:
                     await self.permits.acquire()
                     self._take(request, group)
+                    # The group keeps this task, whose exception keeps this frame.
+                    del request
             except KvRouterError as error:
-                failure = error
-                for selection in self._selections.values():
-                    selection.cancel()
+                failure = error.untraced()
+                self._cancel_selections()
         if failure is not None:
-            raise failure
+            raise failure.untraced()
+
+    def _cancel_selections(self) -> None:
+        for selection in self._selections.values():
+            selection.cancel()
 
     def has_read(self, reading: asyncio.Task[None]) -> None:
         """No call comes any more: what ended ``read`` is raised by whoever awaits it, if anybody does."""
