@@ -103,11 +103,39 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
         (rank(1, registered=False), None, "gone, with bookings"),
         (rank(1), RankStats(rank=Rank(worker_id=1), partial=True), "index partial"),
         (rank(1), RankStats(rank=Rank(worker_id=1)), "index not compared"),
+        (
+            rank(1),
+            RankStats(rank=Rank(worker_id=1), verified=True, silent=True, heard_age_seconds=70, evidence_age_seconds=2),
+            "no heartbeat for 1 min",
+        ),
+        (
+            rank(1),
+            RankStats(rank=Rank(worker_id=1), stale=True, silent=True, heard_age_seconds=40, evidence_age_seconds=20),
+            "index stale for 20 s, no heartbeat for 40 s",
+        ),
     ],
 )
 def test_what_is_unusual_about_a_rank_is_said(status: RankStatus, stats: RankStats | None, state: str) -> None:
     indexers = [] if stats is None else [indexer(stats)]
     assert line(lines(system([scheduler(pool(status))], indexers)), "1:0").rstrip().endswith(state)
+
+
+def test_the_lag_of_a_silent_rank_is_the_time_since_its_last_event() -> None:
+    heard = RankStats(rank=Rank(worker_id=1), verified=True, lag_seconds=0.003, heard_age_seconds=1)
+    silent = RankStats(rank=Rank(worker_id=1), verified=True, lag_seconds=0.003, silent=True, heard_age_seconds=47)
+    row = line(lines(system([scheduler(pool(rank(1)))], [indexer(heard), indexer(silent, name="i-2")])), "1:0")
+    assert ">47 s" in row, "the Indexer that hears less counts"
+    assert "no heartbeat for 47 s" in row
+    assert "ok" not in row.split()
+
+
+def test_an_indexer_that_cannot_ask_nats_says_how_old_its_knowledge_is() -> None:
+    away = ComponentStats(
+        component=component(), ready=True, stream_checked_age_seconds=70, stream_error="no space left on device"
+    )
+    seen = IndexerSeen("i-1:1", GetStatsResponse(replica_id="i-1", components=[away]))
+    found = line(lines(system([scheduler(pool(rank(1)))], [seen])), "Indexer")
+    assert "0 messages behind 1 min ago, pool: stream takes no messages" in found
 
 
 def test_without_an_indexer_cached_blocks_are_what_the_worker_reports() -> None:

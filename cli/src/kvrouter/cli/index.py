@@ -47,6 +47,10 @@ Workers = Annotated[list[str] | None, typer.Option("--rank", help="worker_id or 
 
 _DEFAULT_SECONDS = 120.0
 _SHOWN_DIFFERENCES = 32  # of each rank
+_RANK_COLUMNS = (
+    *("rank", "incarnation", "next event", "blocks", "MB"),
+    *("drifts", "state", "evidence", "last resync", "events"),
+)
 
 
 @index_app.command("status")
@@ -261,10 +265,14 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
     )
     console.print(f"\n{name}: {'ready' if stats.ready else 'restoring'}, transport {_transport(stats.transport)}")
     console.print(f"  {stats.blocks} blocks, {stats.memory_bytes / 1e6:.1f} MB; snapshot {taken}")
-    console.print(f"  lag {lag} messages, {stats.lag_seconds:.3f} s; {stats.events.repairs} ranks dropped so far")
-    table = Table("rank", "incarnation", "next event", "blocks", "MB", "drifts", "state", "last resync", "events")
+    console.print(
+        f"  lag {lag} messages (stream checked: {_age(stats, 'stream_checked_age_seconds')}), "
+        f"{stats.lag_seconds:.3f} s of the newest batch; {stats.events.repairs} ranks dropped so far"
+    )
+    if stats.stream_error:
+        console.print(f"  the stream takes no messages: {stats.stream_error}", style="red", markup=False)
+    table = Table(*_RANK_COLUMNS)
     for rank in stats.ranks:
-        state = "partial" if rank.partial else "verified" if rank.verified else "unverified"
         table.add_row(
             f"{rank.rank.worker_id}:{rank.rank.dp_rank}",
             str(rank.cursor.incarnation),
@@ -272,11 +280,30 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
             str(rank.blocks),
             f"{rank.memory_bytes / 1e6:.2f}",
             str(rank.drifts),
-            state if rank.registered else f"{state}, gone",
+            _state(rank),
+            _age(rank, "evidence_age_seconds"),
             _last_resync(rank),
             _transport(rank.transport),
         )
     console.print(table)
+
+
+def _state(rank: RankStats) -> str:
+    if rank.partial:
+        state = "partial"
+    elif rank.stale:
+        state = "stale"
+    else:
+        state = "verified" if rank.verified else "unverified"
+    if not rank.registered:
+        return f"{state}, gone"
+    return f"{state}, no heartbeat for {_age(rank, 'heard_age_seconds', ago=False)}" if rank.silent else state
+
+
+def _age(message: ComponentStats | RankStats, field: str, *, ago: bool = True) -> str:
+    if not message.HasField(field):
+        return "never"
+    return f"{getattr(message, field):.0f} s{' ago' if ago else ''}"
 
 
 def _last_resync(rank: RankStats) -> str:

@@ -19,6 +19,8 @@ _LEAST_RANKS, _LEAST_DECISIONS = 3, 3
 """Rows of a table that are shown however low the terminal is."""
 _DECISIONS = 10
 """Decisions that are shown where there is no height to fit."""
+_CHECK_LATE_SECONDS = 10.0
+"""Age of what an Indexer knows of its stream from which it is said: a sound one asks NATS every few seconds."""
 _TABLE_LINES = 4
 """Lines that a component takes besides its ranks: its own, the table's header and sum, and an empty one."""
 
@@ -88,7 +90,14 @@ def _indexer_line(seen: IndexerSeen) -> Text:
     faulty = sum(each.gaps + each.unknown_parents + each.rejected + each.unparsable for each in counts)
     ready = all(each.ready for each in components)
     who = _who("Indexer", stats.replica_id, seen.address, ready=ready)
-    return Text.assemble(*who, text, (f", {faulty:,} faulty events" if faulty else "", "yellow"))
+    checked = max((each.stream_checked_age_seconds for each in components), default=0.0)
+    return Text.assemble(
+        *who,
+        text,
+        (f" {duration(checked)} ago" if checked > _CHECK_LATE_SECONDS else "", "red"),
+        (f", {faulty:,} faulty events" if faulty else "", "yellow"),
+        *((f", {each.component.name}: stream takes no messages", "red") for each in components if each.stream_error),
+    )
 
 
 def _who(kind: str, name: str, address: str, *, ready: bool) -> list[tuple[str, str]]:

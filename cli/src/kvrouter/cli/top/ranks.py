@@ -73,7 +73,7 @@ def ranks_table(
             "-" if known is None else count(known, short=not wide),
             share(rate.predicted),
             share(rate.found),
-            "-" if stats is None else duration(stats.lag_seconds),
+            _lag(stats),
             _state(each, stats),
         )
     return table
@@ -117,6 +117,15 @@ def _cached(rank: RankStatus, indexed: Mapping[Rank, RankStats]) -> int | None:
     return rank.reported.cached_blocks if rank.HasField("reported") and not indexed else None
 
 
+def _lag(stats: RankStats | None) -> str:
+    if stats is None:
+        return "-"
+    if stats.silent:
+        # What the newest batch took says nothing about the batches that do not come.
+        return f">{duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "?"
+    return duration(stats.lag_seconds)
+
+
 def _of_total(active: int, total: int, *, short: bool) -> str:
     words = count(active, short=short)
     return f"{words} / {count(total, short=short)}" if total else words
@@ -141,8 +150,13 @@ def _state(rank: RankStatus, stats: RankStats | None) -> Text:
         notes.append((rank.busy, "red"))
     if stats is not None and stats.partial:
         notes.append(("index partial", "yellow"))
+    elif stats is not None and stats.stale:
+        notes.append((f"index stale for {duration(stats.evidence_age_seconds)}", "red"))
     elif stats is not None and not stats.verified:
         notes.append(("index not compared", "yellow"))
+    if stats is not None and stats.silent:
+        heard = f"for {duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "yet"
+        notes.append((f"no heartbeat {heard}", "red"))
     if not notes:
         return Text("ok", "green")
     state = Text(", ").join(Text(words, style) for words, style in notes)

@@ -80,7 +80,7 @@ class System:
         return sorted(every, key=lambda each: each.decided_unix_ns, reverse=True)
 
     def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
-        """What the Indexers know of a component's ranks: the first ready one's figures, with the longest lag of all."""
+        """What the Indexers know of a component's ranks: the first ready one's figures, with the worst ages of all."""
         found: dict[Rank, RankStats] = {}
         for stats in self._indexed(component):
             for rank in stats:
@@ -89,7 +89,7 @@ class System:
                     found[rank_of(rank.rank)] = kept = RankStats()
                     kept.CopyFrom(rank)
                 else:
-                    known.lag_seconds = max(known.lag_seconds, rank.lag_seconds)
+                    _take_worst(known, rank)
         return found
 
     def _indexed(self, component: ComponentName) -> list[Iterable[RankStats]]:
@@ -101,6 +101,16 @@ class System:
             if name_of(each.component) == component
         ]
         return [each.ranks for each in sorted(components, key=lambda each: not each.ready)]
+
+
+def _take_worst(known: RankStats, other: RankStats) -> None:
+    """Sets in ``known`` the longer lag and ages, and what either Indexer misses."""
+    known.lag_seconds = max(known.lag_seconds, other.lag_seconds)
+    known.stale |= other.stale
+    known.silent |= other.silent
+    for field in ("evidence_age_seconds", "heard_age_seconds"):
+        if other.HasField(field):
+            setattr(known, field, max(getattr(known, field), getattr(other, field)))
 
 
 def _last_decided(view: tuple[GetStatusResponse, ComponentStatus]) -> int:

@@ -8,9 +8,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
 from kvrouter.core import PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.comparison import compare, unanswered
 from kvrouter.indexer.consumer import DurableConsumer, heed_cancellation
+from kvrouter.indexer.evidence import SilenceWatch, age, exceeds, silence_limit
 from kvrouter.indexer.ingest import Ingest
 from kvrouter.indexer.light import LightEvents
 from kvrouter.indexer.membership import Departures, new_lives
@@ -24,6 +26,8 @@ from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.snapshot_pb2 import SnapshotRef
+
+log = structlog.get_logger(component="indexer")
 
 _TICK_SECONDS = 1.0
 _SETTLE_SECONDS = 0.02
@@ -76,6 +80,9 @@ class ComponentIndex:
         """Whether its state is restored, and compared with the workers that answer."""
         self._compare_seconds = limits.compare_seconds
         self._departures = Departures(limits.grace_seconds)
+        self._silence = SilenceWatch()
+        self._silence_logged = False
+        self._log = log.bind(of=str(name))
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._changed = asyncio.Event()
         self._transport_read = asyncio.Event()
@@ -156,6 +163,7 @@ class ComponentIndex:
             snapshot_age_seconds=max(0.0, time.time() - snapshot.taken_unix_ns / 1e9) if snapshot.object_name else 0.0,
             events=self.state.tally.event_counts(),
             ranks=[self._rank_stats(info) for info in figures.ranks],
+            stream_checked_age_seconds=age(progress.checked_at, time.monotonic()),
         )
 
     async def run(self) -> None:
@@ -206,26 +214,67 @@ class ComponentIndex:
             registered = self._registered()
             await self.state.begin_lives(new_lives(registered, indexed))
             await self.state.forget(self._departures.expired(indexed, registered, time.monotonic()))
+            self._compare_silent_ranks()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_SECONDS):
                     await self._changed.wait()
 
+    def _compare_silent_ranks(self) -> None:
+        """Asks for a comparison of ranks whose heartbeats are missing, once what the transport keeps was read."""
+        if not self._transport_read.is_set():
+            return
+        limits = {rank: self._silence_limit(rank) for rank in self.resync.ranks()}
+        for rank in self._silence.due(limits, lambda rank: self.state.rank_tally(rank).evidence, time.monotonic()):
+            self.resync.want(rank, "silent")
+        silent = self._silence.silent
+        if silent and not self._silence_logged:
+            self._log.warning(
+                "heartbeats missing",
+                ranks=len(silent),
+                first_rank=min(silent),
+                consequence="their state is read from their workers",
+            )
+        elif self._silence_logged and not silent:
+            self._log.info("heartbeats arrive again")
+        self._silence_logged = bool(silent)
+
+    def is_silent(self, rank: Rank) -> bool:
+        """Returns whether no event or heartbeat of a registered rank came for several heartbeat intervals."""
+        return rank in self._silence.silent
+
+    def is_stale(self, rank: Rank) -> bool:
+        """Returns whether the newest evidence of a rank's state is older than several heartbeat intervals."""
+        return exceeds(self.state.rank_tally(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
+
+    def is_verified(self, rank: Rank) -> bool:
+        """Returns whether a rank was compared with its worker, nothing was lost since, and the evidence is recent."""
+        return self.state.rank_tally(rank).verified and not self.is_stale(rank)
+
+    def _silence_limit(self, rank: Rank) -> float:
+        worker = self._workers.get(rank[0])
+        return silence_limit(worker.heartbeat_ms if worker else 0)
+
     def _rank_stats(self, info: RankInfo) -> RankStats:
         worker = self._workers.get(info.worker_id)
-        tally = self.state.rank_tally((info.worker_id, info.dp_rank))
+        rank: Rank = (info.worker_id, info.dp_rank)
+        tally, now = self.state.rank_tally(rank), time.monotonic()
         return RankStats(
             rank=RankMessage(worker_id=info.worker_id, dp_rank=info.dp_rank),
             cursor=Cursor(incarnation=info.incarnation, next_event_id=info.next_event_id),
             blocks=info.blocks,
             memory_bytes=info.memory_bytes,
             partial=info.partial,
-            verified=tally.verified,
+            verified=self.is_verified(rank),
             drifts=tally.drifts,
             resynced_unix_ns=tally.resynced_unix_ns,
             resync_reason=tally.resync_reason,
             registered=worker is not None and any(rank.dp_rank == info.dp_rank for rank in worker.ranks),
             lag_seconds=tally.lag_seconds,
             transport=self._transport(worker) if worker else Transport.TRANSPORT_UNSPECIFIED,
+            evidence_age_seconds=age(tally.evidence.at, now),
+            heard_age_seconds=age(tally.evidence.heard_at, now),
+            stale=self.is_stale(rank),
+            silent=self.is_silent(rank),
         )
 
     def _registered(self) -> dict[Rank, int]:

@@ -32,6 +32,8 @@ class Progress:
     """Last sequence of the stream, when it was last heard of."""
     caught_up: bool = False
     """Whether everything is applied that the stream held when the replica started."""
+    checked_at: float | None = None
+    """When NATS last said how far the stream is, seconds of the monotonic clock; None for never."""
 
     @property
     def applied(self) -> int:
@@ -155,7 +157,7 @@ class Ingest:
 
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
         caught_up = self._catch_up is not None and self._catch_up.reached(position.applied, pending)
-        self.progress = Progress(position, last_sequence, caught_up)
+        self.progress = Progress(position, last_sequence, caught_up, time.monotonic())
         if caught_up and not self._caught_up.is_set():
             self._caught_up.set()
             seconds = round(time.monotonic() - self._began, 3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 from kvrouter.indexer.component import ComponentIndex
+from kvrouter.indexer.evidence import age
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -63,15 +65,21 @@ class IndexerMetrics(Collector):
             "memory_bytes": "Memory of the index, by the estimates of its ranks.",
             "lag_seconds": "Time from publishing to applying, of the newest batch.",
             "pending_messages": "Messages of the stream that are not applied.",
-            "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since.",
+            "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since, or stale.",
             "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
             "waiting_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
             "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
             "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
+            "silent_ranks": "Ranks without an event or a heartbeat for several heartbeat intervals.",
+            "stale_ranks": "Ranks whose newest evidence (event, heartbeat, comparison) is older than that.",
+            "oldest_evidence_seconds": "Age of the newest evidence of the rank for which that is oldest.",
+            "stream_checked_age_seconds": "Time since NATS last said how far the stream is; the pending messages are "
+            "of that time. 0 before the first.",
             "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
         }
         labels = ["namespace", "component"]
         counts = {n: CounterMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in counters.items()}
+        now = time.monotonic()
         levels = {n: GaugeMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in gauges.items()}
         for name, component in list(self._components.items()):
             of = [name.namespace, name.name]
@@ -90,8 +98,15 @@ class IndexerMetrics(Collector):
             counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)
             counts["snapshots_unusable"].add_metric(of, snapshots.unusable if snapshots else 0)
             levels["snapshot_sequence"].add_metric(of, snapshots.current.stream_sequence if snapshots else 0)
-            unverified = sum(not component.state.rank_tally((i.worker_id, i.dp_rank)).verified for i in ranks)
-            levels["unverified_ranks"].add_metric(of, unverified)
+            names = [(info.worker_id, info.dp_rank) for info in ranks]
+            ages = [age(component.state.rank_tally(rank).evidence.at, now) for rank in names]
+            levels["unverified_ranks"].add_metric(of, sum(not component.is_verified(rank) for rank in names))
+            levels["silent_ranks"].add_metric(of, sum(component.is_silent(rank) for rank in names))
+            levels["stale_ranks"].add_metric(of, sum(component.is_stale(rank) for rank in names))
+            levels["oldest_evidence_seconds"].add_metric(
+                of, max((each for each in ages if each is not None), default=0)
+            )
+            levels["stream_checked_age_seconds"].add_metric(of, age(progress.checked_at, now) or 0.0)
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
             levels["waiting_bytes"].add_metric(of, component.state.waiting_bytes)
             levels["live_queue_messages"].add_metric(of, component.light.queued)

@@ -27,7 +27,7 @@ _EVENTS_SECONDS = 5.0
 _STATE_SECONDS = 30.0
 _UNANSWERED = 2
 """Tries after which a worker that does not answer is not waited for at the start."""
-_LACK_EVENTS = ("gap", "registered", "start")
+_LACK_EVENTS = ("gap", "registered", "start", "silent")
 """Reasons that leave the blocks true as far as they go, so that later events alone can complete them."""
 
 
@@ -153,7 +153,7 @@ class Resync:
                 cursor = (info.incarnation, info.next_event_id)
                 batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
                 if batches is not None and await self._state.apply_fetched(rank, batches):
-                    await self._state.end_repair(rank, reason, repaired=True)
+                    await self._state.end_repair(rank, reason, repaired=True, news=bool(batches))
                     if batches:
                         self.refetches += 1
                         self._log.info("events fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)

@@ -176,22 +176,27 @@ class IndexState(SharedIndex):
 
         return await self.work(replace)
 
-    async def end_repair(self, rank: Rank, reason: str, *, repaired: bool) -> None:
+    async def end_repair(self, rank: Rank, reason: str, *, repaired: bool, news: bool = True) -> None:
         """Ends a repair without replacing the rank: applies the events that wait.
 
-        Where the rank is not ``repaired``, a gap among them drops it.
+        Where the rank is not ``repaired``, a gap among them drops it. ``news`` says whether the worker had events that
+        the index lacked.
         """
-        await self.work(lambda _: self._finish(rank, reason) if repaired else self._give_up(rank))
+        await self.work(lambda _: self._finish(rank, reason, news=news) if repaired else self._give_up(rank))
 
     def _load(self, dump: RankDump) -> int:
         blocks = self._index.load_rank(dump.chunks)
         (self._partial.add if dump.partial else self._partial.discard)(dump.rank)
         return blocks
 
-    def _finish(self, rank: Rank, reason: str) -> None:
+    def _finish(self, rank: Rank, reason: str, *, news: bool = True) -> None:
         tally = self._rank_tallies.setdefault(rank, RankTally())
         tally.verified = rank not in self._partial
-        tally.resynced_unix_ns, tally.resync_reason = time.time_ns(), reason
+        tally.evidence.compared_at = time.monotonic()
+        if news:
+            tally.evidence.news_at = tally.evidence.compared_at
+        if news or reason != "silent":
+            tally.resynced_unix_ns, tally.resync_reason = time.time_ns(), reason
         for message in self._take_waiting(rank):
             batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
             if not isinstance(batch, Refusal):
@@ -294,6 +299,9 @@ class IndexState(SharedIndex):
                 break
             again = True
         self._note_lag(rank, batch)
+        # What a former incarnation left in the stream says nothing about the rank of today.
+        if summary.incarnation == batch.incarnation:
+            self._rank_tallies.setdefault(rank, RankTally()).evidence.heard_at = time.monotonic()
 
     def _hold_back(self, rank: Rank, message: StreamMessage) -> bool:
         """Lets events wait for those that are missing before them, if somebody is there to fetch these."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrouter.core import ApplySummary
+from kvrouter.indexer.evidence import Evidence
 from kvrouter.indexer.screening import Refusal
 from kvrouter.v1.indexer_pb2 import EventCounts
 
@@ -25,6 +26,8 @@ class RankTally:
     """(incarnation, next event id) at which drift was last seen."""
     lag_seconds: float = 0.0
     """From publishing to applying, of its newest batch."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """When the index last learnt about it."""
 
 
 @dataclass(slots=True)

@@ -198,4 +198,5 @@ class WorkerConfig:
             max_sequences=self.max_sequences,
             max_model_len=self.max_model_len,
             registered_unix_ns=registered_unix_ns,
+            heartbeat_ms=max(1, round(self.heartbeat_seconds * 1000)),
         )
