@@ -26,7 +26,7 @@ LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Pa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages test-faults e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages test-faults e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ up: setup ## the same system, left running
 
 test: lint rust unit integration packages e2e ## the gate before merging: all of lint, rust, unit, integration, packages, e2e
 
-lint: setup types protos-check ## style, types and the contract's own rules
+lint: setup types protos-check docs ## style, types, the contract's own rules, the API reference
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -101,6 +101,10 @@ protos-check: setup
 
 protos-release: setup ## the contract as it is becomes the one that changes are checked against
 	cd protos && ../$(BIN)/buf build -o released.binpb
+
+docs: setup ## the API reference in build/docs, from docstrings; warnings are errors
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/docs
+	@echo "build/docs/index.html"
 
 constraints: setup ## constraints.txt, rewritten from what is installed
 	@{ head -n 1 constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sort -f; } > constraints.new

@@ -6,11 +6,9 @@
 
 The seed keeps scopes apart:
 
-| scope | seed |
-|---|---|
-| none | 1337 |
-| LoRA adapter only | 1337 + XXH3-64(name as UTF-8; 0), mod 2^64 |
-| salt or tenant set | XXH3-64(le32(length) ‖ UTF-8, of the adapter, then the salt, then the tenant; 1337) |
+- no scope: 1337
+- LoRA adapter only: 1337 + XXH3-64(name as UTF-8; 0), mod 2^64
+- salt or tenant set: XXH3-64(le32(length) ‖ UTF-8, of the adapter, then the salt, then the tenant; 1337)
 
 The first two equal what Dynamo 1.6 computes. Lengths count bytes; an absent part has length 0. Only full blocks are
 hashed. ``hash_vectors.json`` beside this package has examples for implementations in other languages.
