@@ -75,7 +75,9 @@ async def test_a_batch_with_several_gaps() -> None:
 
 async def test_a_life_that_begins_with_a_gap() -> None:
     index = state()
-    index.apply([message(stored(0, [1], [11])), message(stored(4, [2], [12]), incarnation=2)])
+    index.apply([message(stored(0, [1], [11]))])
+    index.incarnations.register({RANK: 2})
+    index.apply([message(stored(4, [2], [12]), incarnation=2)])
     assert await held(index) == {2}
     assert await index.ask(lambda core: core.cursor(RANK)) == (2, 5)
     assert (await index.ranks())[0].partial
@@ -152,6 +154,9 @@ class StuckIndex:
     def __init__(self) -> None:
         self.applying = threading.Event()
         self.go_on = threading.Event()
+
+    def cursor(self, _rank: tuple[int, int]) -> tuple[int, int]:
+        return (1, 0)
 
     def apply(self, _batch: bytes) -> ApplySummary:
         self.applying.set()
@@ -238,6 +243,82 @@ def test_whatever_is_lost_or_comes_twice_the_index_claims_no_block_that_is_not_t
         if not index.tally.gaps:
             assert claimed == there
     assert index.tally.unknown_parents == 0 or index.tally.gaps
+
+
+async def test_a_batch_that_claims_a_later_incarnation_empties_no_rank() -> None:
+    index = state()
+    suspected: list[str] = []
+    index.on_suspect = lambda _rank, reason: suspected.append(reason)
+    index.incarnations.register({RANK: 5})
+    index.apply([message(stored(0, [1], [11]), incarnation=5)])
+    index.apply([message(next_event_id=0, incarnation=(1 << 64) - 1)])
+    assert await held(index) == {1}
+    assert (suspected, index.tally.unconfirmed) == (["incarnation"], 1)
+    start = await index.begin_repair(RANK)
+    assert await index.confirm_rank(RANK, 5, "incarnation", start.claims) == 1
+    index.apply([message(stored(1, [2], [12]), incarnation=5)])
+    assert await held(index) == {1, 2}
+    assert index.rank_tally(RANK).verified
+
+
+async def test_the_workers_state_replaces_a_rank_of_a_later_incarnation() -> None:
+    index, worker = state(), state()
+    index.apply([message(stored(0, [1], [11]), incarnation=(1 << 64) - 1)])
+    worker.apply([message(stored(0, [2], [12]), incarnation=5)])
+    index.incarnations.register({RANK: 5})
+    dump = await worker.whole_rank(RANK)
+    assert dump is not None
+    await index.begin_repair(RANK)
+    await index.replace_rank(dump, "incarnation")
+    assert await held(index) == {2}
+    index.apply(
+        [message(stored(7, [9], [19]), incarnation=(1 << 64) - 1), message(stored(0, [8], [18]), incarnation=4)]
+    )
+    assert await held(index) == {2}
+    assert (index.tally.unconfirmed, index.tally.fenced) == (1, 1)
+
+
+async def test_a_dump_of_an_incarnation_that_the_worker_is_not_in_is_refused() -> None:
+    index, forged = state(), state()
+    forged.apply([message(stored(0, [1], [11]), incarnation=(1 << 64) - 1)])
+    dump = await forged.whole_rank(RANK)
+    assert dump is not None
+    index.incarnations.register({RANK: 5})
+    with pytest.raises(StaleDump):
+        await index.load_rank(dump)
+
+
+async def test_event_ids_that_the_worker_has_not_reached_are_dropped_once_it_was_asked() -> None:
+    index = state()
+    suspected: list[str] = []
+    index.on_suspect = lambda _rank, reason: suspected.append(reason)
+    index.may_hold = lambda _rank: True
+    index.apply([message(stored(0, [1], [11])), message(stored(1000, [2], [12]))])
+    start = await index.begin_repair(RANK)
+    index.apply([message(stored(1, [3], [13]))])
+    assert await index.confirm_rank(RANK, 1, "gap", start.claims) == 1
+    assert await held(index) == {1, 3}
+    assert suspected == ["gap"], "the dropped batch raises no second alarm"
+    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 2)
+
+
+async def test_while_gaps_were_false_of_late_events_that_follow_are_applied_at_once() -> None:
+    index = state()
+    index.may_hold = lambda _rank: True
+    index.is_deferred = lambda _rank, reason: reason == "gap"
+    index.apply([message(stored(0, [1], [11])), message(stored(1000, [2], [12])), message(stored(1, [3], [13]))])
+    assert await held(index) == {1, 3}
+    assert (index.tally.unconfirmed, index.tally.repairs) == (1, 0)
+
+
+async def test_a_gap_while_the_worker_is_asked_does_not_drop_the_rank() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]))])
+    start = await index.begin_repair(RANK)
+    index.apply([message(stored(5, [2], [12]))])
+    assert await held(index) == {1}
+    await index.confirm_rank(RANK, 1, "registered", start.claims)
+    assert index.tally.repairs == 1, "nobody is there to fill the gap, which is no claim of before the question"
 
 
 async def test_a_dump_that_lacks_blocks_gives_way_to_a_state_that_does_not() -> None:

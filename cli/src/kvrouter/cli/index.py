@@ -271,6 +271,8 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
     )
     if stats.stream_error:
         console.print(f"  the stream takes no messages: {stats.stream_error}", style="red", markup=False)
+    if stats.events.unconfirmed:
+        console.print(f"  {stats.events.unconfirmed} events dropped: their workers do not confirm them")
     table = Table(*_RANK_COLUMNS)
     for rank in stats.ranks:
         table.add_row(
@@ -282,7 +284,7 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
             str(rank.drifts),
             _state(rank),
             _age(rank, "evidence_age_seconds"),
-            _last_resync(rank),
+            _resync(rank),
             _transport(rank.transport),
         )
     console.print(table)
@@ -304,6 +306,16 @@ def _age(message: ComponentStats | RankStats, field: str, *, ago: bool = True) -
     if not message.HasField(field):
         return "never"
     return f"{getattr(message, field):.0f} s{' ago' if ago else ''}"
+
+
+def _resync(rank: RankStats) -> str:
+    """What is being done about a rank, else what was done last."""
+    if not rank.HasField("repair"):
+        return _last_resync(rank)
+    repair = rank.repair
+    if repair.under_way:
+        return f"{repair.reason}: asking the worker"
+    return f"{repair.reason}: backing off after {repair.attempts}" if repair.attempts else f"{repair.reason}: due"
 
 
 def _last_resync(rank: RankStats) -> str:

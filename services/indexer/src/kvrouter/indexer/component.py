@@ -15,14 +15,14 @@ from kvrouter.indexer.consumer import DurableConsumer, heed_cancellation
 from kvrouter.indexer.evidence import SilenceWatch, age, exceeds, silence_limit
 from kvrouter.indexer.ingest import Ingest
 from kvrouter.indexer.light import LightEvents
-from kvrouter.indexer.membership import Departures, new_lives
+from kvrouter.indexer.membership import Departures, ahead_of, new_lives
 from kvrouter.indexer.replay import Position
 from kvrouter.indexer.resync import Resync
 from kvrouter.indexer.snapshots import SnapshotHome, Snapshots
 from kvrouter.indexer.state import IndexState
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
-from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
+from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.snapshot_pb2 import SnapshotRef
@@ -140,6 +140,7 @@ class ComponentIndex:
         """Tells which workers are registered, and which are registered but differ from the component."""
         self._workers = workers
         self.state.unfit_workers = unfit
+        self.state.incarnations.register(self._registered())
         self.resync.update_workers(workers)
         if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
             self._stream_wanted.set()
@@ -211,13 +212,21 @@ class ComponentIndex:
             self._changed.clear()
             self.ranks = await self.state.ranks()
             indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
-            registered = self._registered()
+            registered = self.state.incarnations.expected()
             await self.state.begin_lives(new_lives(registered, indexed))
-            await self.state.forget(self._departures.expired(indexed, registered, time.monotonic()))
+            await self._ask_about(ahead_of(registered, indexed))
+            await self.state.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
             self._compare_silent_ranks()
+            self.resync.forgive()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_SECONDS):
                     await self._changed.wait()
+
+    async def _ask_about(self, ranks: list[Rank]) -> None:
+        """Has workers asked whose registration contradicts the index."""
+        await self.state.mark_unverified(ranks)
+        for rank in ranks:
+            self.resync.want(rank, "incarnation")
 
     def _compare_silent_ranks(self) -> None:
         """Asks for a comparison of ranks whose heartbeats are missing, once what the transport keeps was read."""
@@ -258,6 +267,7 @@ class ComponentIndex:
         worker = self._workers.get(info.worker_id)
         rank: Rank = (info.worker_id, info.dp_rank)
         tally, now = self.state.rank_tally(rank), time.monotonic()
+        repair = self.resync.repair_of(rank)
         return RankStats(
             rank=RankMessage(worker_id=info.worker_id, dp_rank=info.dp_rank),
             cursor=Cursor(incarnation=info.incarnation, next_event_id=info.next_event_id),
@@ -275,6 +285,9 @@ class ComponentIndex:
             heard_age_seconds=age(tally.evidence.heard_at, now),
             stale=self.is_stale(rank),
             silent=self.is_silent(rank),
+            repair=RankRepair(reason=repair.reason, attempts=repair.attempts, under_way=repair.under_way)
+            if repair
+            else None,
         )
 
     def _registered(self) -> dict[Rank, int]:

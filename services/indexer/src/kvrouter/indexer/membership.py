@@ -30,6 +30,14 @@ def new_lives(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> li
     ]
 
 
+def ahead_of(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> list[Rank]:
+    """Ranks that the index has in a later incarnation than the registered one: one of the two is wrong.
+
+    A worker whose clock was ahead once begins an incarnation below its last one when etcd has lost its record.
+    """
+    return sorted(rank for rank, incarnation in registered.items() if indexed.get(rank, 0) > incarnation)
+
+
 class Departures:
     """Grants ranks without registration a grace, so that a lease that merely lapsed costs no blocks."""
 

@@ -24,6 +24,7 @@ _OUTCOMES = (
     "misdirected",
     "unparsable",
     "drifts",
+    "unconfirmed",
 )
 
 
@@ -52,6 +53,7 @@ class IndexerMetrics(Collector):
             "removed_blocks": "Blocks removed.",
             "resyncs": "Ranks replaced by their worker's whole state.",
             "refetches": "Ranks that lacked events, which their workers sent again.",
+            "false_alarms": "Alarms that events raised about ranks and their workers did not confirm.",
             "live_events_dropped": "Live messages dropped because they came faster than they could be applied.",
             "snapshots_taken": "Snapshots taken by this replica.",
             "snapshots_unusable": "Snapshots that could not be read at a restore.",
@@ -67,6 +69,7 @@ class IndexerMetrics(Collector):
             "pending_messages": "Messages of the stream that are not applied.",
             "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since, or stale.",
             "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
+            "resyncs_backing_off": "Ranks whose repair waits after no answer, a false alarm or persistent drift.",
             "waiting_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
             "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
             "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
@@ -93,6 +96,7 @@ class IndexerMetrics(Collector):
             counts["consumers_made"].add_metric(of, component.ingest.recreations)
             counts["resyncs"].add_metric(of, component.resync.resyncs)
             counts["refetches"].add_metric(of, component.resync.refetches)
+            counts["false_alarms"].add_metric(of, component.resync.false_alarms)
             counts["live_events_dropped"].add_metric(of, component.light.dropped)
             snapshots = component.snapshots
             counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)
@@ -108,6 +112,7 @@ class IndexerMetrics(Collector):
             )
             levels["stream_checked_age_seconds"].add_metric(of, age(progress.checked_at, now) or 0.0)
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
+            levels["resyncs_backing_off"].add_metric(of, component.resync.backing_off)
             levels["waiting_bytes"].add_metric(of, component.state.waiting_bytes)
             levels["live_queue_messages"].add_metric(of, component.light.queued)
             levels["ready"].add_metric(of, component.ready)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import structlog
 from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
+from kvrouter.indexer.incarnations import Incarnations, Verdict
 from kvrouter.indexer.membership import NewLife
 from kvrouter.indexer.repair import Repair, repair_after
 from kvrouter.indexer.screening import Refusal, screen
 from kvrouter.indexer.shared_index import SharedIndex
 from kvrouter.indexer.tally import RankTally, Tally
 from kvrouter.indexer.waiting import MAX_ALL_BYTES, Waiting
+from kvrouter.indexer.wanted import PERSISTENT_DRIFT
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
@@ -64,6 +66,16 @@ class StaleDump(Exception):
         super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {held}")
 
 
+@dataclass(frozen=True, slots=True)
+class RepairStart:
+    """Where a rank stands when its worker is about to be asked."""
+
+    info: RankInfo | None
+    """None if the index does not know the rank."""
+    claims: tuple[int, ...]
+    """Incarnations that events claimed and nobody has confirmed."""
+
+
 class IndexState(SharedIndex):
     """Index, counts and what was set aside, for one component."""
 
@@ -83,9 +95,12 @@ class IndexState(SharedIndex):
         self.waiting_bytes = 0
         """Of the batches that wait, or are kept, while their ranks are repaired."""
         self.on_suspect: Callable[[Rank, str], None] = _nobody
-        """Called from any thread when a rank needs its worker's state, with the reason."""
+        """Called from any thread when a rank has to be compared with its worker, with the reason."""
         self.may_hold: Callable[[Rank], bool] = _never
         """Whether events after a gap may wait for those that are missing; asked from any thread."""
+        self.is_deferred: Callable[[Rank, str], bool] = _never_deferred
+        """Whether a repair for a reason has to wait, as the last such alarms were false; asked from any thread."""
+        self.incarnations = Incarnations()
         self._log = log.bind(of=component)
 
     def apply(self, messages: Sequence[StreamMessage]) -> None:
@@ -113,12 +128,16 @@ class IndexState(SharedIndex):
         A dump that lacks blocks leaves the rank in need of its worker's state.
 
         Raises:
-            StaleDump: the index is ahead of the dump, or as far and complete where the dump is not.
+            StaleDump: the index is ahead of the dump, or as far and complete where the dump is not; or the dump is of
+                an incarnation that the worker is not in.
             InvalidDump: the dump cannot be loaded; the index is unchanged.
         """
 
         def load(index: PrefixIndex) -> int:
             held = index.cursor(dump.rank)
+            current = self.incarnations.current(dump.rank)
+            if current is not None and dump.cursor[0] > current:
+                raise StaleDump(dump.rank, dump.cursor, held or (current, 0))
             if held is not None and (held, dump.rank not in self._partial) > (dump.cursor, not dump.partial):
                 raise StaleDump(dump.rank, dump.cursor, held)
             blocks = self._load(dump)
@@ -129,12 +148,13 @@ class IndexState(SharedIndex):
 
         return await self.work(load)
 
-    async def begin_repair(self, rank: Rank) -> RankInfo | None:
-        """Keeps the rank's events from here on, until the repair ends. Returns where the rank stands, if known."""
+    async def begin_repair(self, rank: Rank) -> RepairStart:
+        """Keeps the rank's events from here on, until the repair ends."""
 
-        def begin(index: PrefixIndex) -> RankInfo | None:
-            self._waiting_batches.setdefault(rank, Waiting(held_back=False))
-            return next((info for info in index.ranks() if info[:2] == rank), None)
+        def begin(index: PrefixIndex) -> RepairStart:
+            self._waiting_batches.setdefault(rank, Waiting(held_back=False)).mark_asked()
+            info = next((info for info in index.ranks() if info[:2] == rank), None)
+            return RepairStart(info, self.incarnations.claims(rank))
 
         return await self.work(begin)
 
@@ -154,53 +174,115 @@ class IndexState(SharedIndex):
 
         return await self.work(apply)
 
-    async def replace_rank(self, dump: RankDump, reason: str) -> int:
+    async def replace_rank(self, dump: RankDump, reason: str, claims: Sequence[int] = ()) -> int:
         """Replaces a rank under repair by its worker's state, then applies what was kept. Returns its entries.
 
+        The worker's word outranks the index, its incarnation and its cursor, whether they are higher or lower.
+
+        Args:
+            dump: The worker's answer.
+            reason: Why the worker was asked.
+            claims: Unconfirmed incarnations that were known before it was asked.
+
         Raises:
-            StaleDump: the dump is of an earlier life.
-            InvalidDump: it cannot be loaded. In both cases the index is unchanged.
+            InvalidDump: the answer cannot be loaded; the index is unchanged.
         """
 
         def replace(index: PrefixIndex) -> int:
             held = index.cursor(dump.rank)
-            if held is not None and held[0] > dump.cursor[0]:
-                raise StaleDump(dump.rank, dump.cursor, held)
+            waiting = self._waiting_batches.get(dump.rank)
+            holes = waiting is not None and waiting.dropped > 0
             blocks = self._load(dump)
+            self._confirm(dump.rank, dump.cursor[0], claims)
             self._finish(dump.rank, reason)
             reached = index.cursor(dump.rank)
-            if held is not None and reached is not None and held > reached:
+            if holes and held is not None and reached is not None and held[0] == reached[0] and held > reached:
                 # The bound left a hole between the state and what had been applied beside it.
                 self.on_suspect(dump.rank, "gap")
             return blocks
 
         return await self.work(replace)
 
-    async def end_repair(self, rank: Rank, reason: str, *, repaired: bool, news: bool = True) -> None:
-        """Ends a repair without replacing the rank: applies the events that wait.
+    async def confirm_rank(
+        self, rank: Rank, incarnation: int, reason: str, claims: Sequence[int], *, news: bool = True
+    ) -> int:
+        """Ends a repair of a rank that its worker confirmed: applies the events that wait.
 
-        Where the rank is not ``repaired``, a gap among them drops it. ``news`` says whether the worker had events that
-        the index lacked.
+        Args:
+            rank: The rank, to which the events that it lacked were applied.
+            incarnation: Its incarnation, by its worker's word.
+            reason: Why the worker was asked.
+            claims: Unconfirmed incarnations that were known before it was asked.
+            news: Whether the worker had events that the index lacked.
+
+        Returns:
+            How many claims the worker does not confirm: incarnations, and batches with ids that it has not reached.
         """
-        await self.work(lambda _: self._finish(rank, reason, news=news) if repaired else self._give_up(rank))
+
+        def confirm(_: PrefixIndex) -> int:
+            return self._confirm(rank, incarnation, claims) + self._finish(rank, reason, news=news)
+
+        return await self.work(confirm)
+
+    async def give_up_repair(self, rank: Rank) -> None:
+        """Ends a repair that failed: applies the events that wait. A gap among them drops the rank."""
+        await self.work(lambda _: self._give_up(rank))
+
+    async def mark_unverified(self, ranks: Sequence[Rank]) -> None:
+        """Notes that ranks differ from what is known of their workers."""
+
+        def mark(_: PrefixIndex) -> None:
+            for rank in ranks:
+                self._rank_tallies.setdefault(rank, RankTally()).verified = False
+
+        if ranks:
+            await self.work(mark)
+
+    def _confirm(self, rank: Rank, incarnation: int, claims: Sequence[int]) -> int:
+        refuted = self.incarnations.confirm(rank, incarnation, claims)
+        if refuted:
+            self._log.warning(
+                "incarnations refuted by the worker",
+                worker_id=rank[0],
+                dp_rank=rank[1],
+                incarnation=incarnation,
+                refuted=refuted,
+            )
+        return len(refuted)
 
     def _load(self, dump: RankDump) -> int:
         blocks = self._index.load_rank(dump.chunks)
         (self._partial.add if dump.partial else self._partial.discard)(dump.rank)
         return blocks
 
-    def _finish(self, rank: Rank, reason: str, *, news: bool = True) -> None:
+    def _finish(self, rank: Rank, reason: str, *, news: bool = True) -> int:
+        """Applies what waits. Returns the batches whose ids the worker had not reached when it was asked."""
         tally = self._rank_tallies.setdefault(rank, RankTally())
         tally.verified = rank not in self._partial
         tally.evidence.compared_at = time.monotonic()
         if news:
             tally.evidence.news_at = tally.evidence.compared_at
-        if news or reason != "silent":
+        if news or reason not in ("silent", "behind"):
             tally.resynced_unix_ns, tally.resync_reason = time.time_ns(), reason
-        for message in self._take_waiting(rank):
+        waiting = self._waiting_batches.get(rank)
+        asked = waiting.asked if waiting is not None else 0
+        unknown = 0
+        for place, message in enumerate(self._take_waiting(rank)):
             batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
-            if not isinstance(batch, Refusal):
+            if isinstance(batch, Refusal):
+                continue
+            if place < asked and self._is_ahead(rank, batch):
+                unknown += 1
+                self._set_aside(message, batch, "unconfirmed_event", "the worker has not reached these event ids")
+            else:
                 self._apply_batch(message, batch, again=True)
+        return unknown
+
+    def _is_ahead(self, rank: Rank, batch: KvEventBatch) -> bool:
+        """Whether a batch names event ids that the rank has not reached."""
+        cursor = self._index.cursor(rank)
+        last = max((event.event_id + 1 for event in batch.events), default=0)
+        return cursor is not None and batch.incarnation == cursor[0] and max(last, batch.next_event_id) > cursor[1]
 
     def _give_up(self, rank: Rank) -> None:
         self._rank_tallies.setdefault(rank, RankTally()).verified = False
@@ -231,7 +313,9 @@ class IndexState(SharedIndex):
         def begin(index: PrefixIndex) -> None:
             for life in lives:
                 rank, held = life.rank, index.cursor(life.rank)
-                if held is None or held[0] < life.incarnation:
+                # The worker may have been asked meanwhile, and be in another one.
+                is_current = self.incarnations.current(rank) in (None, life.incarnation)
+                if is_current and (held is None or held[0] < life.incarnation):
                     dropped = index.reset_rank(rank, life.incarnation, 0, partial=False)
                     self._partial.discard(rank)
                     self._rank_tallies.setdefault(rank, RankTally()).verified = False
@@ -249,6 +333,7 @@ class IndexState(SharedIndex):
                 self._partial.discard(rank)
                 self._rank_tallies.pop(rank, None)
                 self._take_waiting(rank)
+                self.incarnations.forget(rank)
                 self._log.info("rank is gone", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
         if ranks:
@@ -276,6 +361,8 @@ class IndexState(SharedIndex):
             self._keep_waiting(waiting, message)
             if waiting.held_back:
                 return
+        if not self._is_admitted(message, batch, kept=waiting is not None):
+            return
         # Each round moves the cursor past one gap, and a batch has no more gaps than events, plus one at its end.
         for _ in range(len(batch.events) + 2):
             summary = self._index.apply(message.data)
@@ -292,20 +379,74 @@ class IndexState(SharedIndex):
                 self._partial.add(rank)
             if repair is None:
                 break
-            if hold and repair.reason == "gap" and rank not in self._partial and self._hold_back(rank, message):
+            if hold and repair.reason == "gap" and rank not in self._partial and self._hold_back(rank, message, batch):
                 break
             self._repair(rank, repair)
             if not repair.reapply:
                 break
             again = True
+        if not again and repair is None and not summary.fenced and batch.next_event_id < summary.next_event_id:
+            # It came late or twice, or the index applied events that the worker never had.
+            self._suspect_if_whole(rank)
         self._note_lag(rank, batch)
         # What a former incarnation left in the stream says nothing about the rank of today.
         if summary.incarnation == batch.incarnation:
             self._rank_tallies.setdefault(rank, RankTally()).evidence.heard_at = time.monotonic()
 
-    def _hold_back(self, rank: Rank, message: StreamMessage) -> bool:
-        """Lets events wait for those that are missing before them, if somebody is there to fetch these."""
-        if rank in self._waiting_batches or not self.may_hold(rank):
+    def _suspect_if_whole(self, rank: Rank) -> None:
+        if rank not in self._partial:
+            self.on_suspect(rank, "behind")
+
+    def _is_admitted(self, message: StreamMessage, batch: KvEventBatch, *, kept: bool) -> bool:
+        """Whether a batch may be applied, by its incarnation. A batch alone never ends an incarnation.
+
+        One that is ``kept`` while its worker is asked is judged again when the worker has answered.
+        """
+        rank = (batch.worker_id, batch.dp_rank)
+        cursor = self._index.cursor(rank)
+        verdict = self.incarnations.judge(rank, batch.incarnation, cursor[0] if cursor else None)
+        if verdict == Verdict.APPLY:
+            return True
+        if kept:
+            return False
+        self.tally.batches += 1
+        if verdict == Verdict.FENCED:
+            self.tally.fenced += len(batch.events) or 1
+            return False
+        if verdict == Verdict.UNCONFIRMED:
+            if not self.incarnations.claims(rank):
+                self._log.warning(
+                    "unconfirmed incarnation", worker_id=rank[0], dp_rank=rank[1], incarnation=batch.incarnation
+                )
+            self.incarnations.claim(rank, batch.incarnation)
+            self._rank_tallies.setdefault(rank, RankTally()).verified = False
+            self.on_suspect(rank, "incarnation")
+        self._set_aside(message, batch, "unconfirmed_incarnation", "neither worker nor registration confirms it")
+        return False
+
+    def _set_aside(self, message: StreamMessage, batch: KvEventBatch, reason: str, detail: str) -> None:
+        """Drops a batch whose claims are not confirmed. The worker's state has whatever is true of it."""
+        self.tally.unconfirmed += len(batch.events) or 1
+        data = bytes(message.data[:_SET_ASIDE_BYTES])
+        self.set_aside.append(SetAside(message.subject, message.sequence, Refusal(reason, detail), data))
+
+    def _hold_back(self, rank: Rank, message: StreamMessage, batch: KvEventBatch) -> bool:
+        """Lets events wait for those that are missing before them, if somebody is there to fetch these.
+
+        Where the worker did not confirm the last gaps, they are set aside: the worker is asked a little later, and has
+        them if they are true.
+        """
+        asked = self._waiting_batches.get(rank)
+        if asked is not None:
+            # It is kept already, and applied again when the worker has answered.
+            asked.held_back = True
+            return True
+        if self.is_deferred(rank, "gap"):
+            self._set_aside(message, batch, "unconfirmed_event", "the worker did not confirm such ids shortly before")
+            self._rank_tallies.setdefault(rank, RankTally()).verified = False
+            self.on_suspect(rank, "gap")
+            return True
+        if not self.may_hold(rank):
             return False
         waiting = self._waiting_batches[rank] = Waiting(held_back=True)
         self._keep_waiting(waiting, message)
@@ -335,6 +476,7 @@ class IndexState(SharedIndex):
             if tally.drift_at == place:
                 # The worker's own state was loaded and its digest differs still: fetching it again cannot help.
                 self._log.error("drift persists", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
+                self.on_suspect(rank, PERSISTENT_DRIFT)
                 return
             tally.drift_at = place
         self.on_suspect(rank, repair.reason)
@@ -357,4 +499,8 @@ def _nobody(_rank: Rank, _reason: str) -> None:
 
 
 def _never(_rank: Rank) -> bool:
+    return False
+
+
+def _never_deferred(_rank: Rank, _reason: str) -> bool:
     return False

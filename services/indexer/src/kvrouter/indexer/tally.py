@@ -46,6 +46,8 @@ class Tally:
     unparsable: int = 0
     misdirected: int = 0
     """Messages whose envelope contradicts their subject or the component."""
+    unconfirmed: int = 0
+    """Events that claim an incarnation or an id which the worker does not confirm; a batch without events counts 1."""
     repairs: int = 0
     drifts: int = 0
     stored_blocks: int = 0
@@ -89,4 +91,5 @@ class Tally:
             rejected=self.rejected + self.misdirected,
             unparsable=self.unparsable,
             repairs=self.repairs,
+            unconfirmed=self.unconfirmed,
         )

@@ -28,6 +28,8 @@ class Waiting(Generic[_M]):
         self.held_back = held_back
         self.dropped = 0
         """Messages that went for the bound."""
+        self.asked = 0
+        """Oldest messages that came before the worker was asked: its answer knows what they say, or they are untrue."""
         self._messages: deque[_M] = deque()
         self.bytes = 0
         """Of the messages that are kept."""
@@ -41,7 +43,12 @@ class Waiting(Generic[_M]):
         while self.bytes > (0 if crowded else self._max_bytes) and len(self._messages) > 1:
             self.bytes -= len(self._messages.popleft().data)
             self.dropped += 1
+            self.asked = max(0, self.asked - 1)
         return self.bytes - before
+
+    def mark_asked(self) -> None:
+        """Notes that the worker is asked now."""
+        self.asked = len(self._messages)
 
     def messages(self) -> list[_M]:
         """What is kept, oldest first."""
