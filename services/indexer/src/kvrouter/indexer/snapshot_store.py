@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+from collections.abc import Collection
 
 from kvrouter.indexer.snapshot_format import InvalidSnapshot
 from kvrouter.v1.names import ComponentName
@@ -17,7 +18,7 @@ from nats.js.errors import (
     NotFoundError,
     ObjectNotFoundError,
 )
-from nats.js.object_store import ObjectStore
+from nats.js.object_store import OBJ_CHUNKS_PRE_TEMPLATE, OBJ_META_PRE_TEMPLATE, ObjectStore
 
 _TRANSFER_SECONDS = 60.0
 _PIECE_SECONDS = 10.0
@@ -32,6 +33,7 @@ class SnapshotStore:
     def __init__(self, js: JetStreamContext, component: ComponentName) -> None:
         self._js = js
         self._bucket = component.snapshot_bucket
+        self._stream = f"OBJ_{self._bucket}"
 
     async def put(self, name: str, data: bytes) -> None:
         """Writes an object."""
@@ -54,7 +56,9 @@ class SnapshotStore:
             raise InvalidSnapshot(f"the object is damaged: {error!r}") from None
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):
-                data = await self._pieces(f"$O.{self._bucket}.C.{info.nuid}", info.chunks or 0)
+                data = await self._pieces(
+                    OBJ_CHUNKS_PRE_TEMPLATE.format(bucket=self._bucket, obj=info.nuid), info.chunks or 0
+                )
         except _GONE:
             raise InvalidSnapshot("the object is gone") from None
         except TimeoutError:
@@ -70,7 +74,7 @@ class SnapshotStore:
             return b""
         subscription = await self._js.pull_subscribe(
             subject,
-            stream=f"OBJ_{self._bucket}",
+            stream=self._stream,
             config=ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=_TRANSFER_SECONDS),
             pending_bytes_limit=2 * _TOGETHER * _PIECE_BYTES,
         )
@@ -83,21 +87,47 @@ class SnapshotStore:
         finally:
             await subscription.unsubscribe()
 
-    async def names(self) -> list[str]:
-        """Names of all objects, in order."""
+    async def last_sequence(self) -> int:
+        """Returns the sequence of the newest message in the bucket; 0 where there is none."""
         try:
-            store = await self._js.object_store(self._bucket)
-            return sorted(info.name for info in await store.list(ignore_deletes=True) if not info.deleted)
+            return (await self._js.stream_info(self._stream)).state.last_seq
         except _GONE:
-            return []
+            return 0
 
-    async def delete(self, name: str) -> None:
-        """Deletes an object; one that is gone already is fine."""
+    async def count(self) -> int:
+        """Returns the number of objects."""
         try:
-            store = await self._js.object_store(self._bucket)
-            await store.delete(name)
+            info = await self._js.stream_info(self._stream, subjects_filter=f"$O.{self._bucket}.M.>")
+        except _GONE:
+            return 0
+        return len(info.state.subjects or {})
+
+    async def sweep(self, keep: Collection[str], up_to: int) -> None:
+        """Removes every message up to a sequence but those of the objects to keep.
+
+        Purges the messages: deleting an object, as the client library does it, leaves a message behind, and one that
+        was abandoned while it was written has pieces that no object names. Messages after ``up_to`` stay, so that a
+        caller that was paused removes nothing that was written meanwhile.
+        """
+        if not up_to:
+            return
+        try:
+            subjects = (await self._js.stream_info(self._stream, subjects_filter=">")).state.subjects or {}
+            kept = {subject for name in keep for subject in await self._subjects_of(name)}
+            for subject in sorted(subjects.keys() - kept):
+                await self._js.purge_stream(self._stream, seq=up_to + 1, subject=subject)
         except _GONE:
             return
+
+    async def _subjects_of(self, name: str) -> list[str]:
+        encoded = base64.urlsafe_b64encode(name.encode()).decode()
+        subject = OBJ_META_PRE_TEMPLATE.format(bucket=self._bucket, obj=encoded)
+        try:
+            store = await self._js.object_store(self._bucket)
+            info = await store.get_info(name, show_deleted=True)
+        except (*_GONE, BadObjectMetaError):
+            return [subject]
+        return [subject, OBJ_CHUNKS_PRE_TEMPLATE.format(bucket=self._bucket, obj=info.nuid)]
 
     async def _made(self) -> ObjectStore:
         try:

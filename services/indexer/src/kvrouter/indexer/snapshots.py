@@ -243,6 +243,8 @@ class Snapshots:
                 raise NothingApplied("no stream was seen yet")
             if only_if_due and _covers(before.value.current, at):
                 raise NothingApplied("the newest snapshot is further than this replica")
+            # What an attempt that failed has left must not add up.
+            await self._sweep(lock, before.value)
             ref, blocks = await self._write(at, before.value.current)
             reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=before.value.current)
@@ -255,7 +257,7 @@ class Snapshots:
             return ref, blocks
 
     async def _write(self, at: Position, before: SnapshotRef) -> tuple[SnapshotRef, int]:
-        # Names rise, however the clocks of replicas differ: what has an earlier one may be deleted.
+        # Names rise, however the clocks of replicas differ.
         taken = max(time.time_ns(), before.taken_unix_ns + 1)
         header = SnapshotHeader()
         header.CopyFrom(self._header)
@@ -283,16 +285,12 @@ class Snapshots:
             yield self._state.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS)
 
     async def _clean(self, lock: HeldLock, pointer: SnapshotPointer) -> None:
-        """Deletes objects that nothing points to, then purges the stream, one snapshot behind.
+        """Removes objects that nothing points to, then purges the stream, one snapshot behind.
 
-        A holder that is paused here does no harm later: objects of later snapshots have later names and are left alone,
-        and what the previous snapshot covers is covered by every later one.
+        A holder that is paused here does no harm later: what the previous snapshot covers is covered by every later
+        one.
         """
-        await lock.check()
-        wanted = {pointer.current.object_name, pointer.previous.object_name}
-        for name in await self._store.names():
-            if name not in wanted and name < pointer.current.object_name:
-                await self._store.delete(name)
+        await self._sweep(lock, pointer)
         reach("snapshot.cleaned")
         applied = await live_replicas(lock.client, self._name)
         limit = purge_up_to(pointer.previous, pointer.current, applied.values())
@@ -300,6 +298,17 @@ class Snapshots:
         if limit:
             await self._js.purge_stream(self._name.stream, seq=limit + 1)
         reach("snapshot.purged")
+
+    async def _sweep(self, lock: HeldLock, pointer: SnapshotPointer) -> None:
+        """Removes every object but those of the pointer.
+
+        The bound is read before the lock is checked: whatever a later holder writes comes after it and stays, however
+        long this one is paused.
+        """
+        written = await self._store.last_sequence()
+        await lock.check()
+        names = {ref.object_name for ref in (pointer.current, pointer.previous) if ref.object_name}
+        await self._store.sweep(names, written)
 
     async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
         """Drops the stream's messages and all snapshots. Returns how many of each.
@@ -314,9 +323,8 @@ class Snapshots:
             if others and not even_if_others_live:
                 raise OthersLive(others)
             await lock.move(await read_pointer(lock.client, self._name), None)
-            names = await self._store.names()
-            for name in names:
-                await self._store.delete(name)
+            snapshots = await self._store.count()
+            await self._sweep(lock, SnapshotPointer())
             self.current = SnapshotRef()
             messages = 0
             try:
@@ -324,7 +332,7 @@ class Snapshots:
                 await self._js.purge_stream(self._name.stream)
             except NotFoundError:
                 pass  # Nothing was ever published.
-            return messages, len(names)
+            return messages, snapshots
 
     async def _due(self) -> bool:
         try:
