@@ -181,3 +181,23 @@ def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int,
         assert held.on(roster).tolist() == expected
     assert NOT_ASKED.on(roster).tolist() == [0, 0]
     assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(roster)), "of lives before the registered ones"
+
+
+@given(WORKERS, WANTED, IDS)
+def test_avoided_workers_give_way_only_to_others_that_fit(
+    workers: list[Any], wanted: Wanted, avoided: set[int]
+) -> None:
+    roster = Roster(candidates_of(workers))
+    fit = roster.fit(wanted)
+    others = [place for place in fit.tolist() if roster.ranks[place][0] not in avoided]
+    assert roster.preferred(fit, avoided).tolist() == (others or fit.tolist())
+
+
+def test_a_candidate_that_gave_way_says_why() -> None:
+    pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
+    wanted = Wanted(avoided=frozenset({1}))
+    found = survey(pool, prompt(4), wanted, RoutingOptions(), NOT_ASKED, now=1.0)
+    assert [row.candidate.rank for row in found.free] == [(2, 0)]
+    assert found.excluded([(2, 0)]) == {(1, 0): "the caller avoids this worker, and another one fits"}
+    alone = survey(pool, prompt(4), Wanted(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_ASKED, now=1.0)
+    assert [row.candidate.rank for row in alone.free] == [(1, 0)]

@@ -18,7 +18,11 @@ from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.scheduler_source import SchedulerSource
 from kvrouter.frontend.service import FrontendService, GatewayOptions
 from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.frontend.workers import WorkerPool
+from kvrouter.frontend.worker_client.circuit_breaker import BackOff
+from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.runtime.context import Runtime
 from kvrouter.runtime.listening import BindFailed
 
@@ -32,24 +36,34 @@ async def running(
     """A Frontend's object with its links to Schedulers, while the context lasts."""
     metrics = FrontendMetrics(runtime.registry)
     links = SchedulerLinks(runtime.directory, schedulers, instance_id=runtime.instance_id, spread=settings.spread)
-    workers = WorkerPool()
+    pool = WorkerPool()
+    back_off = BackOff(
+        settings.worker_back_off_failures, settings.worker_back_off_seconds, settings.worker_back_off_max_seconds
+    )
+    health = WorkerHealth(back_off, max_missed=settings.worker_probe_failures)
+    probes = WorkerProbes(runtime.directory, pool, health, interval_seconds=settings.worker_probe_seconds)
+    metrics.suspected_workers.set_function(lambda: health.suspected)
+    metrics.backed_off_workers.set_function(lambda: health.backed_off)
+    metrics.worker_channels.set_function(lambda: len(pool))
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds)
     recorder: Recorder | None = None
     if settings.record:
         recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)
-    service = FrontendService(runtime.directory, links, workers, metrics, options, recorder)
+    service = FrontendService(runtime.directory, links, WorkerClient(pool, health, metrics), metrics, options, recorder)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
+        probing = group.create_task(probes.run(), name="worker-probes")
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
             yield service
         finally:
             linking.cancel()
+            probing.cancel()
             if recorder is not None:
                 recorder.stop()
-            await workers.close()
+            await pool.close()
 
 
 @asynccontextmanager

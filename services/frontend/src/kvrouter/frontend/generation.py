@@ -1,8 +1,9 @@
 """The life of one request: book, run, mark its prefill complete, free, whatever happens.
 
-An attempt books a rank and streams from its worker. A worker that fails before the first token is left out, and the
-request is tried elsewhere; one that fails later ends the request, since tokens cannot be taken back. What a worker
-refuses as the client's fault is passed on, and never held against the worker.
+An attempt books a rank and streams from its worker. A worker that fails, or stops answering, before the first token
+costs an attempt: the request is retried elsewhere. A failure after it ends the request, since tokens cannot be taken
+back. What a worker refuses as the client's fault is passed on, and never counts against the worker. Workers that this
+gateway found unhealthy are avoided, unless no other fits.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import grpc
 import structlog
 from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording_file import Outline
 from kvrouter.frontend.scheduler_links import SchedulerLinks
-from kvrouter.frontend.workers import WorkerPool
+from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.eligibility import can_take
+from kvrouter.frontend.worker_client.failures import AttemptFailed, WorkerFailure
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView
-from kvrouter.runtime.errors import KvRouterError, WorkerLost
-from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, Stage
+from kvrouter.runtime.errors import KvRouterError, NoWorkers
+from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
@@ -33,25 +35,11 @@ from kvrouter.v1.frontend_pb2 import (
 from kvrouter.v1.indexer_pb2 import LocalHashes
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import (
-    FinishReason,
     GenerateOutput,
     WorkerServiceGenerateRequest,
-    WorkerServiceGenerateResponse,
 )
 
 log = structlog.get_logger(component="frontend")
-
-_WORKER_FAILURES = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.DATA_LOSS,
-    }
-)
-"""Codes by which a worker, not the request, is at fault."""
 
 BOOKED_ID_MARK = "~"
 """Stands between a client's request id and what makes it unique to bookings and workers. Clients may use an id again;
@@ -77,13 +65,14 @@ class Generation:
         request: FrontendServiceGenerateRequest,
         view: ComponentView,
         links: SchedulerLinks,
-        workers: WorkerPool,
+        workers: WorkerClient,
         metrics: FrontendMetrics,
         *,
         max_attempts: int,
     ) -> None:
         self._request = request
         self._block_size = view.descriptor.block_size
+        self._component = view.name
         self._workers = workers
         self._metrics = metrics
         self._max_attempts = max_attempts
@@ -131,35 +120,53 @@ class Generation:
             KvRouterError: no worker could be chosen, the worker refused the request, or it was lost too late for
                 another attempt.
         """
+        failure: WorkerFailure | None = None
         for attempt in range(self._max_attempts):
             try:
-                async with aclosing(self._attempt(attempt, deadline)) as pieces:
+                async with aclosing(self._attempt(attempt, deadline, failure)) as pieces:
                     async for piece in pieces:
                         yield piece
                 return
-            except WorkerLost as lost:
-                if self._output_tokens or self._is_pinned() or attempt + 1 == self._max_attempts:
-                    raise
-                self._metrics.retries.inc()
-                log.warning(
-                    "worker failed before the first token",
-                    request_id=self._request.request_id,
-                    worker=lost.worker_id,
-                    attempt=attempt,
-                    cause=str(lost),
-                )
-                self._routing.constraints.excluded_worker_ids.append(lost.worker_id)
+            except AttemptFailed as failed:
+                failure = failed.failure
+            if self._output_tokens:
+                raise failure.as_error(has_output=True)
+            if not self._may_retry(attempt):
+                raise failure.as_error(f"no attempt is left after {attempt + 1}" if attempt else "")
+            self._metrics.retries.inc()
+            log.warning(
+                "request.retried",
+                request_id=self._request.request_id,
+                worker=failure.worker_id,
+                attempt=attempt,
+                cause=failure.message,
+            )
+            if not failure.is_silent:
+                self._routing.constraints.excluded_worker_ids.append(failure.worker_id)
 
-    def _is_pinned(self) -> bool:
-        constraints: RoutingConstraints = self._request.constraints
-        return constraints.HasField("worker_id")
+    def _may_retry(self, attempt: int) -> bool:
+        """Returns whether another attempt may follow this one: a pinned request has nowhere else to go."""
+        return attempt + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
 
-    async def _attempt(self, attempt: int, deadline: Deadline) -> AsyncGenerator[Piece, None]:
+    async def _attempt(
+        self, attempt: int, deadline: Deadline, failure: WorkerFailure | None
+    ) -> AsyncGenerator[Piece, None]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=Stage.STAGE_WHOLE)
-        selection = await self._link.select(
-            SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
-            deadline=deadline,
-        )
+        constraints = self._routing.constraints
+        del constraints.avoided_worker_ids[:]
+        constraints.avoided_worker_ids.extend(self._request.constraints.avoided_worker_ids)
+        constraints.avoided_worker_ids.extend(self._workers.health.avoided(self._component))
+        try:
+            selection = await self._link.select(
+                SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
+                deadline=deadline,
+            )
+        except NoWorkers:
+            if failure is None:
+                raise
+            raise failure.as_error("no other worker fits the request") from None
+        except KvRouterError as error:
+            raise error if failure is None else error.after(failure.message) from None
         booking = LiveBooking.of(key, selection, self._sequence_hashes, self._prompt_tokens, self._block_size)
         self._link.keep(booking)
         cached_tokens: int | None = None
@@ -192,28 +199,32 @@ class Generation:
             held_us=selection.held_us,
             mode=selection.mode,
         )
-        finished = False
-        try:
-            answer = self._workers.generate(selection.endpoint, self._worker_request(booking), deadline=deadline)
-            async with aclosing(answer) as pieces:
-                async for encoded in pieces:
-                    output = WorkerServiceGenerateResponse.FromString(encoded).output
-                    if output.token_ids:
-                        if not self._output_tokens:
-                            self._link.prefill_complete(booking)
-                        self._output_tokens += len(output.token_ids)
-                        self._link.report_output(booking, self._output_tokens)
-                    finished = output.finish_reason != FinishReason.FINISH_REASON_UNSPECIFIED
-                    if routing is not None:
-                        encoded += FrontendServiceGenerateResponse(routing=routing).SerializeToString()
-                    yield Piece(encoded, output, routing)
-                    routing = None
-        except KvRouterError as error:
-            if error.code in _WORKER_FAILURES:
-                raise WorkerLost(worker_id, f"worker {worker_id} failed: {error}") from error
-            raise
-        if not finished:
-            raise WorkerLost(worker_id, f"worker {worker_id} ended its answer unfinished")
+        answer = self._workers.generate(
+            worker_id,
+            selection.endpoint,
+            self._worker_request(booking),
+            deadline=deadline,
+            has_alternative=lambda: self._has_alternative(worker_id, booking.key.attempt),
+        )
+        async with aclosing(answer) as pieces:
+            async for piece in pieces:
+                output, encoded = piece.output, piece.encoded
+                if output.token_ids:
+                    if not self._output_tokens:
+                        self._link.prefill_complete(booking)
+                    self._output_tokens += len(output.token_ids)
+                    self._link.report_output(booking, self._output_tokens)
+                if routing is not None:
+                    encoded += FrontendServiceGenerateResponse(routing=routing).SerializeToString()
+                yield Piece(encoded, output, routing)
+                routing = None
+
+    def _has_alternative(self, worker_id: int, attempt: int) -> bool:
+        """Returns whether a healthy worker other than this one could take the request in a further attempt."""
+        return self._may_retry(attempt) and any(
+            worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
+            for worker in self._workers.health.healthy(self._component)
+        )
 
     def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
         request = self._request

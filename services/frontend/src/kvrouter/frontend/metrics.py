@@ -19,6 +19,25 @@ class FrontendMetrics:
         self.retries = Counter(
             "kvrouter_frontend_retries", "Attempts that failed before the first token.", registry=registry
         )
+        self.worker_failures = Counter(
+            "kvrouter_frontend_worker_failures",
+            "Attempts that failed through their worker, by cause: a gRPC code, malformed, unfinished, error or silent.",
+            ["cause"],
+            registry=registry,
+        )
+        self.output_overruns = Counter(
+            "kvrouter_frontend_output_overruns",
+            "Answers ended at max_tokens because the worker went on.",
+            registry=registry,
+        )
+        self.suspected_workers = Gauge(
+            "kvrouter_frontend_suspected_workers", "Workers that do not answer probes.", registry=registry
+        )
+        self.backed_off_workers = Gauge(
+            "kvrouter_frontend_backed_off_workers",
+            "Workers that get no requests, or one to try, because their requests fail.",
+            registry=registry,
+        )
         self.added_seconds = Histogram(
             "kvrouter_frontend_added_seconds",
             "Time from a request's arrival to its dispatch to a worker.",

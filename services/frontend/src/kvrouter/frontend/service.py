@@ -15,7 +15,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits, check_overrides, check_request, component_of_model, describe_models
 from kvrouter.frontend.recording import Recorder
 from kvrouter.frontend.scheduler_links import SchedulerLinks
-from kvrouter.frontend.workers import WorkerPool
+from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView, Directory
@@ -25,6 +25,8 @@ from kvrouter.v1.frontend_pb2 import (
     BestWorkerResponse,
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
+    GetWorkerHealthRequest,
+    GetWorkerHealthResponse,
     ListModelsRequest,
     ListModelsResponse,
     PotentialLoadsRequest,
@@ -69,7 +71,7 @@ class FrontendService:
         self,
         directory: Directory,
         links: SchedulerLinks,
-        workers: WorkerPool,
+        workers: WorkerClient,
         metrics: FrontendMetrics,
         options: GatewayOptions,
         recorder: Recorder | None = None,
@@ -82,7 +84,6 @@ class FrontendService:
         self._recorder = recorder
         metrics.live_bookings.set_function(lambda: links.live_bookings)
         metrics.spread_components.set_function(lambda: links.spread_components)
-        metrics.worker_channels.set_function(lambda: len(workers))
 
     def ready(self) -> bool:
         """Whether requests can be routed."""
@@ -154,6 +155,7 @@ class FrontendService:
         component = self._component_of(request.request)
         booking = request.booking if request.HasField("booking") else None
         select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
+        select.request.constraints.avoided_worker_ids.extend(self._workers.health.avoided(component))
         scheduler = self._links.scheduler(component)
         return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
 
@@ -180,6 +182,17 @@ class FrontendService:
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
         """The models that are served."""
         return ListModelsResponse(models=describe_models(dict(self._directory.components)))
+
+    async def get_worker_health(
+        self,
+        request: GetWorkerHealthRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - answered from memory
+    ) -> GetWorkerHealthResponse:
+        """The health of each worker, as this gateway sees it."""
+        named = request.component
+        component = ComponentName(named.namespace, named.name) if request.HasField("component") else None
+        return GetWorkerHealthResponse(workers=self._workers.health.status(component))
 
     async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
         """Sets the busy thresholds of a model that are given. Returns those in force.

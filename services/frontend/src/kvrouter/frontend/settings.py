@@ -53,6 +53,25 @@ class FrontendSettings(RoutingSettings):
     request_timeout_seconds: float = Field(
         default=600.0, gt=0, description="Time that a request may take if its client sets no deadline, seconds."
     )
+    worker_probe_seconds: float = Field(
+        default=1.0, gt=0, le=3600, description="Time between liveness probes of a worker, seconds."
+    )
+    worker_probe_failures: int = Field(
+        default=5,
+        ge=1,
+        le=1000,
+        description="Consecutive probes without an answer after which a worker is suspected: it gets requests only"
+        " where no other worker fits, and its requests without output are retried elsewhere.",
+    )
+    worker_back_off_failures: int = Field(
+        default=3, ge=1, le=1000, description="Consecutive failed requests after which a worker is backed off."
+    )
+    worker_back_off_seconds: float = Field(
+        default=1.0, gt=0, le=3600, description="First back-off of a failing worker, seconds; each further one doubles."
+    )
+    worker_back_off_max_seconds: float = Field(
+        default=60.0, gt=0, le=86_400, description="Longest back-off of a failing worker, seconds."
+    )
     record: Annotated[str, AfterValidator(_checked_file)] = Field(
         default="",
         description="File to record requests in, as lengths and ids of blocks, for kvrouter simulate and kvrouter "

@@ -161,6 +161,12 @@ class Frontend(Protocol):
         """Lists the models that are served."""
         ...
 
+    async def get_worker_health(
+        self, request: frontend.GetWorkerHealthRequest, *, deadline: Deadline
+    ) -> frontend.GetWorkerHealthResponse:
+        """What the Frontend knows of each worker's health."""
+        ...
+
 
 class Worker(Protocol):
     """An engine. Meaning of every field: kvrouter/v1/worker.proto."""

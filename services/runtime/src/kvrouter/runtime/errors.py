@@ -72,6 +72,10 @@ class KvRouterError(Exception):
         copy.__dict__.update(self.__dict__)
         return copy
 
+    def after(self, earlier: str) -> KvRouterError:
+        """Returns the same error with what went wrong earlier in its message."""
+        return self._restored(self.code, f"{self}; before that, {earlier}", self.info)
+
     @classmethod
     def _restored(cls, code: grpc.StatusCode, message: str, info: ErrorInfo) -> Self:
         error = cls.__new__(cls)

@@ -82,6 +82,8 @@ class Wanted:
     """Labels that the worker must carry."""
     lora_name: str = ""
     """Adapter that the worker must serve; empty for the base model."""
+    avoided: frozenset[int] = frozenset()
+    """Workers that will do only where no other fits."""
 
     @property
     def anywhere(self) -> bool:
@@ -99,6 +101,7 @@ class Wanted:
             dp_rank=constraints.dp_rank if constraints.HasField("dp_rank") else None,
             allowed=frozenset(constraints.allowed_worker_ids),
             excluded=frozenset(constraints.excluded_worker_ids),
+            avoided=frozenset(constraints.avoided_worker_ids),
             labels=dict(constraints.required_labels),
             lora_name=request.scope.lora_name,
         )

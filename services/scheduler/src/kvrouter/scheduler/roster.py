@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from kvrouter.core import Rank
@@ -76,6 +76,13 @@ class Roster:
         if wanted.lora_name:
             mask &= self._those_at(self._adapted.get(wanted.lora_name, []))
         return np.flatnonzero(mask)
+
+    def preferred(self, places: Places, avoided: Collection[int]) -> Places:
+        """Returns the places without those of avoided workers; all of the places where nothing else is left."""
+        if not avoided:
+            return places
+        others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
+        return others if len(others) else places
 
     def sources(self, worker_ids: NDArray[np.uint64], dp_ranks: NDArray[np.uint32]) -> Places:
         """Where each candidate is in another list of ranks; -1 where it is not.

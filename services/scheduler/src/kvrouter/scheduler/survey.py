@@ -84,11 +84,17 @@ class Survey:
         left_out = set(self.roster.ranks).difference(weighed)
         return {
             candidate.rank: why_unfit(candidate, self.wanted)
+            or self._why_avoided(candidate, place)
             or self.why_busy(place)
             or "the conversation is at another rank"
             for place, candidate in enumerate(self.roster.candidates)
             if candidate.rank in left_out
         }
+
+    def _why_avoided(self, candidate: Candidate, place: int) -> str:
+        """Why a candidate that fits gave way to others; empty if it did not."""
+        gave_way = candidate.rank[0] in self.wanted.avoided and place not in self.fit
+        return "the caller avoids this worker, and another one fits" if gave_way else ""
 
     def refusal(self, component: object) -> KvRouterError:
         """Why none is left."""
@@ -130,7 +136,7 @@ def survey(
 ) -> Survey:
     """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
     roster, thresholds = pool.roster, options.thresholds
-    fit = free = roster.fit(wanted)
+    fit = free = roster.preferred(roster.fit(wanted), wanted.avoided)
     loads = pool.slots.loads(prompt, wanted.stage)
     judged: Load | None = None
     if thresholds.any_set:

@@ -1,0 +1,310 @@
+"""The health of every worker, as this gateway sees it: whether it answers probes, and whether its requests fail.
+
+An unhealthy worker gets a request only where no healthy one fits: a request is attempted rather than refused. Workers
+are told apart by address, so that one that restarts elsewhere starts afresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import structlog
+from kvrouter.frontend.worker_client.circuit_breaker import BackOff, CircuitBreaker
+from kvrouter.frontend.worker_client.failures import WorkerFailure
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
+from kvrouter.v1.frontend_pb2 import WorkerHealthState
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+log = structlog.get_logger(component="frontend")
+
+_MAX_FAILURE_TEXT = 256
+"""Characters of a failure's message that are kept."""
+
+_Registered = tuple[ComponentName, WorkerRegistration]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What is known of the worker at an address."""
+
+    endpoint: str
+    circuit: CircuitBreaker
+    registered: Sequence[_Registered] = ()
+    """Its registrations; empty once it has left. Two where it came back under another id."""
+    calls: int = 0
+    """Generate calls under way."""
+    missed: int = 0
+    """Consecutive probes without an answer."""
+    suspected: bool = False
+    heard: bool = False
+    """Whether it sent anything since the last probe."""
+    last_failure: str = ""
+    waiting: set[asyncio.Future[None]] = field(default_factory=set)
+    """Calls without output, to be woken when it is suspected."""
+
+
+class WorkerHealth:
+    """Workers by address. Nothing here waits; probes and calls report what they find."""
+
+    def __init__(
+        self,
+        back_off: BackOff,
+        *,
+        max_missed: int,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+    ) -> None:
+        """Suspects a worker after ``max_missed`` consecutive probes without an answer. ``clock`` tells seconds."""
+        self._back_off = back_off
+        self._max_missed = max_missed
+        self._clock = clock
+        self._rng = rng or Random()
+        self._workers: dict[str, _Worker] = {}
+        self._unhealthy: dict[str, _Worker] = {}
+        """Those that are suspected or whose circuit is not closed."""
+
+    @property
+    def suspected(self) -> int:
+        """Workers that do not answer probes."""
+        return sum(worker.suspected for worker in self._unhealthy.values())
+
+    @property
+    def backed_off(self) -> int:
+        """Workers whose requests fail, so that they get none, or one to try."""
+        return sum(not worker.circuit.is_closed for worker in self._unhealthy.values())
+
+    def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
+        """Takes over what is registered. A worker that left is forgotten when its last call has ended."""
+        registered: dict[str, list[_Registered]] = {}
+        for name, view in components.items():
+            for registration in view.workers.values():
+                registered.setdefault(registration.endpoint, []).append((name, registration))
+        for endpoint, registrations in registered.items():
+            self._worker(endpoint).registered = registrations
+        for endpoint in self._workers.keys() - registered.keys():
+            self._workers[endpoint].registered = ()
+            self._forget_if_gone(self._workers[endpoint])
+        self._wake(self._unhealthy.values())  # There may be another worker now for those that wait.
+
+    def endpoints(self) -> KeysView[str]:
+        """Returns the addresses of all workers, those included that left with calls under way."""
+        return self._workers.keys()
+
+    def avoided(self, component: ComponentName) -> list[int]:
+        """Returns the ids of a component's unhealthy workers."""
+        if not self._unhealthy:
+            return []
+        now = self._clock()
+        return [
+            registration.worker_id
+            for worker in self._unhealthy.values()
+            if not _is_healthy(worker, now)
+            for name, registration in worker.registered
+            if name == component
+        ]
+
+    def healthy(self, component: ComponentName) -> Iterator[WorkerRegistration]:
+        """Yields the registrations of a component's healthy workers."""
+        now = self._clock()
+        for worker in self._workers.values():
+            if _is_healthy(worker, now):
+                yield from (registration for name, registration in worker.registered if name == component)
+
+    def begin(self, endpoint: str) -> WorkerCall:
+        """Notes a call to a worker; ``WorkerCall.end`` must follow."""
+        return WorkerCall(self, self._worker(endpoint), self._clock())
+
+    def is_watched(self, endpoint: str) -> bool:
+        """Returns whether a worker has calls under way, or left its last probe unanswered."""
+        worker = self._workers.get(endpoint)
+        return worker is not None and bool(worker.calls or worker.missed)
+
+    def take_heard(self, endpoint: str) -> bool:
+        """Returns whether a worker has sent anything since this was last asked, so that no probe is needed."""
+        worker = self._workers.get(endpoint)
+        if worker is None:
+            return False
+        heard, worker.heard = worker.heard, False
+        return heard
+
+    def answered(self, endpoint: str) -> None:
+        """Notes that a worker showed life."""
+        worker = self._workers.get(endpoint)
+        if worker is None:
+            return
+        if worker.suspected:
+            log.info("worker.recovered", endpoint=endpoint, workers=_ids(worker), missed_probes=worker.missed)
+        worker.missed, worker.suspected = 0, False
+        self._reclassify(worker)
+
+    def missed(self, endpoint: str) -> None:
+        """Notes that a worker left a probe unanswered for another interval."""
+        worker = self._workers.get(endpoint)
+        if worker is None:
+            return
+        worker.missed += 1
+        if worker.suspected:
+            self._wake([worker])  # The back-off of another worker may have ended.
+        if worker.suspected or worker.missed < self._max_missed:
+            return
+        worker.suspected = True
+        log.warning(
+            "worker.suspected",
+            endpoint=endpoint,
+            workers=_ids(worker),
+            missed_probes=worker.missed,
+            calls=worker.calls,
+            consequence="no new requests while another worker fits; requests without output are retried elsewhere",
+        )
+        self._reclassify(worker)
+
+    def status(self, component: ComponentName | None = None) -> list[WorkerHealthMessage]:
+        """Returns the health of every registered worker, or of those of one component."""
+        now = self._clock()
+        entries = [
+            (name, registration, worker)
+            for worker in self._workers.values()
+            for name, registration in worker.registered
+            if component in (None, name)
+        ]
+        entries.sort(key=lambda entry: (str(entry[0]), entry[1].worker_id))
+        return [
+            WorkerHealthMessage(
+                component=registration.component,
+                worker_id=registration.worker_id,
+                endpoint=worker.endpoint,
+                state=_state(worker, now),
+                missed_probes=worker.missed,
+                consecutive_failures=worker.circuit.failures,
+                retry_in_ms=round(worker.circuit.retry_in(now) * 1000),
+                last_failure=worker.last_failure,
+                calls=worker.calls,
+            )
+            for _, registration, worker in entries
+        ]
+
+    def _worker(self, endpoint: str) -> _Worker:
+        worker = self._workers.get(endpoint)
+        if worker is None:
+            worker = self._workers[endpoint] = _Worker(endpoint, CircuitBreaker(self._back_off, self._rng))
+        return worker
+
+    def _reclassify(self, worker: _Worker) -> None:
+        """Files a worker by its health after a change, and wakes the requests that the change may move."""
+        if not worker.suspected and worker.circuit.is_closed:
+            if self._unhealthy.pop(worker.endpoint, None):
+                self._wake(self._unhealthy.values())
+        else:
+            self._unhealthy[worker.endpoint] = worker
+            self._wake([worker])
+
+    def _wake(self, workers: Iterable[_Worker]) -> None:
+        for worker in workers:
+            if worker.suspected:
+                for waiting in worker.waiting:
+                    if not waiting.done():
+                        waiting.set_result(None)
+
+    def _forget_if_gone(self, worker: _Worker) -> None:
+        if not worker.registered and not worker.calls:
+            self._workers.pop(worker.endpoint, None)
+            self._unhealthy.pop(worker.endpoint, None)
+
+
+class WorkerCall:
+    """A Generate call under way, as far as its worker's health is concerned."""
+
+    def __init__(self, health: WorkerHealth, worker: _Worker, now: float) -> None:
+        self._health = health
+        self._worker = worker
+        self._is_trial = worker.circuit.began(now)
+        worker.calls += 1
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether the worker does not answer probes."""
+        return self._worker.suspected
+
+    @property
+    def missed_probes(self) -> int:
+        """Consecutive probes that the worker has not answered."""
+        return self._worker.missed
+
+    def heard(self) -> None:
+        """Notes that the worker sent something."""
+        self._worker.heard = True
+        if self._worker.missed:
+            self._health.answered(self._worker.endpoint)
+
+    def responded(self) -> None:
+        """Notes the first output."""
+        if not self._worker.circuit.is_closed:
+            self._worker.circuit.responded()
+            log.info("worker.back_off_ended", endpoint=self._worker.endpoint, workers=_ids(self._worker))
+            self._health._reclassify(self._worker)
+
+    def completed(self) -> None:
+        """Notes that the answer is complete."""
+        self._worker.last_failure = ""
+        if self._worker.circuit.failures:
+            self._worker.circuit.completed()
+            self._health._reclassify(self._worker)
+
+    def failed(self, failure: WorkerFailure) -> None:
+        """Notes a failure that is the worker's fault."""
+        worker, circuit, now = self._worker, self._worker.circuit, self._health._clock()
+        worker.last_failure = failure.message[:_MAX_FAILURE_TEXT]
+        failures = circuit.failures
+        circuit.failed(now)
+        if circuit.failures > failures and not circuit.is_closed:
+            log.warning(
+                "worker.backed_off",
+                endpoint=worker.endpoint,
+                workers=_ids(worker),
+                failures=circuit.failures,
+                seconds=round(circuit.retry_in(now), 1),
+                cause=failure.cause,
+                consequence="no new requests while another worker fits",
+            )
+        self._health._reclassify(worker)
+
+    def wake_up(self) -> asyncio.Future[None]:
+        """Returns a future that is done when the request may have to leave the worker. Hand it to ``forget``."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._worker.waiting.add(future)
+        return future
+
+    def forget(self, future: asyncio.Future[None]) -> None:
+        """Takes back what ``wake_up`` returned."""
+        self._worker.waiting.discard(future)
+
+    def end(self) -> None:
+        """Notes that the call is over, however it ended."""
+        self._worker.calls -= 1
+        if self._is_trial:
+            self._worker.circuit.trial_ended()
+        self._health._forget_if_gone(self._worker)
+
+
+def _is_healthy(worker: _Worker, now: float) -> bool:
+    return not worker.suspected and worker.circuit.admits(now)
+
+
+def _state(worker: _Worker, now: float) -> WorkerHealthState:
+    if worker.suspected:
+        return WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED
+    if worker.circuit.is_closed:
+        return WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY
+    if worker.circuit.retry_in(now):
+        return WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF
+    return WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN
+
+
+def _ids(worker: _Worker) -> list[int]:
+    return [registration.worker_id for _, registration in worker.registered]

@@ -1,0 +1,121 @@
+"""A registered worker whose answers a test writes itself: any bytes, any status, or none at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from kvrouter.publisher.etcd import connect
+from kvrouter.v1 import worker_pb2
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
+
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+Context = Any
+Behaviour = Callable[[Context], Awaitable[None]]
+"""Answers one Generate call."""
+
+
+def piece(*token_ids: int, finish: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED) -> bytes:
+    output = GenerateOutput(token_ids=token_ids, finish_reason=finish)
+    return WorkerServiceGenerateResponse(output=output).SerializeToString()
+
+
+async def answers(context: Context) -> None:
+    """Serves the request as it should be."""
+    for token in range(3):
+        await context.write(piece(token))
+    await context.write(piece(3, finish=FinishReason.FINISH_REASON_LENGTH))
+
+
+async def hangs(context: Context) -> None:
+    """Never answers."""
+    await asyncio.Event().wait()
+
+
+def aborts(code: grpc.StatusCode) -> Behaviour:
+    async def behave(context: Context) -> None:
+        # Not by abort: gRPC keeps the exception that it raises, and the request with it.
+        context.set_code(code)
+        context.set_details("as the test has it")
+
+    return behave
+
+
+def writes(*pieces: bytes) -> Behaviour:
+    """Sends these and ends the call with OK."""
+
+    async def behave(context: Context) -> None:
+        for each in pieces:
+            await context.write(each)
+
+    return behave
+
+
+class HostileWorker:
+    """``behave`` answers each Generate call; while ``is_frozen``, grpc.health says nothing, like a stopped loop."""
+
+    def __init__(self, behave: Behaviour) -> None:
+        self.behave = behave
+        self.endpoint = ""
+        self.calls = 0
+        self.under_way = 0
+        self._answering = asyncio.Event()
+        self._answering.set()
+
+    def freeze(self) -> None:
+        self._answering.clear()
+
+    def thaw(self) -> None:
+        self._answering.set()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[HostileWorker]:
+        server = grpc.aio.server()
+        handler = grpc.unary_stream_rpc_method_handler(self._generate)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": handler}),))
+        check = grpc.unary_unary_rpc_method_handler(self._check)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),))
+        self.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            yield self
+        finally:
+            await server.stop(None)
+
+    async def _check(self, request: bytes, context: Context) -> bytes:
+        await self._answering.wait()
+        answer = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        return answer.SerializeToString()
+
+    async def _generate(self, request: bytes, context: Context) -> None:
+        self.calls += 1
+        self.under_way += 1
+        try:
+            await self.behave(context)
+        finally:
+            self.under_way -= 1
+
+
+@asynccontextmanager
+async def hostile_worker(system: Any, worker_id: int, behave: Behaviour) -> AsyncIterator[HostileWorker]:
+    """A hostile worker beside a sound one of the system, whose registration it takes after."""
+    view = next(iter(system.runtime.directory.components.values()))
+    registration = WorkerRegistration()
+    registration.CopyFrom(next(iter(view.workers.values())))
+    async with HostileWorker(behave).serving() as worker:
+        registration.worker_id, registration.endpoint = worker_id, worker.endpoint
+        async with connect(system.where["etcd"]) as etcd:
+            key = view.name.worker_key(worker_id).encode()
+            await etcd.put(key, registration.SerializeToString())
+            try:
+                await system.until_candidate(worker_id)
+                yield worker
+            finally:
+                await etcd.delete(key)

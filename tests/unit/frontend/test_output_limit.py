@@ -1,0 +1,49 @@
+"""An answer ends at the number of tokens that was asked for."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
+
+
+def piece(tokens: int, **fields: object) -> WorkerPiece:
+    return WorkerPiece.of(
+        GenerateOutput(
+            token_ids=range(tokens), token_engine_ns=range(tokens), logprobs=[0.5] * tokens, text="x", **fields
+        )  # type: ignore[arg-type]
+    )
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 8), max_size=12))
+def test_no_more_tokens_come_than_were_asked_for(limit: int, sizes: list[int]) -> None:
+    counting, passed = OutputLimit(limit), 0
+    for size in sizes:
+        given = piece(size)
+        cut = counting.cut(given)
+        passed += len(cut.output.token_ids)
+        assert len(cut.output.token_ids) == len(cut.output.token_engine_ns) == len(cut.output.logprobs)
+        assert WorkerServiceGenerateResponse.FromString(cut.encoded).output == cut.output
+        assert counting.overrun == (sum(sizes) > limit and passed == limit and cut is not given)
+        if counting.overrun:
+            assert cut.output.finish_reason == FinishReason.FINISH_REASON_LENGTH
+            break
+    assert passed == min(limit, sum(sizes))
+    assert counting.reached == (sum(sizes) >= limit)
+
+
+def test_an_answer_that_keeps_to_the_limit_passes_unchanged() -> None:
+    counting = OutputLimit(4)
+    last = piece(2, finish_reason=FinishReason.FINISH_REASON_STOP)
+    assert counting.cut(piece(2)).output.text == "x"
+    assert counting.cut(last) is last
+    assert not counting.overrun
+
+
+def test_a_finish_that_comes_in_a_piece_of_its_own_is_no_overrun() -> None:
+    counting = OutputLimit(2)
+    counting.cut(piece(2))
+    last = WorkerPiece.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_STOP))
+    assert counting.cut(last) is last
+    assert not counting.overrun

@@ -1,0 +1,157 @@
+"""Which workers are avoided, and when requests that wait for one are woken."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvrouter.frontend.worker_client.circuit_breaker import BackOff
+from kvrouter.frontend.worker_client.failures import WorkerFailure
+from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.runtime.discovery import ComponentView
+from kvrouter.v1.frontend_pb2 import WorkerHealthState
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+
+POOL, OTHER = ComponentName("ns", "pool"), ComponentName("ns", "other")
+FAILED = WorkerFailure(1, "INTERNAL", "worker 1 failed with INTERNAL: boom")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def components(pool: dict[int, str], other: dict[int, str] | None = None) -> dict[ComponentName, ComponentView]:
+    def view(name: ComponentName, workers: dict[int, str]) -> ComponentView:
+        registered = {key: WorkerRegistration(worker_id=key, endpoint=endpoint) for key, endpoint in workers.items()}
+        return ComponentView(name, ComponentDescriptor(), registered)
+
+    return {POOL: view(POOL, pool), OTHER: view(OTHER, other or {})}
+
+
+def health(clock: Clock | None = None, **workers: int) -> WorkerHealth:
+    found = WorkerHealth(BackOff(failures=3), max_missed=5, clock=clock or Clock(), rng=Random(1))
+    found.update(components({1: "a:1", 2: "b:1"}, {1: "c:1"}))
+    return found
+
+
+def miss(found: WorkerHealth, endpoint: str, times: int) -> None:
+    for _ in range(times):
+        found.missed(endpoint)
+
+
+def fail(found: WorkerHealth, endpoint: str, times: int) -> None:
+    for _ in range(times):
+        call = found.begin(endpoint)
+        call.failed(FAILED)
+        call.end()
+
+
+def states(found: WorkerHealth) -> list[WorkerHealthState]:
+    return [each.state for each in found.status(POOL)]
+
+
+def test_a_worker_that_misses_probes_in_a_row_is_suspected_until_it_answers() -> None:
+    found = health()
+    miss(found, "a:1", 4)
+    assert found.avoided(POOL) == []
+    miss(found, "a:1", 1)
+    assert found.avoided(POOL) == [1]
+    assert found.avoided(OTHER) == [], "its namesake in another component is another worker"
+    assert [worker.worker_id for worker in found.healthy(POOL)] == [2]
+    assert found.suspected == 1
+    found.answered("a:1")
+    assert found.avoided(POOL) == []
+    assert found.suspected == 0
+
+
+def test_output_is_as_good_as_an_answer() -> None:
+    found = health()
+    call = found.begin("a:1")
+    miss(found, "a:1", 4)
+    call.heard()
+    miss(found, "a:1", 4)
+    assert found.avoided(POOL) == []
+    miss(found, "a:1", 1)
+    assert found.avoided(POOL) == [1]
+    call.heard()
+    assert found.avoided(POOL) == []
+    assert found.take_heard("a:1")
+    assert not found.take_heard("a:1"), "a probe is due again"
+
+
+def test_a_worker_whose_requests_fail_is_avoided_and_tried_by_one_request_at_a_time() -> None:
+    clock = Clock()
+    found = health(clock)
+    fail(found, "a:1", 3)
+    assert found.avoided(POOL) == [1]
+    assert states(found) == [
+        WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF,
+        WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY,
+    ]
+    clock.now = 2.0
+    assert found.avoided(POOL) == []
+    assert states(found)[0] == WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN
+    trial = found.begin("a:1")
+    assert found.avoided(POOL) == [1]
+    trial.responded()
+    assert found.avoided(POOL) == []
+    trial.completed()
+    trial.end()
+    assert found.backed_off == 0
+    assert found.status(POOL)[0].last_failure == ""
+
+
+def test_requests_that_end_without_a_verdict_never_count_against_a_worker() -> None:
+    found = health()
+    for _ in range(50):
+        found.begin("a:1").end()
+    assert found.avoided(POOL) == []
+
+
+async def test_requests_that_wait_are_woken_when_their_worker_is_suspected_or_another_may_take_them() -> None:
+    found = health()
+    call = found.begin("a:1")
+    woken = call.wake_up()
+    miss(found, "a:1", 4)
+    assert not woken.done()
+    miss(found, "a:1", 1)
+    assert woken.done()
+    again = call.wake_up()
+    found.update(components({1: "a:1", 2: "b:1", 3: "d:1"}))
+    assert again.done(), "a worker has come"
+    miss(found, "b:1", 5)
+    again = call.wake_up()
+    found.answered("b:1")
+    assert again.done(), "a worker has recovered"
+
+
+def test_a_worker_that_left_is_known_until_its_last_call_has_ended() -> None:
+    found = health()
+    call = found.begin("a:1")
+    found.update(components({2: "b:1"}))
+    assert set(found.endpoints()) == {"a:1", "b:1"}
+    miss(found, "a:1", 5)
+    assert call.is_suspected
+    assert found.avoided(POOL) == []
+    call.end()
+    assert set(found.endpoints()) == {"b:1"}
+    assert found.suspected == 0
+    found.answered("a:1")
+    assert set(found.endpoints()) == {"b:1"}
+
+
+def test_a_worker_that_restarts_at_another_address_starts_afresh() -> None:
+    found = health()
+    fail(found, "a:1", 3)
+    found.update(components({1: "a:2", 2: "b:1"}))
+    assert found.avoided(POOL) == []
+
+
+def test_a_worker_that_comes_back_at_its_address_under_another_id_is_one_worker() -> None:
+    found = health()
+    found.update(components({1: "a:1", 9: "a:1"}))
+    miss(found, "a:1", 5)
+    assert sorted(found.avoided(POOL)) == [1, 9]

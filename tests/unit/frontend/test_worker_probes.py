@@ -1,0 +1,124 @@
+"""Probes: what counts as silence, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import cast
+
+from kvrouter.frontend.worker_client.circuit_breaker import BackOff
+from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.frontend.worker_client.probes import WorkerProbes
+from kvrouter.runtime.discovery import ComponentView, Directory
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+
+POOL = ComponentName("ns", "pool")
+
+
+class Workers:
+    """A directory of workers, and the channels to them. A probe of a silent one waits."""
+
+    def __init__(self, *endpoints: str) -> None:
+        self.asked: Counter[str] = Counter()
+        self.answering = {endpoint: asyncio.Event() for endpoint in endpoints}
+        self.refusing: set[str] = set()
+        self._changed = asyncio.Event()
+        for event in self.answering.values():
+            event.set()
+
+    @property
+    def components(self) -> Mapping[ComponentName, ComponentView]:
+        workers = {
+            number: WorkerRegistration(worker_id=number, endpoint=endpoint)
+            for number, endpoint in enumerate(self.answering)
+        }
+        return {POOL: ComponentView(POOL, ComponentDescriptor(), workers)}
+
+    def leave(self, endpoint: str) -> None:
+        del self.answering[endpoint]
+        self._changed.set()
+
+    async def changes(self) -> AsyncIterator[Workers]:
+        while True:
+            self._changed.clear()
+            yield self
+            await self._changed.wait()
+
+    async def probe(self, endpoint: str) -> bool:
+        self.asked[endpoint] += 1
+        if endpoint in self.refusing:
+            return False
+        await self.answering[endpoint].wait()
+        return True
+
+
+@asynccontextmanager
+async def probing(workers: Workers) -> AsyncIterator[WorkerHealth]:
+    health = WorkerHealth(BackOff(), max_missed=3)
+    probes = WorkerProbes(cast(Directory, workers), cast(WorkerPool, workers), health, interval_seconds=0.005)
+    running = asyncio.create_task(probes.run())
+    try:
+        yield health
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_only_a_silent_worker_is_suspected_and_its_late_answer_clears_it() -> None:
+    workers = Workers("a:1", "b:1")
+    async with probing(workers) as health:
+        await until(lambda: min(workers.asked.values(), default=0) >= 2 and len(workers.asked) == 2)
+        workers.answering["a:1"].clear()
+        await until(lambda: health.avoided(POOL) == [0])
+        asked = workers.asked["a:1"]
+        workers.answering["a:1"].set()
+        await until(lambda: health.avoided(POOL) == [])
+        assert workers.asked["a:1"] == asked, "the answer to the probe that waited is enough"
+
+
+async def test_a_worker_whose_port_refuses_is_suspected_and_asked_again() -> None:
+    workers = Workers("a:1")
+    workers.refusing.add("a:1")
+    async with probing(workers) as health:
+        await until(lambda: health.avoided(POOL) == [0])
+        workers.refusing.clear()
+        await until(lambda: health.avoided(POOL) == [])
+
+
+async def test_a_gateway_whose_own_loop_stood_still_suspects_nobody() -> None:
+    workers = Workers("a:1")
+    workers.answering["a:1"].clear()
+    async with probing(workers) as health:
+        await until(lambda: workers.asked["a:1"] == 1)
+        loop = asyncio.get_running_loop()
+        # The answer comes while this loop stands still for many intervals.
+        began = loop.time()
+        while loop.time() - began < 0.2:
+            pass
+        workers.answering["a:1"].set()
+        await until(lambda: workers.asked["a:1"] >= 2)
+        assert health.suspected == 0
+
+
+async def test_a_worker_that_left_is_not_probed_any_more() -> None:
+    workers = Workers("a:1", "b:1")
+    async with probing(workers) as health:
+        await until(lambda: len(workers.asked) == 2)
+        workers.leave("a:1")
+        await until(lambda: "a:1" not in health.endpoints())
+        asked = workers.asked["b:1"]
+        await until(lambda: workers.asked["b:1"] >= asked + 3)
+        seen = workers.asked["a:1"]
+        await until(lambda: workers.asked["b:1"] >= asked + 6)
+        assert workers.asked["a:1"] == seen
