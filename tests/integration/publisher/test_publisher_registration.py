@@ -260,3 +260,35 @@ async def test_a_worker_whose_successor_came_and_went_ends(namespace: str, etcd_
 
     with pytest.raises(TakenOver):
         await outlive_a_successor()
+
+
+@pytest.mark.parametrize("recorded", [b"\xff\xff", IncarnationRecord(incarnation=(1 << 64) - 1).SerializeToString()])
+async def test_a_record_that_no_worker_can_follow_does_not_keep_a_worker_from_starting(
+    namespace: str, etcd_endpoint: str, nats_url: str, recorded: bytes
+) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    key = settings.component.incarnation_key(settings.worker_id).encode()
+    async with asyncio.timeout(30), connect(etcd_endpoint) as client:
+        await client.put(key, recorded)
+        async with running(settings, EchoEngine()) as worker:
+            await worker.registered()
+            found = await client.get(key)
+            assert found is not None
+            assert IncarnationRecord.FromString(found.value).incarnation == worker.incarnation
+
+
+async def test_a_worker_follows_a_registration_whose_record_is_lost(
+    namespace: str, etcd_endpoint: str, nats_url: str
+) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    ahead = time.time_ns() + 10 * 365 * 86_400 * 10**9
+    former = settings.registration(
+        endpoint="127.0.0.1:1", incarnation=ahead, transport=Transport.TRANSPORT_DURABLE, registered_unix_ns=1
+    )
+    async with asyncio.timeout(30), connect(etcd_endpoint) as client:
+        lease = await client.lease(60)
+        key = settings.component.worker_key(settings.worker_id).encode()
+        await client.put(key, former.SerializeToString(), lease=lease.id)
+        async with running(settings, EchoEngine()) as worker:
+            await worker.registered()
+            assert worker.incarnation == ahead + 1

@@ -103,9 +103,15 @@ def test_a_rank_of_unknown_size_is_not_judged_by_blocks() -> None:
     assert not busy(Thresholds(decode_blocks=0.0), blocks=50, total=0)
 
 
-def report(worker_id: int = 1, *, incarnation: int = 5, measured: int = 100, tokens: int = 0) -> bytes:
+def report(
+    worker_id: int = 1, *, incarnation: int = 5, measured: int = 100, tokens: int = 0, sequence: int = 0
+) -> bytes:
     return LoadReport(
-        rank=Rank(worker_id=worker_id), incarnation=incarnation, measured_unix_ns=measured, prefill_tokens=tokens
+        rank=Rank(worker_id=worker_id),
+        incarnation=incarnation,
+        measured_unix_ns=measured,
+        prefill_tokens=tokens,
+        sequence=sequence,
     ).SerializeToString()
 
 
@@ -126,6 +132,51 @@ def test_the_newest_report_of_a_life_counts_for_a_while() -> None:
     assert reports.take(report(incarnation=6, measured=1, tokens=3), 11.0) == ""
     reports.set_ranks([((1, 0), 7)])
     assert reports.of((1, 0), 11.0) is None
+
+
+def told_tokens(reports: LoadReports, now: float) -> int:
+    found = reports.of((1, 0), now)
+    assert found is not None
+    return found.prefill_tokens
+
+
+def test_a_clock_that_was_set_back_silences_no_rank() -> None:
+    reports = LoadReports(max_age_seconds=10)
+    reports.set_ranks([((1, 0), 5)])
+    hour = 3600 * 10**9
+    reports.take(report(measured=hour, tokens=1, sequence=7), 0.0)
+    assert reports.take(report(measured=1, tokens=2, sequence=8), 1.0) == ""
+    assert reports.take(report(measured=2, tokens=9, sequence=7), 1.1) == "old"
+    assert told_tokens(reports, 1.0) == 2
+
+
+def test_without_sequences_a_clock_that_was_set_back_costs_two_seconds() -> None:
+    reports = LoadReports(max_age_seconds=10)
+    reports.set_ranks([((1, 0), 5)])
+    reports.take(report(measured=10**18, tokens=1), 0.0)
+    assert reports.take(report(measured=1, tokens=2), 1.0) == "old"
+    assert reports.take(report(measured=2, tokens=3), 2.1) == ""
+    assert reports.take(report(measured=3, tokens=4), 2.2) == ""
+    assert told_tokens(reports, 2.2) == 4
+
+
+def test_a_forged_report_counts_until_the_next_real_one() -> None:
+    largest = (1 << 64) - 1
+    reports = LoadReports(max_age_seconds=10)
+    reports.set_ranks([((1, 0), 5)])
+    assert reports.take(report(tokens=1, sequence=1), 0.0) == ""
+    assert reports.take(report(incarnation=largest, tokens=9), 0.5) == "old", "the registered incarnation counts"
+    assert reports.take(report(measured=largest, sequence=largest, tokens=9), 0.6) == ""
+    assert reports.take(report(tokens=2, sequence=3), 2.7) == ""
+    assert told_tokens(reports, 2.7) == 2
+
+
+def test_a_later_incarnation_counts_where_the_registered_one_is_silent() -> None:
+    reports = LoadReports(max_age_seconds=10)
+    reports.set_ranks([((1, 0), 5)])
+    assert reports.take(report(incarnation=6, tokens=1), 0.0) == ""
+    assert reports.take(report(incarnation=5, tokens=2), 0.1) == ""
+    assert told_tokens(reports, 0.1) == 2
 
 
 def test_overrides_go_over_the_options() -> None:

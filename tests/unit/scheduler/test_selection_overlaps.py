@@ -103,3 +103,13 @@ async def test_the_temperature_of_one_request_is_for_that_request_alone() -> Non
 async def test_blocks_of_an_earlier_life_do_not_count() -> None:
     parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=4))
     assert (await parts.select(selecting("a"))).overlap_blocks == 0
+
+
+async def test_blocks_of_an_incarnation_that_nobody_registered_do_not_count() -> None:
+    parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=(1 << 64) - 1))
+    assert (await parts.select(selecting("a"))).overlap_blocks == 0
+
+
+async def test_blocks_of_a_worker_whose_incarnation_is_unknown_count() -> None:
+    parts = Parts(view(worker(1, incarnation=0)), indexer=HeldBlocks({(1, 0): 4}, incarnation=7))
+    assert (await parts.select(selecting("a"))).overlap_blocks == 4

@@ -121,7 +121,7 @@ def test_every_row_is_what_the_rules_say_of_it(
         rank = row.candidate.rank
         assert row.load == loads[rank]
         blocks, incarnation = held.get(rank, (0, 0))
-        assert row.overlap_blocks == (blocks if incarnation >= row.candidate.incarnation else 0)
+        assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
         uncached = max(0, asked.tokens - row.overlap_blocks * BLOCK)
         assert row.new_prefill_tokens == (0 if wanted.stage == Stage.STAGE_DECODE else uncached)
         assert bool(row.busy) == bool(

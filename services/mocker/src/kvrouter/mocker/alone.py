@@ -6,6 +6,7 @@ For routers that list their workers (``--static-workers``), where there is neith
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,7 +41,8 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         )
         for dp_rank in drivers
     }
-    server = WorkerServer(engine, ranks, lambda: load_reports(engine, config, incarnation))
+    numbers = itertools.count(1)
+    server = WorkerServer(engine, ranks, lambda: load_reports(engine, config, incarnation, next(numbers)))
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:

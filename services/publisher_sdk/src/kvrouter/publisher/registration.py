@@ -10,6 +10,10 @@ from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
 
+_MAX_INCARNATION = 1 << 63
+"""Nanoseconds since 1970, of the year 2262. What is beyond was never begun by a worker, and could not be followed by
+another one."""
+
 
 async def join_component(
     client: aetcd.Client, component: ComponentName, wanted: ComponentDescriptor
@@ -46,7 +50,9 @@ async def join_component(
 
 
 async def begin_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, now_ns: int) -> int:
-    """A new incarnation of the worker: ``now_ns`` (wall clock), or the last one plus one if that is greater.
+    """Begins a new incarnation of the worker: ``now_ns`` (wall clock), or the last one plus one if that is greater.
+
+    The last one is the recorded or the registered one: a record can be lost while a registration lives on.
 
     Raises:
         One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
@@ -55,7 +61,9 @@ async def begin_incarnation(client: aetcd.Client, component: ComponentName, work
     while True:
         found = await client.get(name)
         last, revision = (_incarnation(found.value), found.mod_revision) if found is not None else (0, 0)
-        incarnation = max(now_ns, last + 1)
+        live = await client.get(component.worker_key(worker_id).encode())
+        registered = registered_incarnation(live.value) if live is not None else 0
+        incarnation = max(now_ns, last + 1, registered + 1)
         if await _put_incarnation(client, name, revision, incarnation):
             return incarnation
 
@@ -85,16 +93,22 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     if await _put_incarnation(client, name, 0, incarnation):
         return
     found = await client.get(name)
-    if found is not None and _incarnation(found.value) > incarnation:
+    if found is None:
+        return
+    if (recorded := _incarnation(found.value)) > incarnation:
         raise TakenOver(component.worker_key(worker_id))
+    if recorded < incarnation:
+        # The record is unreadable, or was put back from an older state.
+        await _put_incarnation(client, name, found.mod_revision, incarnation)
 
 
 def registered_incarnation(value: bytes) -> int:
-    """The incarnation of an encoded registration; 0 if it cannot be read."""
+    """Returns the incarnation of an encoded registration; 0 if it cannot be read, or is beyond all that can be."""
     try:
-        return max((rank.incarnation for rank in WorkerRegistration.FromString(value).ranks), default=0)
+        ranks = WorkerRegistration.FromString(value).ranks
     except DecodeError:
         return 0
+    return max((rank.incarnation for rank in ranks if rank.incarnation < _MAX_INCARNATION), default=0)
 
 
 async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, incarnation: int) -> bool:
@@ -107,7 +121,9 @@ async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, inc
 
 
 def _incarnation(value: bytes) -> int:
+    """Returns a recorded incarnation; 0 if it cannot be read, or is beyond all that can be."""
     try:
-        return IncarnationRecord.FromString(value).incarnation
+        incarnation = IncarnationRecord.FromString(value).incarnation
     except DecodeError:
         return 0
+    return incarnation if incarnation < _MAX_INCARNATION else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -108,6 +109,7 @@ class Worker:
         )
         self._registered_unix_ns = time.time_ns()
         self._load_reports_sent = 0
+        self._report_numbers = itertools.count(1)
         self._draining = False
         self._leasing: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -134,7 +136,7 @@ class Worker:
 
     def load_reports(self) -> list[LoadReport]:
         """The load of every rank as the engine tells it, with rank, incarnation and time."""
-        return load_reports(self._engine, self.config, self.incarnation)
+        return load_reports(self._engine, self.config, self.incarnation, next(self._report_numbers))
 
     async def report_load(self) -> None:
         """Publishes the load of every rank at once; lost where NATS is away."""
@@ -236,8 +238,8 @@ class Worker:
                 log.exception("load report failed", worker_id=self.config.worker_id)
 
 
-def load_reports(engine: Engine, config: WorkerConfig, incarnation: int) -> list[LoadReport]:
-    """The load of every rank of a worker as its engine tells it, with rank, incarnation and time."""
+def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequence: int) -> list[LoadReport]:
+    """Returns the load of every rank of a worker by its engine, with rank, incarnation, time and sequence."""
     now = time.time_ns()
     reports = []
     for dp_rank, load in sorted(engine.load().items()):
@@ -246,6 +248,7 @@ def load_reports(engine: Engine, config: WorkerConfig, incarnation: int) -> list
         report.rank.CopyFrom(Rank(worker_id=config.worker_id, dp_rank=dp_rank))
         report.incarnation = incarnation
         report.measured_unix_ns = now
+        report.sequence = sequence
         report.total_blocks = report.total_blocks or config.ranks.get(dp_rank, 0)
         reports.append(report)
     return reports

@@ -14,6 +14,9 @@ from kvrouter.v1.events_pb2 import LoadReport
 from numpy.typing import NDArray
 
 _LARGEST = (1 << 63) - 1
+_REORDER_SECONDS = 2.0
+"""How long a report can be outrun by later ones. Beyond that, an order that says otherwise is wrong: a clock was set
+back, a publisher started again, or a number was forged."""
 
 
 class Reported(NamedTuple):
@@ -62,7 +65,7 @@ class LoadReports:
         if rank not in self._registered:
             return "unknown_rank"
         before = self._reports.get(rank)
-        if not self._is_current(rank, report) or (before is not None and self._order(report) < self._order(before[0])):
+        if not self._is_current(rank, report) or (before is not None and self._is_outrun(report, *before, now)):
             return "old"
         self._reports[rank] = (report, now)
         self._show(rank, report, now)
@@ -88,6 +91,17 @@ class LoadReports:
         incarnation = self._registered.get(rank)
         return incarnation is not None and report.incarnation >= incarnation
 
-    @staticmethod
-    def _order(report: LoadReport) -> tuple[int, int]:
-        return (report.incarnation, report.measured_unix_ns)
+    def _is_outrun(self, report: LoadReport, before: LoadReport, came: float, now: float) -> bool:
+        """Whether a report says less than the one before it, which came at ``came``.
+
+        Of different incarnations the registered one counts; another one counts only where that has fallen silent. In
+        one incarnation the later report counts, by its sequence where it has one, since clocks can be set back.
+        """
+        if report.incarnation != before.incarnation:
+            registered = self._registered.get(rank_of(report))
+            return registered == before.incarnation and now - came <= self._max_age
+        if report.sequence and before.sequence:
+            is_earlier = report.sequence < before.sequence
+        else:
+            is_earlier = report.measured_unix_ns < before.measured_unix_ns
+        return is_earlier and now - came <= _REORDER_SECONDS

@@ -57,11 +57,16 @@ class Overlaps:
         )
 
     def on(self, roster: Roster) -> Column:
-        """Leading blocks that each candidate holds. Blocks of a life before the registered one are gone with it."""
+        """Leading blocks that each candidate holds: those of its registered incarnation, where that is known.
+
+        Blocks of an earlier one are gone. Those of a later one are of a worker that is about to register, or of a claim
+        that nobody has confirmed: less is predicted, never too much.
+        """
         if not len(self.blocks):
             return roster.zeros
         sources = roster.sources(self.worker_ids, self.dp_ranks)
-        alive = (sources >= 0) & (self.incarnations[sources] >= roster.incarnations)
+        theirs = self.incarnations[sources]
+        alive = (sources >= 0) & np.logical_or(theirs == roster.incarnations, roster.incarnations == 0)
         return self.blocks[sources] * alive
 
     def cursor(self, rank: Rank) -> Cursor | None:
