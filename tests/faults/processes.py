@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvrouter.runtime.contracts import Frontend, Scheduler
+from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
@@ -29,8 +29,11 @@ from kvrouter.v1.scheduler_pb2 import (
 from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client import CollectorRegistry
 
-_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_SERVICES = {
+    "frontend": frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"],
+    "indexer": indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"],
+    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+}
 MODEL = "mock-model"
 SCHEDULERS = ("scheduler-0", "scheduler-1")
 PATIENCE_SECONDS = 60.0
@@ -60,7 +63,7 @@ class Processes:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await self.directory.wait_for(lambda seen: name in seen.services(kind) and seen.services(kind)[name].ready)
         channel = await self.stack.enter_async_context(open_channel(self.directory.services(kind)[name].endpoint))
-        self._stubs[kind, name] = remote(_SCHEDULER if kind == "scheduler" else _FRONTEND, channel)
+        self._stubs[kind, name] = remote(_SERVICES[kind], channel)
 
     async def kill(self, name: str) -> None:
         process = self.running[name]
@@ -70,6 +73,9 @@ class Processes:
 
     def frontend(self, name: str) -> Frontend:
         return cast(Frontend, self._stubs["frontend", name])
+
+    def indexer(self, name: str) -> Indexer:
+        return cast(Indexer, self._stubs["indexer", name])
 
     def scheduler(self, name: str) -> Scheduler:
         return cast(Scheduler, self._stubs["scheduler", name])

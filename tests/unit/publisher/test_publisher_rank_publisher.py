@@ -100,6 +100,19 @@ async def test_a_batch_is_sent_again_until_it_is_safe_under_the_same_id() -> Non
     assert rank.stats().retries == 2
 
 
+async def test_a_batch_that_cannot_be_sent_says_for_how_long_and_why() -> None:
+    rank, outbox = publisher(), Outbox()
+    outbox.failures = [TransportAway("stream s takes no messages: no space left on device")] * 2
+    store(rank, 1)
+    async with sending(rank, outbox):
+        while not rank.stats().waiting_reason:
+            await asyncio.sleep(0)
+        assert rank.stats().waiting_reason == "stream s takes no messages: no space left on device"
+        assert rank.stats().waiting_seconds > 0
+        await rank.flush()
+    assert (rank.stats().waiting_reason, rank.stats().waiting_seconds) == ("", 0.0)
+
+
 async def test_a_batch_that_is_refused_is_counted_and_leaves_a_gap() -> None:
     rank, outbox = publisher(), Outbox()
     outbox.failures = [MessageRefused("no")]

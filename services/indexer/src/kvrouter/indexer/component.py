@@ -20,6 +20,7 @@ from kvrouter.indexer.replay import Position
 from kvrouter.indexer.resync import Resync
 from kvrouter.indexer.snapshots import SnapshotHome, Snapshots
 from kvrouter.indexer.state import IndexState
+from kvrouter.indexer.stream_repair import StreamRepair
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse
@@ -70,6 +71,7 @@ class ComponentIndex:
         self.block_size = descriptor.block_size
         self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
         self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
+        self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home) if home else None
         later = self.snapshots.load_later if self.snapshots else None
         self.ingest = Ingest(str(name), self.state, consumer, later)
         self.light = LightEvents(consumer.connection, name, self.state)
@@ -165,6 +167,7 @@ class ComponentIndex:
             events=self.state.tally.event_counts(),
             ranks=[self._rank_stats(info) for info in figures.ranks],
             stream_checked_age_seconds=age(progress.checked_at, time.monotonic()),
+            stream_error=self.stream_repair.error if self.stream_repair else "",
         )
 
     async def run(self) -> None:
@@ -176,6 +179,7 @@ class ComponentIndex:
             group.create_task(self._follow_workers(), name=f"workers of {self.name}")
             group.create_task(self._take_snapshots(), name=f"snapshots of {self.name}")
             group.create_task(self._become_ready(), name=f"readiness {self.name}")
+            group.create_task(self._keep_stream_working(), name=f"stream of {self.name}")
 
     async def _read_stream(self) -> None:
         # A stream that is wanted later is not the one that was to be reset.
@@ -192,6 +196,16 @@ class ComponentIndex:
             await self._stream_wanted.wait()
             await self._transport_read.wait()
             await self.snapshots.keep_taking(self.position)
+
+    async def _keep_stream_working(self) -> None:
+        if self.stream_repair is not None:
+            await self._stream_wanted.wait()
+            await self._transport_read.wait()
+            await self.stream_repair.run(self._durable_rank_is_silent)
+
+    def _durable_rank_is_silent(self) -> bool:
+        workers = (self._workers.get(worker_id) for worker_id, _ in self._silence.silent)
+        return any(worker is not None and self._is_durable(worker) for worker in workers)
 
     async def _become_ready(self) -> None:
         await self.light.subscribed.wait()

@@ -57,6 +57,7 @@ class IndexerMetrics(Collector):
             "live_events_dropped": "Live messages dropped because they came faster than they could be applied.",
             "snapshots_taken": "Snapshots taken by this replica.",
             "snapshots_unusable": "Snapshots that could not be read at a restore.",
+            "streams_recreated": "Times that a stream which took no messages was made anew by this replica.",
             "consumers_made": "Times that the consumer of the stream was made anew, the first included.",
         }
         gauges = {
@@ -78,6 +79,7 @@ class IndexerMetrics(Collector):
             "oldest_evidence_seconds": "Age of the newest evidence of the rank for which that is oldest.",
             "stream_checked_age_seconds": "Time since NATS last said how far the stream is; the pending messages are "
             "of that time. 0 before the first.",
+            "stream_stopped": "Whether the stream takes no messages, such as for a full disk.",
             "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
         }
         labels = ["namespace", "component"]
@@ -104,6 +106,9 @@ class IndexerMetrics(Collector):
             levels["snapshot_sequence"].add_metric(of, snapshots.current.stream_sequence if snapshots else 0)
             names = [(info.worker_id, info.dp_rank) for info in ranks]
             ages = [age(component.state.rank_tally(rank).evidence.at, now) for rank in names]
+            repair = component.stream_repair
+            levels["stream_stopped"].add_metric(of, bool(repair and repair.error))
+            counts["streams_recreated"].add_metric(of, repair.recreated if repair else 0)
             levels["unverified_ranks"].add_metric(of, sum(not component.is_verified(rank) for rank in names))
             levels["silent_ranks"].add_metric(of, sum(component.is_silent(rank) for rank in names))
             levels["stale_ranks"].add_metric(of, sum(component.is_stale(rank) for rank in names))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 from collections.abc import Collection
 
 from kvrouter.indexer.snapshot_format import InvalidSnapshot
+from kvrouter.publisher.stream import write_error
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
@@ -93,6 +95,17 @@ class SnapshotStore:
             return (await self._js.stream_info(self._stream)).state.last_seq
         except _GONE:
             return 0
+
+    async def drop_stopped(self) -> str:
+        """Deletes the bucket if its stream takes no messages any more. Returns why it does not; empty if it does.
+
+        Nothing could be written, and nothing removed, until NATS is restarted.
+        """
+        error = await write_error(self._js, self._stream)
+        if error:
+            with contextlib.suppress(*_GONE):
+                await self._js.delete_object_store(self._bucket)
+        return error
 
     async def count(self) -> int:
         """Returns the number of objects."""

@@ -243,11 +243,17 @@ class Snapshots:
                 raise NothingApplied("no stream was seen yet")
             if only_if_due and _covers(before.value.current, at):
                 raise NothingApplied("the newest snapshot is further than this replica")
+            kept = before.value
+            if error := await self._store.drop_stopped():
+                self._log.error(
+                    "object store takes no messages", error=error, consequence="made anew, snapshots are lost"
+                )
+                kept = SnapshotPointer()
             # What an attempt that failed has left must not add up.
-            await self._sweep(lock, before.value)
+            await self._sweep(lock, kept)
             ref, blocks = await self._write(at, before.value.current)
             reach("snapshot.uploaded")
-            pointer = SnapshotPointer(current=ref, previous=before.value.current)
+            pointer = SnapshotPointer(current=ref, previous=kept.current)
             await lock.move(before, pointer)
             self.current, self._known = ref, ref.object_name
             self.taken += 1

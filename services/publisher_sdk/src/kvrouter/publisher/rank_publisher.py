@@ -25,6 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 log = structlog.get_logger(__name__)
 
 _BASE_SCOPE = Scope()
+_TRIES_BEFORE_WARNING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class RankStats:
     unsent_events: int
     """Events that wait to be sent."""
     unsent_bytes: int
+    waiting_seconds: float
+    """Time for which the oldest batch could not be sent; 0 where none waits."""
+    waiting_reason: str
+    """Why, as the last try said; empty where none waits."""
     unkept_bytes: int
     """Bytes that wait to be written to the spill file, 32 MiB at most; 0 where there is none."""
 
@@ -101,6 +106,8 @@ class RankPublisher:
         self._in_flight: list[NumberedEvent] = []
         self._batches_sent = self._heartbeats_sent = self._bytes_sent = self._retries = self._refused = 0
         self._dropped_told = 0
+        self._waits_since: float | None = None
+        self._waits_for = ""
 
     def stored(
         self,
@@ -276,6 +283,8 @@ class RankPublisher:
                 events_dropped=self._log.dropped + self._refused,
                 unsent_events=self._log.unsent,
                 unsent_bytes=self._log.unsent_bytes,
+                waiting_seconds=time.monotonic() - self._waits_since if self._waits_since is not None else 0.0,
+                waiting_reason=self._waits_for,
                 unkept_bytes=self._spill.queued_bytes if self._spill else 0,
             )
 
@@ -337,9 +346,11 @@ class RankPublisher:
                     finally:
                         check_cancelled()
         except MessageRefused as error:
+            self._end_wait()
             self._refused += len(events)
             log.error("batch refused", rank=self.dp_rank, events=len(events), bytes=len(payload), error=str(error))
             return
+        self._end_wait()
         self._bytes_sent += len(payload)
         if events:
             self._batches_sent += 1
@@ -348,6 +359,22 @@ class RankPublisher:
 
     def _note_retry(self, state: RetryCallState) -> None:
         self._retries += 1
+        self._waits_for = str(state.outcome.exception()) if state.outcome is not None else ""
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
         # Tries that fail while the connection is still being made are no news.
-        if state.attempt_number == 4 and state.outcome is not None:
-            log.warning("batch waits", rank=self.dp_rank, error=str(state.outcome.exception()))
+        if state.attempt_number == _TRIES_BEFORE_WARNING:
+            log.warning(
+                "batch waits",
+                rank=self.dp_rank,
+                error=self._waits_for,
+                unsent_events=self._log.unsent,
+                consequence="events are buffered, and Indexers read the rank over gRPC",
+            )
+
+    def _end_wait(self) -> None:
+        if self._waits_since is None:
+            return
+        seconds = time.monotonic() - self._waits_since
+        self._waits_since, self._waits_for = None, ""
+        log.info("batch sent after a wait", rank=self.dp_rank, seconds=round(seconds, 1))

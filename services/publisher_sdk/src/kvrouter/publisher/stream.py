@@ -6,7 +6,7 @@ import structlog
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig, StreamInfo
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError, NotFoundError, ServerError
 
 log = structlog.get_logger(__name__)
 
@@ -20,6 +20,7 @@ DUPLICATE_WINDOW_SECONDS = 120.0
 """Time for which a batch that is sent again is recognised by its Nats-Msg-Id."""
 
 _LEAST_BYTES = 16 << 20
+_NO_SUBJECT = "kvrouter.v1.no-such-subject"
 _ANOTHER_CONFIG = 10058
 _STORAGE_SHORT = 10047
 
@@ -69,3 +70,23 @@ async def ensure_stream(js: JetStreamContext, component: ComponentName, *, max_b
             log.warning("stream is smaller than wanted", stream=component.stream, max_bytes=size, wanted=max_bytes)
         log.info("stream created", stream=component.stream, max_bytes=size)
         return info
+
+
+async def write_error(js: JetStreamContext, stream: str) -> str:
+    """Returns the error for which a stream takes no messages, such as a full disk; empty where there is none.
+
+    From version 2.14 on (nats-server pull request 7788), the server stops a stream at its first failed write. It starts
+    only when the server is restarted or the stream is made anew, even if the disk has space again. Publishing gets no
+    answer meanwhile, and reading works. A request that would change the stream is answered with the error, so this
+    purges a subject that no stream has. A stream that is missing has no error.
+
+    Raises:
+        nats.errors.Error: NATS, or JetStream in it, is away.
+    """
+    try:
+        await js.purge_stream(stream, subject=_NO_SUBJECT)
+    except NotFoundError:
+        return ""
+    except ServerError as error:
+        return error.description or repr(error)
+    return ""

@@ -7,10 +7,11 @@ from typing import Protocol
 
 import nats.errors
 import structlog
-from kvrouter.publisher.stream import ensure_stream
+from kvrouter.publisher.stream import ensure_stream, write_error
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -167,7 +168,17 @@ class DurableTransport:
                 raise MessageRefused(repr(error)) from error
             raise TransportAway(repr(error)) from error
         except _NATS_ERRORS as error:
-            raise TransportAway(repr(error)) from error
+            raise TransportAway(await self._unanswered(js) or repr(error)) from error
+
+    async def _unanswered(self, js: JetStreamContext) -> str:
+        """Returns why the stream does not answer; empty where that cannot be learnt."""
+        if not self._link.connected:
+            return ""
+        try:
+            refused = await write_error(js, self._component.stream)
+        except _NATS_ERRORS:
+            return ""
+        return f"stream {self._component.stream} takes no messages: {refused}" if refused else ""
 
 
 class LightTransport:
