@@ -1,4 +1,4 @@
-from kvrouter.indexer.snapshot_rules import is_due, purge_up_to
+from kvrouter.indexer.snapshot_rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.v1.registry_pb2 import AppliedRecord
 from kvrouter.v1.snapshot_pb2 import SnapshotRef, StreamIdentity
 
@@ -43,3 +43,18 @@ def test_only_what_nobody_needs_is_purged() -> None:
     assert purge_up_to(SnapshotRef(), current, [applied(70)]) == 0
     assert purge_up_to(previous, other, []) == 0
     assert purge_up_to(current, previous, [applied(70)]) == 40, "a replica that lagged took the current one"
+
+
+def test_a_snapshot_of_a_clock_that_is_ahead_falls_due_all_the_same() -> None:
+    ages = SnapshotAges()
+    ten_years = 10 * 365 * 86_400.0
+    assert ages.of("a", 1e9 + ten_years, 1e9, now=5.0) == 0.0
+    assert ages.of("a", 1e9 + ten_years, 1e9 + 60, now=65.0) == 60.0
+    assert ages.of("b", 1e9 + ten_years, 1e9 + 61, now=66.0) == 0.0
+
+
+def test_what_a_replica_took_itself_is_not_old_for_its_clock_being_ahead_or_set_since() -> None:
+    ages = SnapshotAges()
+    assert ages.of("a", 1e9, 1e9 + 50, now=5.0) == 50.0
+    ages.note_taken("b", 10.0)
+    assert ages.of("b", 1e9, 2e9, now=12.0) == 2.0

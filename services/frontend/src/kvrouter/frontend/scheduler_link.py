@@ -19,6 +19,7 @@ import grpc
 import structlog
 from kvrouter.frontend.bookings import Key, LiveBooking, key_of
 from kvrouter.frontend.scheduler_source import SchedulerSource
+from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
@@ -56,6 +57,9 @@ _AVOIDED_SECONDS = 15.0
 """Time for which a Scheduler that opened no session is left alone: a dead one's lease has ended by then."""
 _REASSERT_SECONDS = 0.1
 """Pause before what was refused is told or asked again: about what a Scheduler takes to discover a component."""
+_LONGEST_REASSERT_SECONDS = 5.0
+_REFUSALS_LOGGED = 5
+"""Refusals in a row that are news: a Scheduler that has just started has not seen all workers yet."""
 _YOUNG_SECONDS = 2.0
 """Age of a link up to which its Scheduler may not have discovered the component: many times what that takes."""
 
@@ -281,10 +285,19 @@ class SchedulerLink:
         self._put(SessionRequest(call_id=call_id, reassert=self._live[key].to_reassert()))
 
     async def _assert_refused(self) -> None:
+        backoff = Backoff(_REASSERT_SECONDS, _LONGEST_REASSERT_SECONDS)
+        pause = _REASSERT_SECONDS
         while True:
-            await asyncio.sleep(_REASSERT_SECONDS)
+            await asyncio.sleep(pause)
             refused, self._refused = self._refused, set()
-            for key in refused & self._live.keys():
+            pause = _REASSERT_SECONDS
+            if live := refused & self._live.keys():
+                pause = backoff.failed()
+                if backoff.failures == _REFUSALS_LOGGED:
+                    log.warning("bookings refused by the Scheduler", routed=str(self._component), bookings=len(live))
+            elif not self._asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
+                log.info("bookings accepted again", routed=str(self._component), refusals=failures)
+            for key in live:
                 self._assert(key)
 
     async def _end_unless_opened(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,14 @@ import structlog
 from kvrouter.indexer.consumer import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
 from kvrouter.indexer.replay import CatchUp, Position, Recreate, StreamView, is_behind, plan
 from kvrouter.indexer.state import IndexState, StreamMessage
+from kvrouter.runtime.backoff import Backoff
 
 log = structlog.get_logger(component="indexer")
 
 _WAIT_SECONDS = 1.0
 _CHECK_SECONDS = 2.0
 """A stream that is silent for so long is looked at: a consumer that is lost is silent too."""
-_RETRY_SECONDS = (0.1, 0.5)  # drawn at random, so that components do not come back in one moment
+_RETRY_SECONDS = (0.2, 2.0)  # first and longest pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Ingest:
         self._messages = 0
         self._log = log.bind(of=name)
         self.progress = Progress()
+        self.backoff = Backoff(*_RETRY_SECONDS)
+        """Attempts at the stream that failed in a row."""
         self.recreations = 0
         """Times that the consumer was made anew."""
 
@@ -81,23 +83,29 @@ class Ingest:
             await self._consumer.close()
 
     async def _keep_reading(self, thread: ThreadPoolExecutor) -> None:
-        away = False
+        backoff = self.backoff
         while True:
             heed_cancellation()
             try:
                 await self._settle()
-                if away:
-                    self._log.info("reading the stream again")
-                    away = False
-                await self._read(thread)
+                if await self._read(thread):
+                    self._note_recovery()
             except DeliveryLost as error:
-                self._log.warning("delivery lost", detail=str(error))
+                if not backoff.failures:
+                    self._log.warning("delivery lost", detail=str(error))
                 self._consumer.forsake()
+                # One lost delivery is read again at once; a consumer that loses every delivery is not.
+                pause = backoff.failed()
+                if backoff.failures > 1:
+                    await asyncio.sleep(pause)
             except AWAY as error:
-                if not away:
+                if not backoff.failures:
                     self._log.warning("stream out of reach", error=repr(error))
-                away = True
-                await asyncio.sleep(random.uniform(*_RETRY_SECONDS))
+                await asyncio.sleep(backoff.failed())
+
+    def _note_recovery(self) -> None:
+        if failures := self.backoff.succeeded():
+            self._log.info("reading the stream again", failures=failures)
 
     async def wait_caught_up(self) -> None:
         """Waits until everything is applied that the stream held when the replica started."""
@@ -130,8 +138,8 @@ class Ingest:
             self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()
         self._advance(position, stream.last_sequence, consumer.pending)
 
-    async def _read(self, thread: ThreadPoolExecutor) -> None:
-        """Reads until the connection was made anew, or nothing has come for a while."""
+    async def _read(self, thread: ThreadPoolExecutor) -> bool:
+        """Reads until the connection was made anew, or nothing has come for a while; True for the latter."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
@@ -140,7 +148,9 @@ class Ingest:
             if delivery is None:
                 continue
             await self._apply(thread, delivery)
+            self._note_recovery()
             heard = loop.time()
+        return not self._consumer.reconnected
 
     async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
         position = self.progress.position

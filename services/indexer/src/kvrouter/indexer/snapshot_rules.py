@@ -39,6 +39,36 @@ def is_due(
     )
 
 
+class SnapshotAges:
+    """How old snapshots are, whatever the clocks say that took them."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._seen_at = 0.0
+        self._taken_here = ""
+
+    def note_taken(self, name: str, now: float) -> None:
+        """Notes a snapshot that this replica has taken; ``now`` is seconds of a monotonic clock."""
+        self._name, self._seen_at, self._taken_here = name, now, name
+
+    def of(self, name: str, taken_unix: float, now_unix: float, now: float) -> float:
+        """Returns the age of the newest snapshot, seconds.
+
+        It is the time since this replica took it or saw it first. One that another replica took may be older, as the
+        wall clock says; where that says the future, one of two clocks is wrong, and it is not believed.
+
+        Args:
+            name: The snapshot; empty for none.
+            taken_unix: When it was taken, seconds since 1970 by the clock of the replica that took it.
+            now_unix: The time by the wall clock of this replica.
+            now: The time by its monotonic clock, seconds.
+        """
+        if name != self._name:
+            self._name, self._seen_at = name, now
+        watched = now - self._seen_at
+        return watched if name and name == self._taken_here else max(watched, now_unix - taken_unix)
+
+
 def purge_up_to(previous: SnapshotRef, current: SnapshotRef, applied: Iterable[AppliedRecord]) -> int:
     """The last sequence that nobody needs: what both snapshots cover and every live replica has applied.
 

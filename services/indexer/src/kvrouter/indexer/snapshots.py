@@ -25,9 +25,10 @@ from kvrouter.indexer.failpoints import reach
 from kvrouter.indexer.replay import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshot_format import InvalidSnapshot, Snapshot, decode, encode
 from kvrouter.indexer.snapshot_lock import HeldLock, LockLost, holding, live_replicas, read_pointer
-from kvrouter.indexer.snapshot_rules import is_due, purge_up_to
+from kvrouter.indexer.snapshot_rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshot_store import SnapshotStore
 from kvrouter.indexer.state import IndexState, StaleDump
+from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.etcd import AWAY as ETCD_AWAY
 from kvrouter.runtime.etcd import connect
 from kvrouter.runtime.lifecycle import StartRefused
@@ -44,7 +45,7 @@ log = structlog.get_logger(component="indexer")
 
 AWAY = (*NATS_AWAY, *ETCD_AWAY)
 _CHUNK_BLOCKS = 4096
-_RETRY_SECONDS = 0.3
+_RETRY_SECONDS = (0.3, 5.0)  # first and longest pause
 PositionSource: TypeAlias = Callable[[], Position | None]
 """How far the stream is applied, at the moment of the call."""
 
@@ -116,6 +117,7 @@ class Snapshots:
         self.unusable = 0
         """Snapshots that could not be read, since start."""
         self.taken = 0
+        self._ages = SnapshotAges()
         self._known = ""
         """Name of the newest snapshot that the index contains, or that cannot be used."""
 
@@ -128,6 +130,7 @@ class Snapshots:
         Raises:
             OthersLive: a reset is asked for while other replicas are live.
         """
+        backoff = Backoff(*_RETRY_SECONDS)
         while True:
             heed_cancellation()
             try:
@@ -136,10 +139,14 @@ class Snapshots:
                     return None
                 async with connect(self._etcd) as client:
                     pointer = (await read_pointer(client, self._name)).value
-                return await self._restore(pointer)
+                position = await self._restore(pointer)
+                if failures := backoff.succeeded():
+                    self._log.info("snapshots in reach again", failures=failures)
+                return position
             except (LockLost, *AWAY) as error:
-                self._log.warning("snapshots out of reach", error=repr(error))
-                await asyncio.sleep(_RETRY_SECONDS)
+                if not backoff.failures:
+                    self._log.warning("snapshots out of reach", error=repr(error))
+                await asyncio.sleep(backoff.failed())
 
     async def load_later(self, stream: StreamView | None = None) -> Position | None:
         """Loads the newest snapshot if it is not known yet; ranks that are further ahead stay as they are.
@@ -251,20 +258,20 @@ class Snapshots:
                 kept = SnapshotPointer()
             # What an attempt that failed has left must not add up.
             await self._sweep(lock, kept)
-            ref, blocks = await self._write(at, before.value.current)
+            ref, blocks = await self._write(at)
             reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=kept.current)
             await lock.move(before, pointer)
             self.current, self._known = ref, ref.object_name
             self.taken += 1
+            self._ages.note_taken(ref.object_name, time.monotonic())
             self._log.info("snapshot taken", name=ref.object_name, stream_sequence=ref.stream_sequence, blocks=blocks)
             reach("snapshot.pointed")
             await self._clean(lock, pointer)
             return ref, blocks
 
-    async def _write(self, at: Position, before: SnapshotRef) -> tuple[SnapshotRef, int]:
-        # Names rise, however the clocks of replicas differ.
-        taken = max(time.time_ns(), before.taken_unix_ns + 1)
+    async def _write(self, at: Position) -> tuple[SnapshotRef, int]:
+        taken = time.time_ns()
         header = SnapshotHeader()
         header.CopyFrom(self._header)
         header.stream.CopyFrom(_stream(at.identity))
@@ -350,13 +357,15 @@ class Snapshots:
         created = info.created.timestamp() if info.created else 0.0
         same = self.current.stream.created_unix_ns == created_unix_ns(info)
         covered = self.current.stream_sequence if same else 0
+        if covered > info.state.last_seq:
+            covered = 0  # No snapshot of this stream can cover what was never in it.
         # What comes after a snapshot is no older than the snapshot: sooner is safe.
         since = self.current.taken_unix_ns / 1e9 if same else created
         return is_due(
             last=info.state.last_seq,
             covered=covered,
             threshold=self._options.threshold,
-            oldest_age_seconds=time.time() - since,
+            oldest_age_seconds=self._ages.of(self.current.object_name, since, time.time(), time.monotonic()),
             retention_seconds=float(info.config.max_age or 0),
             bytes_after=_bytes_after(info, covered),
             retention_bytes=info.config.max_bytes or 0,

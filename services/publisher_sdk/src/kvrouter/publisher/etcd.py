@@ -28,7 +28,9 @@ DEFAULT_TTL_SECONDS = 10
 """Life of a lease that nobody renews: how long a dead process is taken for a live one."""
 
 _CALL_SECONDS = 3.0
-_RETRY_SECONDS = (0.1, 0.6)  # drawn at random, so that a fleet does not come back in one moment
+_RETRY_SECONDS = (0.25, 2.0)  # first and longest pause; they vary, so that a fleet does not come back in one moment
+_LASTING_SECONDS = 10.0
+"""A watch that lasted for so long was in order: what ends it is counted as the first failure."""
 _PROGRESS_SECONDS = 5.0
 _CHANNEL_OPTIONS = {
     # A channel of its own, and a short wait before it dials again: gRPC's default grows to two minutes.
@@ -106,8 +108,10 @@ async def connect(endpoints: str) -> AsyncIterator[aetcd.Client]:
     raise EtcdAway("; ".join(errors))
 
 
-async def _pause() -> None:
-    await asyncio.sleep(random.uniform(*_RETRY_SECONDS))
+async def _pause(failures: int) -> None:
+    """Waits before the next attempt, for longer with each that failed in a row."""
+    first, longest = _RETRY_SECONDS
+    await asyncio.sleep(min(longest, first * 2.0 ** min(failures - 1, 16)) * random.uniform(0.5, 1.5))
 
 
 class LeasedKeys:
@@ -149,6 +153,7 @@ class LeasedKeys:
         self._held = asyncio.Event()
         self._announce = False
         self._stopping = False
+        self._failures = 0
         self.registrations = 0
         """Times that all keys were written under a new lease."""
 
@@ -195,22 +200,18 @@ class LeasedKeys:
         Raises:
             TakenOver: another process registered one of the keys.
         """
-        away = False
         try:
             while not self._stopping:
                 try:
                     async with connect(self._endpoints) as client:
-                        if away:
-                            log.info("etcd is back", endpoints=self._endpoints)
-                            away = False
                         await self._hold(client)
                 except AWAY as error:
-                    if not away:
+                    if not self._failures:
                         log.warning("etcd is away", endpoints=self._endpoints, error=str(error))
-                    away = True
+                    self._failures += 1
                     if time.monotonic() >= self._expires:
                         self._held.clear()
-                    await _pause()
+                    await _pause(self._failures)
         finally:
             self._held.clear()
             with contextlib.suppress(*AWAY):
@@ -220,6 +221,9 @@ class LeasedKeys:
         while not self._stopping:
             await self._renew(client)
             await self._write(client)
+            if self._failures:
+                log.info("etcd is back", endpoints=self._endpoints, failures=self._failures)
+                self._failures = 0
             # ``_write`` clears the event that ``stop`` may have set a moment before.
             if self._stopping:
                 return
@@ -353,14 +357,14 @@ async def watch_prefix(
     Raises:
         InvalidEndpoint: the endpoints cannot be read.
     """
-    away = False
+    failures = 0
     while True:
+        began = time.monotonic()
         try:
             async with connect(endpoints) as client:
                 listing = await client.get_prefix(prefix.encode())
-                if away:
-                    log.info("watching again", prefix=prefix)
-                    away = False
+                if failures:
+                    log.info("watching again", prefix=prefix, failures=failures)
                 yield Snapshot({pair.key.decode(): pair.value for pair in listing})
                 async with contextlib.aclosing(
                     _changes(client, prefix, listing.header.revision + 1, progress_seconds)
@@ -368,10 +372,11 @@ async def watch_prefix(
                     async for change in changes:
                         yield change
         except AWAY as error:
-            if not away:
+            if not failures:
                 log.warning("watch interrupted", prefix=prefix, error=str(error))
-            away = True
-        await _pause()
+        # A listing costs etcd more than a watch: one that ends at once each time is not begun anew at once.
+        failures = 1 if time.monotonic() - began > _LASTING_SECONDS else failures + 1
+        await _pause(failures)
 
 
 async def _changes(

@@ -66,7 +66,7 @@ class Overlaps:
             return roster.zeros
         sources = roster.sources(self.worker_ids, self.dp_ranks)
         theirs = self.incarnations[sources]
-        alive = (sources >= 0) & np.logical_or(theirs == roster.incarnations, roster.incarnations == 0)
+        alive: NDArray[np.bool_] = (sources >= 0) & ((theirs == roster.incarnations) | (roster.incarnations == 0))
         return self.blocks[sources] * alive
 
     def cursor(self, rank: Rank) -> Cursor | None:
