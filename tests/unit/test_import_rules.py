@@ -18,7 +18,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine": (),
     # Released apart, into engines with dependency pins of their own.
     "publisher": ("kvrouter.v1", "kvrouter.core"),
-    "runtime": ("kvrouter.v1", "kvrouter.core", "kvrouter.publisher.etcd"),
+    "runtime": (
+        *("kvrouter.v1", "kvrouter.core", "kvrouter.publisher.etcd"),
+        *("kvrouter.publisher.decoding", "kvrouter.publisher.nats_client", "kvrouter.publisher.registry_entries"),
+    ),
     # Whoever comes first makes a component's stream, so its definition is the SDK's and the Indexer's.
     "indexer": (*SERVICE, "kvrouter.publisher.stream"),
     "scheduler": SERVICE,

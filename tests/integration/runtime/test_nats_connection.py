@@ -11,6 +11,8 @@ from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.runtime.settings import ServiceSettings
 
+from ...raw_nats import raw_nats
+
 
 @asynccontextmanager
 async def opened(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[Runtime]:
@@ -76,3 +78,46 @@ async def test_a_full_subscription_drops_and_counts(nats_url: str, etcd_endpoint
         while not sample(runtime, "slow_consumers_total"):
             await client.publish(f"{namespace}.load", b"x")
             await client.flush()
+
+
+@pytest.mark.parametrize(
+    ("subject", "headers"),
+    [
+        (b".\xff", None),
+        (b".x", b"\xff"),
+        (b".x", b"NATS/1.0\r\n"),
+        (b".x", b"NATS/1.0 \xff\xff\r\n\r\n"),
+        (b".x", b"NATS/1.0 404 \xff\r\n\r\n"),
+    ],
+)
+async def test_a_message_that_cannot_be_decoded_does_not_make_the_connection_deaf(
+    nats_url: str, etcd_endpoint: str, namespace: str, subject: bytes, headers: bytes | None
+) -> None:
+    async with opened(nats_url, etcd_endpoint, namespace) as runtime, raw_nats(nats_url) as raw:
+        client = await runtime.nats()
+        subscription = await client.subscribe(f"{namespace}.>")
+        # A ping may overtake the subscription; a message of the same connection does not.
+        await client.publish(f"{namespace}.subscribed")
+        await subscription.next_msg(timeout=10)
+        raw.publish(namespace.encode() + subject, b"one", headers)
+        raw.publish(namespace.encode() + b".sound", b"two")
+        await raw.flush()
+        assert [(await subscription.next_msg(timeout=10)).data for _ in range(2)] == [b"one", b"two"]
+        assert client.stats["reconnects"] == 0
+
+
+async def test_a_stored_message_that_claims_to_be_a_status_is_delivered(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with opened(nats_url, etcd_endpoint, namespace) as runtime, raw_nats(nats_url) as raw:
+        client = await runtime.nats()
+        js = client.jetstream()
+        await js.add_stream(name=namespace, subjects=[f"{namespace}.>"])
+        raw.publish(f"{namespace}.a".encode(), b"", b"NATS/1.0 404 No Messages\r\n\r\n")
+        raw.publish(f"{namespace}.b\xff".encode("latin-1"), b"second")
+        await raw.flush()
+        subscription = await js.pull_subscribe(f"{namespace}.>", durable="reader")
+        async with asyncio.timeout(10):
+            found = [(await subscription.fetch(1))[0] for _ in range(2)]
+        assert [message.data for message in found] == [b"", b"second"]
+        assert [message.metadata.sequence.stream for message in found] == [1, 2]

@@ -31,7 +31,7 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         settings.reset_states,
         settings.reset_states_even_if_others_live,
     )
-    home = SnapshotHome(runtime.etcd_endpoints, runtime.instance_id, options)
+    home = SnapshotHome(runtime.etcd_endpoints, runtime.instance_id, options, runtime.quarantine)
     replica = Replica(
         runtime.instance_id,
         runtime.directory,
@@ -40,6 +40,7 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         limits,
         fetches=settings.resync_fetches,
         home=home,
+        quarantine=runtime.quarantine,
     )
     metrics = IndexerMetrics(runtime.registry, replica.components)
     following = runtime.spawn(replica.run(), "indexer")

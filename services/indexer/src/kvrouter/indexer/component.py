@@ -21,6 +21,7 @@ from kvrouter.indexer.resync import Resync
 from kvrouter.indexer.snapshots import SnapshotHome, Snapshots
 from kvrouter.indexer.state import IndexState
 from kvrouter.indexer.stream_repair import StreamRepair
+from kvrouter.runtime.decoding import Quarantine
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse
@@ -61,6 +62,7 @@ class ComponentIndex:
         limits: Limits,
         slots: asyncio.Semaphore | None = None,
         home: SnapshotHome | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         """``slots`` bounds the fetches from workers at one time, over all components of the replica.
 
@@ -70,6 +72,8 @@ class ComponentIndex:
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
         self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
+        if quarantine is not None:
+            self.state.quarantine = quarantine
         self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
         self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home) if home else None
         later = self.snapshots.load_later if self.snapshots else None

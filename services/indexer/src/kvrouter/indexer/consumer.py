@@ -155,10 +155,15 @@ class DurableConsumer:
         except TimeoutError:
             self._pending = 0
             return None
-        for message in messages:
-            if not self._order.follows(message.metadata.sequence.consumer):
-                raise DeliveryLost(f"after delivery {self._order.last} came {message.metadata.sequence.consumer}")
-        last = messages[-1].metadata
+        try:
+            deliveries = [message.metadata for message in messages]
+        except (nats.errors.NotJSMessageError, ValueError, IndexError, OverflowError) as error:
+            # Anybody can publish to the inbox that deliveries come to.
+            raise DeliveryLost(f"a message that is no delivery came: {error!r}") from None
+        for delivery in deliveries:
+            if not self._order.follows(delivery.sequence.consumer):
+                raise DeliveryLost(f"after delivery {self._order.last} came {delivery.sequence.consumer}")
+        last = deliveries[-1]
         self._pending = last.num_pending
         return Delivery(messages, last.sequence.stream, last.num_pending)
 

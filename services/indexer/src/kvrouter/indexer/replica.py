@@ -10,6 +10,7 @@ import structlog
 from kvrouter.indexer.component import ComponentIndex, Limits
 from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.snapshots import SnapshotHome
+from kvrouter.runtime.decoding import Quarantine
 from kvrouter.runtime.discovery import ComponentView, Directory
 from kvrouter.runtime.etcd import LeasedKeys
 from kvrouter.v1.names import ComponentName, worker_id_of_key
@@ -34,6 +35,7 @@ class Replica:
         *,
         fetches: int = 8,
         home: SnapshotHome | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         """``connect`` gives the connection to NATS, once NATS is there; ``fetches`` from workers run at one time.
 
@@ -48,6 +50,7 @@ class Replica:
         self._keys = keys
         self._limits = limits
         self._home = home
+        self._quarantine = Quarantine() if quarantine is None else quarantine
         self._slots = asyncio.Semaphore(fetches)
         self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
         self._recorded: dict[ComponentName, bytes] = {}
@@ -75,7 +78,7 @@ class Replica:
                 log.info("component found", of=str(name), block_size=view.descriptor.block_size)
                 consumer = DurableConsumer(connection, name, self.id)
                 self.components[name] = ComponentIndex(
-                    name, view.descriptor, consumer, self._limits, self._slots, self._home
+                    name, view.descriptor, consumer, self._limits, self._slots, self._home, self._quarantine
                 )
                 self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
             if name in self.components:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
+from kvrouter.runtime.decoding import Undecodable, decode_message
 from kvrouter.v1.events_pb2 import KvEventBatch
 
 _RANK_OF_SUBJECT = re.compile(r"\.([0-9a-f]{16})\.([0-9]{1,10})$")
@@ -45,9 +45,9 @@ def screen(
         unfit_workers: Workers whose registration differs from the component.
     """
     try:
-        batch = KvEventBatch.FromString(data)
-    except DecodeError as error:
-        return Refusal("unparsable", str(error) or "not a KvEventBatch")
+        batch = decode_message(KvEventBatch, data)
+    except Undecodable as error:
+        return Refusal("unparsable", str(error))
     rank = rank_of_subject(subject)
     if rank is None:
         return Refusal("subject", f"{subject!r} names no rank")

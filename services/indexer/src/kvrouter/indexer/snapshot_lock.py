@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import DecodeError
+from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
 from kvrouter.runtime.etcd import AWAY, connect
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord
@@ -29,31 +29,43 @@ class Pointer:
     """Of its key; 0 where there is none."""
 
 
-async def read_pointer(client: Any, component: ComponentName) -> Pointer:
-    """The pointer; one that cannot be read counts as empty, at its revision.
+async def read_pointer(client: Any, component: ComponentName, quarantine: Quarantine | None = None) -> Pointer:
+    """The pointer; one that cannot be decoded is quarantined and counts as empty, at its revision.
 
     Raises:
         One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
     """
-    found = await client.get(component.snapshot_key.encode())
-    if found is None:
-        return Pointer(SnapshotPointer(), 0)
+    quarantine = Quarantine() if quarantine is None else quarantine
+    key = component.snapshot_key
+    found = await client.get(key.encode())
+    pointer = SnapshotPointer()
     try:
-        return Pointer(SnapshotPointer.FromString(found.value), found.mod_revision)
-    except DecodeError:
-        return Pointer(SnapshotPointer(), found.mod_revision)
+        if found is not None:
+            pointer = decode_message(SnapshotPointer, found.value)
+        quarantine.release("etcd", key)
+    except Undecodable as error:
+        quarantine.reject("etcd", key, error)
+    return Pointer(pointer, 0 if found is None else found.mod_revision)
 
 
-async def live_replicas(client: Any, component: ComponentName) -> dict[str, AppliedRecord]:
-    """How far each live replica has applied the stream, by its id."""
+async def live_replicas(client: Any, component: ComponentName, quarantine: Quarantine) -> dict[str, AppliedRecord]:
+    """How far each live replica has applied the stream, by its id.
+
+    A record that cannot be decoded is quarantined. It counts as one that has applied nothing while it is under a lease,
+    for then a replica may be behind it, and as none otherwise.
+    """
     prefix = component.applied_key("x")[:-1]
     records = {}
     for pair in await client.get_prefix(prefix.encode()):
+        name = printable(pair.key)
         try:
-            record = AppliedRecord.FromString(pair.value)
-        except DecodeError:
-            record = AppliedRecord()
-        records[pair.key.decode()[len(prefix) :]] = record
+            key = decode_text(pair.key)
+            records[key[len(prefix) :]] = decode_message(AppliedRecord, pair.value)
+            quarantine.release("etcd", name)
+        except Undecodable as error:
+            quarantine.reject("etcd", name, error)
+            if pair.lease:
+                records[name[len(prefix) :]] = AppliedRecord()
     return records
 
 
@@ -99,9 +111,11 @@ class HeldLock:
 
 @asynccontextmanager
 async def holding(
-    endpoints: str, component: ComponentName, replica_id: str, ttl_seconds: int
+    endpoints: str, component: ComponentName, replica_id: str, ttl_seconds: int, quarantine: Quarantine | None = None
 ) -> AsyncIterator[HeldLock]:
     """The component's snapshot lock, under a lease that is renewed while the context lasts.
+
+    A lock under no lease is no replica's; it is quarantined and replaced.
 
     Raises:
         LockLost: another replica has it.
@@ -111,6 +125,7 @@ async def holding(
     async with connect(endpoints) as client:
         lease = await client.lease(ttl_seconds)
         value = SnapshotLock(replica_id=replica_id).SerializeToString()
+        await _delete_unleased(client, component, Quarantine() if quarantine is None else quarantine)
         try:
             taken, _responses = await client.transaction(
                 compare=[client.transactions.create(key) == 0],
@@ -129,6 +144,20 @@ async def holding(
         finally:
             with contextlib.suppress(*AWAY):
                 await client.revoke_lease(lease.id)
+
+
+async def _delete_unleased(client: Any, component: ComponentName, quarantine: Quarantine) -> None:
+    key = component.snapshot_lock_key
+    found = await client.get(key.encode())
+    if found is None or found.lease:
+        quarantine.release("etcd", key)
+        return
+    quarantine.reject("etcd", key, Undecodable("not_leased", "expected a lock under its holder's lease, received none"))
+    await client.transaction(
+        compare=[client.transactions.mod(key.encode()) == found.mod_revision],
+        success=[client.transactions.delete(key.encode())],
+        failure=[],
+    )
 
 
 async def _renew(client: Any, lease_id: int, ttl_seconds: int) -> None:

@@ -56,10 +56,12 @@ class SnapshotStore:
             raise InvalidSnapshot("the object is gone") from None
         except BadObjectMetaError as error:
             raise InvalidSnapshot(f"the object is damaged: {error!r}") from None
+        if not (isinstance(info.chunks, int) and isinstance(info.nuid, str) and info.nuid.isalnum()):
+            raise InvalidSnapshot(f"the object's metadata has chunks {info.chunks!r} and nuid {info.nuid!r}")
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):
                 data = await self._pieces(
-                    OBJ_CHUNKS_PRE_TEMPLATE.format(bucket=self._bucket, obj=info.nuid), info.chunks or 0
+                    OBJ_CHUNKS_PRE_TEMPLATE.format(bucket=self._bucket, obj=info.nuid), info.chunks
                 )
         except _GONE:
             raise InvalidSnapshot("the object is gone") from None

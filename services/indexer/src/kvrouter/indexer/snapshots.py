@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import structlog
@@ -29,6 +29,7 @@ from kvrouter.indexer.snapshot_rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshot_store import SnapshotStore
 from kvrouter.indexer.state import IndexState, StaleDump
 from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.decoding import Quarantine
 from kvrouter.runtime.etcd import AWAY as ETCD_AWAY
 from kvrouter.runtime.etcd import connect
 from kvrouter.runtime.lifecycle import StartRefused
@@ -85,6 +86,7 @@ class SnapshotHome:
     """Endpoints, host:port separated by commas."""
     replica_id: str
     options: SnapshotOptions = SnapshotOptions()
+    quarantine: Quarantine = field(default_factory=Quarantine)
 
 
 class Snapshots:
@@ -101,6 +103,7 @@ class Snapshots:
         self._js = connection.jetstream()
         self._store = SnapshotStore(self._js, name)
         self._etcd = home.etcd
+        self._quarantine = home.quarantine
         self._name = name
         self._state = state
         self._replica_id = home.replica_id
@@ -138,7 +141,7 @@ class Snapshots:
                     await self._reset_first()
                     return None
                 async with connect(self._etcd) as client:
-                    pointer = (await read_pointer(client, self._name)).value
+                    pointer = (await read_pointer(client, self._name, self._quarantine)).value
                 position = await self._restore(pointer)
                 if failures := backoff.succeeded():
                     self._log.info("snapshots in reach again", failures=failures)
@@ -156,7 +159,7 @@ class Snapshots:
         """
         try:
             async with connect(self._etcd) as client:
-                pointer = (await read_pointer(client, self._name)).value
+                pointer = (await read_pointer(client, self._name, self._quarantine)).value
             if pointer.current.object_name in ("", self._known):
                 return None
             position = await self._restore(pointer)
@@ -241,8 +244,10 @@ class Snapshots:
             InvalidSnapshot: what was written cannot be read back.
             One of AWAY: etcd or NATS is away.
         """
-        async with holding(self._etcd, self._name, self._replica_id, self._options.lock_seconds) as lock:
-            before = await read_pointer(lock.client, self._name)
+        async with holding(
+            self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
+        ) as lock:
+            before = await read_pointer(lock.client, self._name, self._quarantine)
             if only_if_due and not await self._due():
                 raise LockLost("another replica took one")
             at = position()
@@ -305,7 +310,7 @@ class Snapshots:
         """
         await self._sweep(lock, pointer)
         reach("snapshot.cleaned")
-        applied = await live_replicas(lock.client, self._name)
+        applied = await live_replicas(lock.client, self._name, self._quarantine)
         limit = purge_up_to(pointer.previous, pointer.current, applied.values())
         await lock.check()
         if limit:
@@ -331,11 +336,14 @@ class Snapshots:
             LockLost: a snapshot is being taken.
             One of AWAY: etcd or NATS is away.
         """
-        async with holding(self._etcd, self._name, self._replica_id, self._options.lock_seconds) as lock:
-            others = sorted((await live_replicas(lock.client, self._name)).keys() - {self._replica_id})
+        async with holding(
+            self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
+        ) as lock:
+            replicas = await live_replicas(lock.client, self._name, self._quarantine)
+            others = sorted(replicas.keys() - {self._replica_id})
             if others and not even_if_others_live:
                 raise OthersLive(others)
-            await lock.move(await read_pointer(lock.client, self._name), None)
+            await lock.move(await read_pointer(lock.client, self._name, self._quarantine), None)
             snapshots = await self._store.count()
             await self._sweep(lock, SnapshotPointer())
             self.current = SnapshotRef()
@@ -353,7 +361,7 @@ class Snapshots:
         except NotFoundError:
             return False
         async with connect(self._etcd) as client:
-            self.current = (await read_pointer(client, self._name)).value.current
+            self.current = (await read_pointer(client, self._name, self._quarantine)).value.current
         created = info.created.timestamp() if info.created else 0.0
         same = self.current.stream.created_unix_ns == created_unix_ns(info)
         covered = self.current.stream_sequence if same else 0

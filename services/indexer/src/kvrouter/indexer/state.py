@@ -17,6 +17,7 @@ from kvrouter.indexer.shared_index import SharedIndex
 from kvrouter.indexer.tally import RankTally, Tally
 from kvrouter.indexer.waiting import MAX_ALL_BYTES, Waiting
 from kvrouter.indexer.wanted import PERSISTENT_DRIFT
+from kvrouter.runtime.decoding import Quarantine, Undecodable
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
@@ -85,6 +86,8 @@ class IndexState(SharedIndex):
         self.block_size = block_size
         self.tally = Tally()
         self.set_aside: deque[SetAside] = deque(maxlen=_SET_ASIDE_MESSAGES)
+        self.quarantine = Quarantine()
+        """Counts and logs what cannot be decoded; its owner may replace it."""
         self.unfit_workers: frozenset[int] = frozenset()
         """Workers whose registration differs from the component: their events mean something else."""
         self.lag_seconds = 0.0
@@ -344,13 +347,8 @@ class IndexState(SharedIndex):
         self.set_aside.append(
             SetAside(message.subject, message.sequence, refusal, bytes(message.data[:_SET_ASIDE_BYTES]))
         )
-        self._log.warning(
-            "message set aside",
-            subject=message.subject,
-            sequence=message.sequence,
-            reason=refusal.reason,
-            detail=refusal.detail,
-        )
+        # Who sends one bad message may send thousands: the quarantine logs a subject once.
+        self.quarantine.reject("nats", message.subject, Undecodable(refusal.reason, refusal.detail))
 
     def _apply_batch(
         self, message: StreamMessage, batch: KvEventBatch, *, again: bool = False, hold: bool = True

@@ -21,6 +21,7 @@ import aetcd
 import grpc
 import structlog
 from aetcd import rpc
+from kvrouter.publisher.decoding import Quarantine, Undecodable, decode_text, printable
 
 log = structlog.get_logger(__name__)
 
@@ -120,6 +121,8 @@ class LeasedKeys:
     ``run`` writes them under one lease, renews it, and writes all of them again after the lease lapsed, etcd lost its
     data, or somebody deleted a key. The last process to register a key owns it; the one before gets ``TakenOver``.
     Where values tell which life they are of, the latest life owns the key, whoever registers last.
+
+    Keys without a lease that have to be there too are its companions: each renewal looks whether they are.
     """
 
     def __init__(
@@ -129,8 +132,12 @@ class LeasedKeys:
         ttl_seconds: int = DEFAULT_TTL_SECONDS,
         on_registered: Callable[[], Awaitable[None]] | None = None,
         life_of: Callable[[bytes], int] | None = None,
+        companions: Mapping[str, Callable[[bytes], bool]] | None = None,
     ) -> None:
-        """``on_registered`` is awaited each time that all keys were written under a new lease.
+        """``on_registered`` is awaited each time that all keys were written under a new lease, to write companions.
+
+        ``companions`` tells by key whether a value will do. Where one is missing or will not do, ``on_registered`` is
+        awaited again.
 
         ``life_of`` reads from a value the number of the life that it is of, which rises; None if values tell no life.
 
@@ -142,6 +149,7 @@ class LeasedKeys:
         self._ttl = ttl_seconds
         self._on_registered = on_registered
         self._life_of = life_of
+        self._companions = companions or {}
         self._wanted: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._owned: set[str] = set()
@@ -221,6 +229,7 @@ class LeasedKeys:
         while not self._stopping:
             await self._renew(client)
             await self._write(client)
+            await self._check_companions(client)
             if self._failures:
                 log.info("etcd is back", endpoints=self._endpoints, failures=self._failures)
                 self._failures = 0
@@ -272,6 +281,16 @@ class LeasedKeys:
                 await self._on_registered()
             self._announce = False
 
+    async def _check_companions(self, client: aetcd.Client) -> None:
+        for key, will_do in self._companions.items():
+            found = await client.get(key.encode())
+            if found is not None and will_do(found.value):
+                continue
+            log.warning("key lost", key=key, reason="missing" if found is None else "replaced")
+            if self._on_registered is not None:
+                await self._on_registered()
+            return
+
     async def _put_own(self, client: aetcd.Client, key: str, value: bytes) -> None:
         name = key.encode()
         for _ in range(16):
@@ -279,7 +298,13 @@ class LeasedKeys:
             if found is not None and found.lease == self._lease and found.value == value:
                 self._owned.add(key)
                 return
-            if found is not None and found.lease not in self._leases and self._is_later(key, found.value, value):
+            # What is under no lease was put by hand: no process keeps it, and it is replaced.
+            if (
+                found is not None
+                and found.lease
+                and found.lease not in self._leases
+                and self._is_later(key, found.value, value)
+            ):
                 raise TakenOver(key)
             # Only the key as it was read is replaced, so that a process that registers meanwhile is seen.
             revision = 0 if found is None else found.mod_revision
@@ -346,17 +371,19 @@ Change = Snapshot | Put | Delete
 
 
 async def watch_prefix(
-    endpoints: str, prefix: str, *, progress_seconds: float = _PROGRESS_SECONDS
+    endpoints: str, prefix: str, *, progress_seconds: float = _PROGRESS_SECONDS, quarantine: Quarantine | None = None
 ) -> AsyncGenerator[Change]:
     """All keys under a prefix, then every change of them, for ever.
 
     After etcd was away, a new Snapshot comes, which the consumer compares with what it knows; meanwhile nothing comes.
+    Keys that are not UTF-8 go to the ``quarantine`` and do not come.
     A watch that gives no sign of life for two spans of ``progress_seconds`` is taken for lost, though connected.
     Close the iterator (``contextlib.aclosing``) or cancel its consumer to end it.
 
     Raises:
         InvalidEndpoint: the endpoints cannot be read.
     """
+    keys = _Keys(prefix, Quarantine() if quarantine is None else quarantine)
     failures = 0
     while True:
         began = time.monotonic()
@@ -365,9 +392,9 @@ async def watch_prefix(
                 listing = await client.get_prefix(prefix.encode())
                 if failures:
                     log.info("watching again", prefix=prefix, failures=failures)
-                yield Snapshot({pair.key.decode(): pair.value for pair in listing})
+                yield Snapshot(keys.listed({pair.key: pair.value for pair in listing}))
                 async with contextlib.aclosing(
-                    _changes(client, prefix, listing.header.revision + 1, progress_seconds)
+                    _changes(client, keys, listing.header.revision + 1, progress_seconds)
                 ) as changes:
                     async for change in changes:
                         yield change
@@ -379,14 +406,44 @@ async def watch_prefix(
         await _pause(failures)
 
 
+class _Keys:
+    """Decodes the keys below a prefix; those that are not UTF-8 go to the quarantine."""
+
+    def __init__(self, prefix: str, quarantine: Quarantine) -> None:
+        self.prefix = prefix
+        self._quarantine = quarantine
+
+    def listed(self, entries: Mapping[bytes, bytes]) -> dict[str, bytes]:
+        """All entries whose keys can be decoded."""
+        self._quarantine.release_missing("etcd", self.prefix, {printable(raw) for raw in entries})
+        decoded = {raw: self.put(raw) for raw in entries}
+        return {key: entries[raw] for raw, key in decoded.items() if key is not None}
+
+    def put(self, raw: bytes) -> str | None:
+        """The key of an entry that was written; None if it cannot be decoded."""
+        try:
+            return decode_text(raw)
+        except Undecodable as error:
+            self._quarantine.reject("etcd", printable(raw), error)
+            return None
+
+    def deleted(self, raw: bytes) -> str | None:
+        """The key of an entry that was deleted; None if it cannot be decoded."""
+        self._quarantine.release("etcd", printable(raw))
+        try:
+            return decode_text(raw)
+        except Undecodable:
+            return None
+
+
 async def _changes(
-    client: aetcd.Client, prefix: str, revision: int, progress_seconds: float
+    client: aetcd.Client, keys: _Keys, revision: int, progress_seconds: float
 ) -> AsyncGenerator[Put | Delete]:
     """Changes from a revision on; ends, or raises one of AWAY, where the watch does."""
     call: Any = rpc.WatchStub(client.channel).Watch(metadata=client.metadata)
     reading: asyncio.Future[Any] | None = None
     try:
-        key = prefix.encode()
+        key = keys.prefix.encode()
         end = aetcd.utils.prefix_range_end(key)
         create = rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, progress_notify=True)
         await call.write(rpc.WatchRequest(create_request=create))
@@ -405,8 +462,11 @@ async def _changes(
             if response is grpc.aio.EOF or response.canceled:
                 return
             for event in response.events:
-                name = event.kv.key.decode()
-                yield Delete(name) if event.type == rpc.Event.DELETE else Put(name, event.kv.value)
+                if event.type == rpc.Event.DELETE:
+                    if (name := keys.deleted(event.kv.key)) is not None:
+                        yield Delete(name)
+                elif (name := keys.put(event.kv.key)) is not None:
+                    yield Put(name, event.kv.value)
     finally:
         call.cancel()
         if reading is not None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import aetcd
-from google.protobuf.message import DecodeError
+import structlog
+from kvrouter.publisher.decoding import Undecodable, decode_message
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.publisher.etcd import TakenOver
+from kvrouter.publisher.registry_entries import read_descriptor
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
+
+log = structlog.get_logger(__name__)
 
 _MAX_INCARNATION = 1 << 63
 """Nanoseconds since 1970, of the year 2262. What is beyond was never begun by a worker, and could not be followed by
@@ -34,9 +40,16 @@ async def join_component(
     if found is None:  # deleted by an operator in this moment
         return await join_component(client, component, wanted)
     try:
-        settled = ComponentDescriptor.FromString(found.value)
-    except DecodeError as error:
-        raise DescriptorMismatch(str(component), {"encoding": ("unreadable", "readable")}) from error
+        settled = read_descriptor(component, found.value)
+    except Undecodable as error:
+        # Nobody can use it, so whoever joins next replaces it, unless another did meanwhile.
+        log.warning("descriptor replaced", key=component.descriptor_key, reason=error.reason, detail=str(error))
+        await client.transaction(
+            compare=[client.transactions.mod(name) == found.mod_revision],
+            success=[client.transactions.put(name, wanted.SerializeToString())],
+            failure=[],
+        )
+        return await join_component(client, component, wanted)
     differences = {
         field: (getattr(settled, field), getattr(wanted, field))
         for field in ("model", "block_size", "hash_scheme", "max_model_len")
@@ -83,30 +96,43 @@ async def resume_incarnation(client: aetcd.Client, component: ComponentName, wor
 
 
 async def keep_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> None:
-    """Puts the incarnation back where etcd lost it.
+    """Puts the incarnation back where etcd lost it, or has an earlier one or none that can be decoded.
 
     Raises:
         TakenOver: a later one has begun, though its worker may be gone: it fences all that this one reports.
         One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
-    if await _put_incarnation(client, name, 0, incarnation):
-        return
     found = await client.get(name)
-    if found is None:
-        return
-    if (recorded := _incarnation(found.value)) > incarnation:
+    recorded = 0 if found is None else _incarnation(found.value)
+    if recorded > incarnation:
         raise TakenOver(component.worker_key(worker_id))
     if recorded < incarnation:
-        # The record is unreadable, or was put back from an older state.
-        await _put_incarnation(client, name, found.mod_revision, incarnation)
+        # One that another life writes in this moment stays, and is looked at again with the next renewal.
+        await _put_incarnation(client, name, 0 if found is None else found.mod_revision, incarnation)
+
+
+def companions(component: ComponentName, worker_id: int, incarnation: int) -> dict[str, Callable[[bytes], bool]]:
+    """The keys without a lease that a worker needs in etcd, each with whether a value will do."""
+
+    def is_descriptor(value: bytes) -> bool:
+        try:
+            read_descriptor(component, value)
+        except Undecodable:
+            return False
+        return True
+
+    return {
+        component.descriptor_key: is_descriptor,
+        component.incarnation_key(worker_id): lambda value: _incarnation(value) >= incarnation,
+    }
 
 
 def registered_incarnation(value: bytes) -> int:
     """Returns the incarnation of an encoded registration; 0 if it cannot be read, or is beyond all that can be."""
     try:
-        ranks = WorkerRegistration.FromString(value).ranks
-    except DecodeError:
+        ranks = decode_message(WorkerRegistration, value).ranks
+    except Undecodable:
         return 0
     return max((rank.incarnation for rank in ranks if rank.incarnation < _MAX_INCARNATION), default=0)
 
@@ -123,7 +149,7 @@ async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, inc
 def _incarnation(value: bytes) -> int:
     """Returns a recorded incarnation; 0 if it cannot be read, or is beyond all that can be."""
     try:
-        incarnation = IncarnationRecord.FromString(value).incarnation
-    except DecodeError:
+        incarnation = decode_message(IncarnationRecord, value).incarnation
+    except Undecodable:
         return 0
     return incarnation if incarnation < _MAX_INCARNATION else 0

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import nats.errors
 import structlog
+from kvrouter.publisher.nats_client import TolerantClient
 from kvrouter.publisher.stream import ensure_stream, write_error
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
@@ -67,7 +68,7 @@ class NatsLink:
             ):
                 with attempt:
                     self._closed.clear()
-                    self._client = Client()
+                    self._client = TolerantClient()
                     await self._client.connect(
                         self._url.split(","),
                         name=self._name,
@@ -167,7 +168,8 @@ class DurableTransport:
             if error.code == 400:
                 raise MessageRefused(repr(error)) from error
             raise TransportAway(repr(error)) from error
-        except _NATS_ERRORS as error:
+        # Anybody can publish to the inbox that acknowledgements come to; what is none says nothing about the batch.
+        except (*_NATS_ERRORS, ValueError) as error:
             raise TransportAway(await self._unanswered(js) or repr(error)) from error
 
     async def _unanswered(self, js: JetStreamContext) -> str:

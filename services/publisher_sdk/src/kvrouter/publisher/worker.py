@@ -17,6 +17,7 @@ from kvrouter.publisher.etcd import AWAY, LeasedKeys, connect
 from kvrouter.publisher.rank_publisher import RankPublisher, RankStats
 from kvrouter.publisher.registration import (
     begin_incarnation,
+    companions,
     join_component,
     keep_incarnation,
     registered_incarnation,
@@ -106,6 +107,7 @@ class Worker:
             ttl_seconds=config.lease_ttl_seconds,
             on_registered=self._restore_component,
             life_of=registered_incarnation,
+            companions=companions(component, config.worker_id, incarnation),
         )
         self._registered_unix_ns = time.time_ns()
         self._load_reports_sent = 0

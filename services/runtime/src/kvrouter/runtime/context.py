@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvrouter.publisher.etcd import LeasedKeys
+from kvrouter.runtime.decoding import metered_quarantine
 from kvrouter.runtime.discovery import Directory, ServiceRegistrar
 from kvrouter.runtime.metrics import new_registry
 from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
@@ -39,6 +40,8 @@ class Runtime:
         """For ``kvrouter.publisher.etcd``: host:port, separated by commas."""
         self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
         """Keys that are in etcd for as long as this process lives."""
+        self.quarantine = metered_quarantine(registry)
+        """What was skipped of etcd and NATS because it cannot be decoded."""
         listed = settings.static_endpoints()
         self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry)
         """Workers that are listed by hand, where there is neither etcd nor NATS; None where etcd says who is there."""
@@ -47,6 +50,7 @@ class Runtime:
             settings.namespace,
             registry,
             source=None if self.listed is None else self.listed.changes,
+            quarantine=self.quarantine,
         )
         self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
         self._tasks = tasks

@@ -9,103 +9,33 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 import structlog
-from google.protobuf.message import DecodeError
 from kvrouter.publisher.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
-from kvrouter.v1.names import (
-    ComponentName,
-    InvalidName,
-    components_prefix,
-    namespace_prefix,
-    service_key,
-    worker_id_of_key,
+from kvrouter.runtime.decoding import Quarantine, Undecodable
+from kvrouter.runtime.registry_views import (
+    KINDS,
+    ComponentView,
+    DescriptorKey,
+    WorkerKey,
+    build_services,
+    build_views,
+    differences,
+    parse_key,
+    process_of,
+    read_entry,
 )
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceKind, ServiceRegistration, WorkerRegistration
+from kvrouter.runtime.retention import Retention
+from kvrouter.v1.names import ComponentName, namespace_prefix, service_key
+from kvrouter.v1.registry_pb2 import ServiceRegistration
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+__all__ = ["ComponentView", "Directory", "ServiceRegistrar", "build_views", "differences"]
 
 log = structlog.get_logger(component="discovery")
 
-_REMEMBERED = 1 << 16
 _REST = 20.0
 """Between two readings of all entries pass so many times what one takes."""
-
-KINDS: Mapping[str, ServiceKind] = {
-    "indexer": ServiceKind.SERVICE_KIND_INDEXER,
-    "scheduler": ServiceKind.SERVICE_KIND_SCHEDULER,
-    "frontend": ServiceKind.SERVICE_KIND_FRONTEND,
-}
-"""Kinds of services by their names in etcd."""
-
-
-@dataclass(slots=True)
-class ComponentView:
-    """A component as it is. Readers leave it alone; its owner replaces what changes."""
-
-    name: ComponentName
-    descriptor: ComponentDescriptor
-    workers: Mapping[int, WorkerRegistration] = field(default_factory=dict)
-    """Live workers by id, those left out that differ from the descriptor."""
-
-
-def differences(descriptor: ComponentDescriptor, worker: WorkerRegistration) -> list[str]:
-    """What a worker has otherwise than its component, as ``field got/expected``. Empty for one that fits."""
-    pairs = (
-        ("model", worker.model, descriptor.model),
-        ("block_size", worker.block_size, descriptor.block_size),
-        ("hash_scheme", worker.hash_scheme, descriptor.hash_scheme),
-    )
-    return [f"{name} {got!r}/{expected!r}" for name, got, expected in pairs if got != expected]
-
-
-def build_views(
-    entries: Mapping[str, bytes], namespace: str
-) -> tuple[dict[ComponentName, ComponentView], dict[str, str]]:
-    """The components that a namespace's entries in etcd describe, and by key, why entries were left out.
-
-    A worker is left out if it cannot be read, if its component has no descriptor, or if it differs from the descriptor.
-    """
-    views: dict[ComponentName, ComponentView] = {}
-    ignored: dict[str, str] = {}
-    prefix = components_prefix(namespace)
-    for key, value in entries.items():
-        if key.startswith(prefix) and key.endswith("/descriptor"):
-            try:
-                name = ComponentName(namespace, key[len(prefix) :].removesuffix("/descriptor"))
-                views[name] = ComponentView(name, ComponentDescriptor.FromString(value))
-            except (DecodeError, InvalidName) as error:
-                ignored[key] = str(error)
-    named = {name.name: view for name, view in views.items()}
-    workers: dict[str, dict[int, WorkerRegistration]] = {name: {} for name in named}
-    for key, value in entries.items():
-        worker_id = worker_id_of_key(key) if key.startswith(prefix) else None
-        if worker_id is None:
-            continue
-        try:
-            worker = _worker(value)
-        except DecodeError as error:
-            ignored[key] = str(error)
-            continue
-        name_text = key[len(prefix) :].partition("/")[0]
-        if worker.worker_id != worker_id:
-            ignored[key] = f"the key names another worker than the entry, {worker.worker_id}"
-        elif name_text not in named:
-            ignored[key] = "the component has no descriptor"
-        elif wrong := differences(named[name_text].descriptor, worker):
-            ignored[key] = f"differs from its component: {', '.join(wrong)}"
-        else:
-            workers[name_text][worker_id] = worker
-    for name_text, view in named.items():
-        view.workers = workers[name_text]
-    return views, ignored
-
-
-@lru_cache(_REMEMBERED)
-def _worker(value: bytes) -> WorkerRegistration:
-    """A registration; the same object for the same bytes, so that a change costs no more than what it changed."""
-    return WorkerRegistration.FromString(value)
 
 
 class Directory:
@@ -118,9 +48,21 @@ class Directory:
         registry: CollectorRegistry,
         *,
         source: Callable[[], AsyncGenerator[Change]] | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
-        """``source`` tells the entries and their changes where they do not come from etcd."""
-        self._source = source or (lambda: watch_prefix(etcd_endpoints, namespace_prefix(namespace)))
+        """``source`` tells the entries and their changes where they do not come from etcd.
+
+        Entries that cannot be decoded go to the ``quarantine``. Those of etcd that vanish while their processes answer
+        are kept for a while (``kvrouter.runtime.retention``).
+        """
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._source = source or (
+            lambda: watch_prefix(etcd_endpoints, namespace_prefix(namespace), quarantine=self._quarantine)
+        )
+        self._retains = source is None
+        self._retention = Retention(self._drop)
+        self._undecodable: dict[str, str] = {}
+        self._lost_descriptors: dict[str, ComponentName] = {}
         self._namespace = namespace
         self._entries: dict[str, bytes] = {}
         self._components: dict[ComponentName, ComponentView] = {}
@@ -135,6 +77,12 @@ class Directory:
         )
         workers = Gauge("kvrouter_directory_workers", "Live workers.", registry=registry)
         workers.set_function(lambda: sum(len(view.workers) for view in self._components.values()))
+        retained = Gauge(
+            "kvrouter_directory_retained",
+            "Registrations that vanished from etcd and are kept because their processes answer.",
+            registry=registry,
+        )
+        retained.set_function(lambda: len(self._retention))
 
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:
@@ -185,17 +133,61 @@ class Directory:
                 self._rebuilding.cancel()
 
     async def _follow(self) -> None:
-        async with aclosing(self._source()) as changes:
+        async with asyncio.TaskGroup() as tasks, aclosing(self._source()) as changes:
             async for change in changes:
                 match change:
                     case Snapshot(entries):
-                        self._entries = dict(entries)
+                        for key in (self._entries.keys() | self._undecodable.keys()) - entries.keys():
+                            self._release(key)
+                            self._vanish(key, tasks)
+                        for key, value in entries.items():
+                            self._put(key, value, tasks)
                     case Put(key, value):
-                        self._entries[key] = value
+                        self._put(key, value, tasks)
                     case Delete(key):
-                        self._entries.pop(key, None)
-                if self._rebuilding is None:
-                    self._rebuilding = asyncio.get_running_loop().call_later(self._rest_seconds, self._rebuild)
+                        self._release(key)
+                        self._vanish(key, tasks)
+                self._rebuild_soon()
+
+    def _put(self, key: str, value: bytes, tasks: asyncio.TaskGroup) -> None:
+        try:
+            read_entry(key, value, self._namespace)
+        except Undecodable as error:
+            self._quarantine.reject("etcd", key, error)
+            self._undecodable[key] = str(error)
+            self._vanish(key, tasks)
+            return
+        self._release(key)
+        self._entries[key] = value
+        self._lost_descriptors.pop(key, None)
+        if self._retention:
+            self._retention.registered(key, process_of(key, value, self._namespace))
+
+    def _release(self, key: str) -> None:
+        if self._undecodable.pop(key, None) is not None:
+            self._quarantine.release("etcd", key)
+
+    def _vanish(self, key: str, tasks: asyncio.TaskGroup) -> None:
+        """Takes an entry away that etcd does not have any more, or not in a form that can be used."""
+        value = self._entries.get(key)
+        if value is None:
+            return
+        process = process_of(key, value, self._namespace) if self._retains else None
+        name = parse_key(key, self._namespace)
+        if process is not None:
+            self._retention.keep(key, process, tasks)
+        elif self._retains and isinstance(name, DescriptorKey):
+            self._lost_descriptors[key] = name.component
+        else:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        self._entries.pop(key, None)
+        self._rebuild_soon()
+
+    def _rebuild_soon(self) -> None:
+        if self._rebuilding is None:
+            self._rebuilding = asyncio.get_running_loop().call_later(self._rest_seconds, self._rebuild)
 
     def _rebuild(self) -> None:
         began = time.perf_counter()
@@ -204,32 +196,28 @@ class Directory:
         # Where thousands come back at once, this and those who wait for changes must leave the loop to others.
         self._rest_seconds = _REST * (time.perf_counter() - began)
 
+    def _drop_descriptors_without_workers(self) -> None:
+        """Drops descriptors that etcd lost, unless the component has workers: those write it again."""
+        names = (parse_key(key, self._namespace) for key in self._entries)
+        served = {name.component for name in names if isinstance(name, WorkerKey)}
+        for key, component in list(self._lost_descriptors.items()):
+            if component not in served:
+                del self._lost_descriptors[key], self._entries[key]
+
     def _read_entries(self) -> None:
+        if self._lost_descriptors:
+            self._drop_descriptors_without_workers()
         self._components, ignored = build_views(self._entries, self._namespace)
-        self._services = _build_services(self._entries, self._namespace, ignored)
+        self._services = build_services(self._entries, self._namespace)
+        ignored |= {key: reason for key, reason in self._undecodable.items() if key not in self._entries}
         for key in ignored.keys() - self._ignored.keys():
             self._ignored_total.inc()
-            log.warning("registration ignored", key=key, reason=ignored[key])
+            if key not in self._undecodable:
+                log.warning("registration ignored", key=key, reason=ignored[key])
         self._ignored = ignored
         self._synced.set()
         change, self._next_change = self._next_change, asyncio.Event()
         change.set()
-
-
-def _build_services(
-    entries: Mapping[str, bytes], namespace: str, ignored: dict[str, str]
-) -> dict[str, dict[str, ServiceRegistration]]:
-    services: dict[str, dict[str, ServiceRegistration]] = {}
-    prefix = f"{namespace_prefix(namespace)}services/"
-    for key, value in entries.items():
-        if not key.startswith(prefix):
-            continue
-        kind, _, instance_id = key[len(prefix) :].partition("/")
-        try:
-            services.setdefault(kind, {})[instance_id] = ServiceRegistration.FromString(value)
-        except DecodeError as error:
-            ignored[key] = str(error)
-    return services
 
 
 class ServiceRegistrar:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import nats
 import nats.errors
 import structlog
+from kvrouter.publisher.nats_client import TolerantClient
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -75,7 +75,8 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         metrics.connected.set(1)
         log.info("nats is back", url=url)
 
-    client = await nats.connect(
+    client = TolerantClient()
+    await client.connect(
         [each.strip() for each in url.split(",") if each.strip()],
         name=name,
         error_cb=on_error,

@@ -66,7 +66,11 @@ async def running(
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
     listed = runtime.listed
-    shared = SharedThresholds(board, runtime.etcd_endpoints, settings.namespace) if listed is None else None
+    shared = (
+        SharedThresholds(board, runtime.etcd_endpoints, settings.namespace, runtime.quarantine)
+        if listed is None
+        else None
+    )
     thresholds = shared or OwnThresholds(board)
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
@@ -85,7 +89,13 @@ async def running(
             predictions=predictions,
             affinity=affinity,
         )
-        link = SyncLink(sync, runtime.nats, runtime.directory, heartbeat_seconds=settings.replica_heartbeat_seconds)
+        link = SyncLink(
+            sync,
+            runtime.nats,
+            runtime.directory,
+            heartbeat_seconds=settings.replica_heartbeat_seconds,
+            quarantine=runtime.quarantine,
+        )
     selector = Selector(
         pools,
         ledger,
@@ -111,7 +121,7 @@ async def running(
         grace_seconds=settings.session_grace_seconds,
         clock=clock,
     )
-    listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock)
+    listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     _show_sizes(metrics, ledger, decisions, affinity, predictions, keeping_up)

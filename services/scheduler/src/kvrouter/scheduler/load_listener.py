@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import structlog
+from kvrouter.runtime.decoding import Quarantine, Undecodable
 from kvrouter.runtime.discovery import Directory
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.pools import Pools
@@ -26,8 +27,10 @@ class LoadListener:
         pools: Pools,
         metrics: SchedulerMetrics,
         clock: Callable[[], float],
+        quarantine: Quarantine | None = None,
     ) -> None:
         """``connect`` gives the connection to NATS, once NATS is there."""
+        self._quarantine = Quarantine() if quarantine is None else quarantine
         self._connect = connect
         self._directory = directory
         self._pools = pools
@@ -50,16 +53,18 @@ class LoadListener:
                 self._subscriptions[name] = await client.subscribe(name.load_wildcard, cb=self._taker(name))
                 log.debug("load reports subscribed", of=str(name))
 
-    def take(self, name: ComponentName, encoded: bytes) -> None:
-        """Takes in what a rank of a component says."""
+    def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
+        """Takes in what a rank of a component says; ``subject`` is where it came from."""
         pool = self._pools.get(name)
         refused = pool.reports.take(encoded, self._clock()) if pool is not None else "unknown_component"
         if refused:
             self._metrics.reports_set_aside.labels(reason=refused).inc()
             log.debug("load report set aside", reason=refused, of=str(name))
+            if refused == "unparsable":
+                self._quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
 
     def _taker(self, name: ComponentName) -> Callable[[Msg], Awaitable[None]]:
         async def take(message: Msg) -> None:
-            self.take(name, message.data)
+            self.take(name, message.data, message.subject)
 
         return take

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
+from kvrouter.runtime.decoding import Undecodable, decode_message
 from kvrouter.scheduler.messages import rank_of
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport
@@ -58,8 +58,8 @@ class LoadReports:
             Why it was set aside: ``unparsable``, ``unknown_rank``, ``old``; empty if it counts.
         """
         try:
-            report = LoadReport.FromString(encoded)
-        except DecodeError:
+            report = decode_message(LoadReport, encoded)
+        except Undecodable:
             return "unparsable"
         rank = rank_of(report)
         if rank not in self._registered:

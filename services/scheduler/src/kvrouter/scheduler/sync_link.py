@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import nats.errors
 import structlog
-from google.protobuf.message import DecodeError
+from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message
 from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
 from kvrouter.scheduler.messages import component_message
@@ -55,8 +55,10 @@ class SyncLink:
         directory: Directory,
         *,
         heartbeat_seconds: float,
+        quarantine: Quarantine | None = None,
     ) -> None:
         """``connect`` gives the connection to NATS, once NATS is there."""
+        self._quarantine = Quarantine() if quarantine is None else quarantine
         self._sync = sync
         self._connect = connect
         self._directory = directory
@@ -92,7 +94,9 @@ class SyncLink:
                     del self._channels[gone]
                     running.pop(gone).cancel()
                 for name in directory.components.keys() - running.keys():
-                    channel = self._channels[name] = _Channel(self._sync, name, client, self._heartbeat_seconds)
+                    channel = self._channels[name] = _Channel(
+                        self._sync, name, client, self._heartbeat_seconds, self._quarantine
+                    )
                     running[name] = group.create_task(channel.run(), name=f"sync of {name}")
 
     def expire(self) -> None:
@@ -118,8 +122,16 @@ class SyncLink:
 class _Channel:
     """Sync of one component."""
 
-    def __init__(self, sync: ReplicaSync, component: ComponentName, client: Client, heartbeat_seconds: float) -> None:
+    def __init__(
+        self,
+        sync: ReplicaSync,
+        component: ComponentName,
+        client: Client,
+        heartbeat_seconds: float,
+        quarantine: Quarantine,
+    ) -> None:
         self._component = component
+        self._quarantine = quarantine
         self._replicas: Replicas = sync.of(component)
         self._metrics = sync.metrics
         self._client = client
@@ -162,7 +174,7 @@ class _Channel:
     async def _take(self, message: Msg) -> None:
         known = len(self._replicas.logs)
         try:
-            event = ReplicaSyncEvent.FromString(message.data)
+            event = decode_message(ReplicaSyncEvent, message.data)
             if (event.router_epoch, event.router_id) == self._here:
                 return
             refusal = self._refusal(event)
@@ -170,7 +182,8 @@ class _Channel:
                 self._set_aside(refusal, message)
             else:
                 self._replicas.hear(event)
-        except DecodeError:
+        except Undecodable as error:
+            self._quarantine.reject("nats", message.subject, error)
             self._set_aside("unparsable", message)
         except Exception:
             # Whatever is wrong with one message, those that come after it are taken.
@@ -246,11 +259,11 @@ class _Channel:
                 answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
                 if answer.headers and answer.headers.get("Status"):
                     raise StateBroken("it does not answer")
-                if fetch.take(SyncStateResponse.FromString(answer.data)):
+                if fetch.take(decode_message(SyncStateResponse, answer.data)):
                     break
                 await asyncio.sleep(0)
             outcome, cause = "done", ""
-        except (StateBroken, DecodeError, nats.errors.Error) as error:
+        except (StateBroken, Undecodable, nats.errors.Error) as error:
             fetch.give_up()
             outcome, cause = "failed", str(error)
         finally:

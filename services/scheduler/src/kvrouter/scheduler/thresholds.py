@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 
 import structlog
-from google.protobuf.message import DecodeError
+from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message
 from kvrouter.runtime.errors import BadRequest, DependencyAway
 from kvrouter.runtime.etcd import AWAY, Delete, Put, Snapshot, connect, watch_prefix
 from kvrouter.scheduler.options import Thresholds
@@ -74,7 +74,10 @@ class OwnThresholds:
 class SharedThresholds:
     """Keeps a board as etcd has it, and writes to etcd. ``run`` must be running."""
 
-    def __init__(self, board: ThresholdBoard, etcd_endpoints: str, namespace: str) -> None:
+    def __init__(
+        self, board: ThresholdBoard, etcd_endpoints: str, namespace: str, quarantine: Quarantine | None = None
+    ) -> None:
+        self._quarantine = Quarantine() if quarantine is None else quarantine
         self._board = board
         self._endpoints = etcd_endpoints
         self._namespace = namespace
@@ -93,7 +96,7 @@ class SharedThresholds:
             async with connect(self._endpoints) as client:
                 for _ in range(_TRIES):
                     found = await client.get(key)
-                    before = None if found is None else _read(found.value)
+                    before = None if found is None else self._read(key.decode(), found.value)
                     merged = thresholds.over(before or Thresholds())
                     record = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
                     revision = 0 if found is None else found.mod_revision
@@ -112,28 +115,36 @@ class SharedThresholds:
 
     async def run(self) -> None:
         """Follows etcd until cancelled."""
-        async with aclosing(watch_prefix(self._endpoints, self._prefix)) as changes:
+        watch = watch_prefix(self._endpoints, self._prefix, quarantine=self._quarantine)
+        async with aclosing(watch) as changes:
             async for change in changes:
                 match change:
                     case Snapshot(entries):
-                        read = {self._model(key): _read(value) for key, value in entries.items()}
+                        read = {self._model(key): self._read(key, value) for key, value in entries.items()}
                         self._board.replace({model: value for model, value in read.items() if value is not None})
                         self.synced = True
                     case Put(key, value):
-                        self._board.put(self._model(key), _read(value))
+                        read_value = self._read(key, value)
+                        if read_value is not None:
+                            self._board.put(self._model(key), read_value)
                     case Delete(key):
                         self._board.put(self._model(key), None)
 
     def _model(self, key: str) -> str:
         return key.removeprefix(self._prefix)
 
-
-def _read(value: bytes) -> Thresholds | None:
-    try:
-        return Thresholds.of(BusyThresholdsRecord.FromString(value).thresholds)
-    except (DecodeError, BadRequest) as error:
-        log.warning("busy thresholds in etcd cannot be read", cause=str(error))
-        return None
+    def _read(self, key: str, value: bytes) -> Thresholds | None:
+        """The thresholds in a record; None, and quarantined, where it cannot be used."""
+        try:
+            try:
+                thresholds = Thresholds.of(decode_message(BusyThresholdsRecord, value).thresholds)
+            except BadRequest as error:
+                raise Undecodable("invalid", str(error)) from None
+        except Undecodable as error:
+            self._quarantine.reject("etcd", key, error)
+            return None
+        self._quarantine.release("etcd", key)
+        return thresholds
 
 
 def _shown(thresholds: Thresholds) -> dict[str, float | int | None]:

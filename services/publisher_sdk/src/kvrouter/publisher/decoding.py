@@ -1,0 +1,109 @@
+"""The boundary where bytes from etcd and NATS become text and messages.
+
+Any process can write any bytes there. What cannot be decoded raises ``Undecodable``, which names the reason; a service
+hands it to its ``Quarantine`` and goes on without the entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import TypeVar
+
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+log = structlog.get_logger(__name__)
+
+_MAX_ENTRIES = 4096
+"""Entries that a quarantine remembers; those beyond are counted and not logged."""
+_SHOWN_CHARACTERS = 200
+
+_M = TypeVar("_M", bound=Message)
+
+
+class Undecodable(ValueError):
+    """Bytes from outside are not what was expected at their place."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        """``reason`` is a short label for metrics; ``detail`` says what was expected and what was received."""
+        super().__init__(detail)
+        self.reason = reason
+
+
+def decode_text(raw: bytes) -> str:
+    """Decodes UTF-8.
+
+    Raises:
+        Undecodable: the bytes are not UTF-8 (reason ``not_utf8``).
+    """
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise Undecodable("not_utf8", f"expected UTF-8, received {printable(raw)}: {error.reason}") from None
+
+
+def decode_message(kind: type[_M], raw: bytes) -> _M:
+    """Decodes a protobuf message.
+
+    Raises:
+        Undecodable: the bytes are no such message (reason ``not_protobuf``).
+    """
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        raise Undecodable(
+            "not_protobuf", f"expected an encoded {kind.DESCRIPTOR.name}, received {len(raw)} other bytes"
+        ) from None
+
+
+def printable(raw: bytes) -> str:
+    """Returns bytes as text for a log, shortened, with escapes for what is not UTF-8 or not printable."""
+    text = raw[:_SHOWN_CHARACTERS].decode(errors="backslashreplace")
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+class Quarantine:
+    """Entries that were skipped because they cannot be decoded.
+
+    Each rejection is counted. An entry is logged when it is first rejected, and again when it can be decoded or is
+    gone. Calls may come from any thread.
+    """
+
+    def __init__(self, count: Callable[[str, str], None] = lambda _source, _reason: None) -> None:
+        """``count`` is called at every rejection with the source (``etcd``, ``nats``) and the reason."""
+        self._count = count
+        self._entries: dict[tuple[str, str], str] = {}
+
+    @property
+    def size(self) -> int:
+        """Entries that are quarantined."""
+        return len(self._entries)
+
+    def reject(self, source: str, name: str, error: Undecodable) -> None:
+        """Quarantines an entry.
+
+        Args:
+            source: Where it is: ``etcd`` or ``nats``.
+            name: Its key or subject, printable.
+            error: Why it cannot be used.
+        """
+        self._count(source, error.reason)
+        known = self._entries.get((source, name))
+        if known is None and len(self._entries) >= _MAX_ENTRIES:
+            return
+        self._entries[source, name] = error.reason
+        if known is None:
+            log.warning("entry quarantined", source=source, name=name, reason=error.reason, detail=str(error))
+            if len(self._entries) == _MAX_ENTRIES:
+                log.warning("quarantine full: further entries are counted and not logged", entries=_MAX_ENTRIES)
+
+    def release(self, source: str, name: str) -> None:
+        """Notes that an entry can be decoded, or is gone."""
+        if self._entries.pop((source, name), None) is not None:
+            log.info("entry released from quarantine", source=source, name=name)
+
+    def release_missing(self, source: str, prefix: str, present: Container[str]) -> None:
+        """Releases the entries below a prefix that are not among those ``present``."""
+        for known_source, name in list(self._entries):
+            if known_source == source and name.startswith(prefix) and name not in present:
+                self.release(source, name)

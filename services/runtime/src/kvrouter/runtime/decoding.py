@@ -1,0 +1,20 @@
+"""The decoding boundary for services: the SDK's, with its counts among the process's metrics."""
+
+from kvrouter.publisher.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+__all__ = ["Quarantine", "Undecodable", "decode_message", "decode_text", "metered_quarantine", "printable"]
+
+
+def metered_quarantine(registry: CollectorRegistry) -> Quarantine:
+    """Makes the quarantine of a process."""
+    rejected = Counter(
+        "kvrouter_quarantined",
+        "Entries of etcd and messages of NATS that were skipped because they cannot be decoded.",
+        ["source", "reason"],
+        registry=registry,
+    )
+    entries = Gauge("kvrouter_quarantined_entries", "Keys and subjects that are quarantined.", registry=registry)
+    quarantine = Quarantine(lambda source, reason: rejected.labels(source=source, reason=reason).inc())
+    entries.set_function(lambda: quarantine.size)
+    return quarantine

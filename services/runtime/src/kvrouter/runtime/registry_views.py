@@ -1,0 +1,189 @@
+"""Components and services as the entries of the registry describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from kvrouter.publisher.registry_entries import read_descriptor, read_service, read_worker
+from kvrouter.runtime.decoding import Undecodable
+from kvrouter.runtime.retention import Process
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.names import ComponentName, InvalidName, components_prefix, namespace_prefix, worker_id_of_key
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceKind, ServiceRegistration, WorkerRegistration
+
+_REMEMBERED = 1 << 16
+
+KINDS: Mapping[str, ServiceKind] = {
+    "indexer": ServiceKind.SERVICE_KIND_INDEXER,
+    "scheduler": ServiceKind.SERVICE_KIND_SCHEDULER,
+    "frontend": ServiceKind.SERVICE_KIND_FRONTEND,
+}
+"""Kinds of services by their names in etcd."""
+
+_GRPC_SERVICES = {
+    "indexer": indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"].full_name,
+    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
+    "frontend": frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"].full_name,
+}
+_WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+
+@dataclass(slots=True)
+class ComponentView:
+    """A component as it is. Readers leave it alone; its owner replaces what changes."""
+
+    name: ComponentName
+    descriptor: ComponentDescriptor
+    workers: Mapping[int, WorkerRegistration] = field(default_factory=dict)
+    """Live workers by id, those left out that differ from the descriptor."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorKey:
+    """Key of a component's descriptor."""
+
+    component: ComponentName
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """Key of a worker's registration."""
+
+    component: ComponentName
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceKey:
+    """Key of a service's registration."""
+
+    kind: str
+    instance_id: str
+
+
+def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | ServiceKey | None:
+    """Says which entry of the registry a key names; None for keys of other kinds.
+
+    Raises:
+        Undecodable: it names a component or a kind of service that cannot exist (reason ``invalid``).
+    """
+    services = f"{namespace_prefix(namespace)}services/"
+    if key.startswith(services):
+        kind, _, instance_id = key[len(services) :].partition("/")
+        if kind not in KINDS or not instance_id:
+            raise Undecodable("invalid", f"expected a key {services}KIND/ID with KIND one of {', '.join(KINDS)}")
+        return ServiceKey(kind, instance_id)
+    prefix = components_prefix(namespace)
+    if not key.startswith(prefix):
+        return None
+    worker_id = worker_id_of_key(key)
+    if worker_id is None and not key.endswith("/descriptor"):
+        return None
+    try:
+        component = ComponentName(namespace, key[len(prefix) :].partition("/")[0])
+    except InvalidName as error:
+        raise Undecodable("invalid", str(error)) from None
+    expected = component.descriptor_key if worker_id is None else component.worker_key(worker_id)
+    if key != expected:
+        raise Undecodable("invalid", f"expected the key {expected}")
+    return DescriptorKey(component) if worker_id is None else WorkerKey(component, worker_id)
+
+
+def read_entry(
+    key: str, raw: bytes, namespace: str
+) -> ComponentDescriptor | WorkerRegistration | ServiceRegistration | None:
+    """Reads an entry of the registry; None for keys of other kinds. The same bytes give the same object.
+
+    Raises:
+        Undecodable: its key or its value cannot be used.
+    """
+    match parse_key(key, namespace):
+        case DescriptorKey(component):
+            return _descriptor(component, raw)
+        case WorkerKey(component, worker_id):
+            return _worker(component, worker_id, raw)
+        case ServiceKey(_, instance_id):
+            return read_service(instance_id, raw)
+        case None:
+            return None
+
+
+def process_of(key: str, raw: bytes, namespace: str) -> Process | None:
+    """The process behind an entry; None for an entry of another kind, and for a process that is signing off."""
+    try:
+        name, entry = parse_key(key, namespace), read_entry(key, raw, namespace)
+    except Undecodable:
+        return None
+    if isinstance(entry, WorkerRegistration) and entry.endpoint and not entry.draining:
+        return Process(entry.endpoint, _WORKER_SERVICE)
+    if isinstance(name, ServiceKey) and isinstance(entry, ServiceRegistration) and entry.ready:
+        return Process(entry.endpoint, _GRPC_SERVICES[name.kind])
+    return None
+
+
+def differences(descriptor: ComponentDescriptor, worker: WorkerRegistration) -> list[str]:
+    """What a worker has otherwise than its component, as ``field got/expected``. Empty for one that fits."""
+    pairs = (
+        ("model", worker.model, descriptor.model),
+        ("block_size", worker.block_size, descriptor.block_size),
+        ("hash_scheme", worker.hash_scheme, descriptor.hash_scheme),
+    )
+    return [f"{name} {got!r}/{expected!r}" for name, got, expected in pairs if got != expected]
+
+
+def build_views(
+    entries: Mapping[str, bytes], namespace: str
+) -> tuple[dict[ComponentName, ComponentView], dict[str, str]]:
+    """The components that a namespace's entries in etcd describe, and by key, why entries were left out.
+
+    A worker is left out if it cannot be read, if its component has no descriptor, or if it differs from the descriptor.
+    """
+    views: dict[ComponentName, ComponentView] = {}
+    found: list[tuple[str, ComponentName, WorkerRegistration]] = []
+    ignored: dict[str, str] = {}
+    for key, raw in entries.items():
+        try:
+            match parse_key(key, namespace):
+                case DescriptorKey(component):
+                    views[component] = ComponentView(component, _descriptor(component, raw))
+                case WorkerKey(component, worker_id):
+                    found.append((key, component, _worker(component, worker_id, raw)))
+        except Undecodable as error:
+            ignored[key] = str(error)
+    workers: dict[ComponentName, dict[int, WorkerRegistration]] = {name: {} for name in views}
+    for key, component, worker in found:
+        if component not in views:
+            ignored[key] = "the component has no descriptor"
+        elif wrong := differences(views[component].descriptor, worker):
+            ignored[key] = f"differs from its component: {', '.join(wrong)}"
+        else:
+            workers[component][worker.worker_id] = worker
+    for name, view in views.items():
+        view.workers = workers[name]
+    return views, ignored
+
+
+def build_services(entries: Mapping[str, bytes], namespace: str) -> dict[str, dict[str, ServiceRegistration]]:
+    """The services that a namespace's entries describe, by kind and instance id; unreadable ones are left out."""
+    services: dict[str, dict[str, ServiceRegistration]] = {}
+    for key, raw in entries.items():
+        try:
+            name = parse_key(key, namespace)
+            if isinstance(name, ServiceKey):
+                services.setdefault(name.kind, {})[name.instance_id] = read_service(name.instance_id, raw)
+        except Undecodable:
+            continue
+    return services
+
+
+@lru_cache(_REMEMBERED)
+def _worker(component: ComponentName, worker_id: int, raw: bytes) -> WorkerRegistration:
+    # The same object for the same bytes, so that a change costs no more than what it changed.
+    return read_worker(component, worker_id, raw)
+
+
+@lru_cache(_REMEMBERED)
+def _descriptor(component: ComponentName, raw: bytes) -> ComponentDescriptor:
+    return read_descriptor(component, raw)

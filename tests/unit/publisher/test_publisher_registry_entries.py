@@ -1,0 +1,61 @@
+"""What an entry of the registry must say before anybody relies on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvrouter.publisher.decoding import Undecodable
+from kvrouter.publisher.registry_entries import read_descriptor, read_service, read_worker
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, ServiceRegistration, WorkerRegistration
+
+POOL = ComponentName("ns", "pool")
+OTHER = Component(namespace="ns", name="other")
+
+
+def test_a_descriptor_without_its_component_gets_it() -> None:
+    read = read_descriptor(POOL, ComponentDescriptor(model="m", block_size=16).SerializeToString())
+    assert read.component == Component(namespace="ns", name="pool")
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": ""}, {"block_size": 0}, {"component": OTHER}, {"role": 9}, {"default_transport": 9}]
+)
+def test_a_descriptor_that_nothing_can_be_served_by_is_refused(change: dict[str, Any]) -> None:
+    descriptor = ComponentDescriptor(**({"model": "m", "block_size": 16} | change))
+    with pytest.raises(Undecodable, match=r"expected|component"):
+        read_descriptor(POOL, descriptor.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"worker_id": 2},
+        {"component": OTHER},
+        {"endpoint": "nowhere"},
+        {"endpoint": "a b:1"},
+        {"endpoint": "\0:1"},
+        {"role": 9},
+        {"transport": 9},
+        {"ranks": [RankRegistration(), RankRegistration()]},
+        {"ranks": [RankRegistration(total_blocks=1 << 63)]},
+    ],
+)
+def test_a_worker_that_cannot_be_routed_to_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Undecodable):
+        read_worker(POOL, 1, WorkerRegistration(**({"worker_id": 1} | change)).SerializeToString())
+
+
+@pytest.mark.parametrize("endpoint", ["", "h:1", "10.0.0.1:65535", "[::1]:80", "a.b-c:7001"])
+def test_an_address_is_host_and_port(endpoint: str) -> None:
+    worker = WorkerRegistration(worker_id=1, endpoint=endpoint)
+    assert read_worker(POOL, 1, worker.SerializeToString()) == worker
+
+
+@pytest.mark.parametrize("change", [{"instance_id": "two"}, {"endpoint": ""}, {"http_endpoint": "x"}])
+def test_a_service_that_cannot_be_called_is_refused(change: dict[str, Any]) -> None:
+    service = ServiceRegistration(**({"instance_id": "one", "endpoint": "h:1", "ready": True} | change))
+    with pytest.raises(Undecodable):
+        read_service("one", service.SerializeToString())
