@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, NoWorkers, TooLarge
+from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong, TooLarge
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import (
@@ -17,7 +17,7 @@ from kvrouter.v1.frontend_pb2 import (
     ReleaseRequest,
 )
 from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, RoutingRequest, SelectWorkerRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 from .gateway import MODEL, System, request
@@ -101,6 +101,32 @@ async def test_a_prompt_of_100_megabytes_is_refused_and_the_service_unharmed(sys
     # Making that prompt may stall this process, in which the worker is too, for longer than its lease.
     await system.until_candidate(1)
     await served(system)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"token_ids": TokenIds(ids=[1] * ((1 << 20) + 1))},
+        {"local_hashes": LocalHashes(hashes=[1] * (1 << 16)), "prompt_tokens": (1 << 20) + 1},
+    ],
+    ids=["tokens", "hashes"],
+)
+async def test_a_prompt_that_is_too_long_to_route_is_refused_everywhere(system: System, prompt: dict[str, Any]) -> None:
+    await system.start_worker(1)
+    routing = RoutingRequest(model=MODEL, **prompt)
+    deadline = Deadline.after(30)
+    calls = [
+        system.client.best_worker(BestWorkerRequest(request=routing), deadline=deadline),
+        system.client.potential_loads(PotentialLoadsRequest(request=routing), deadline=deadline),
+        system.frontend.best_worker(BestWorkerRequest(request=routing), deadline=deadline),
+        system.frontend.potential_loads(PotentialLoadsRequest(request=routing), deadline=deadline),
+        system.scheduler.select_worker(SelectWorkerRequest(request=routing), deadline=deadline),
+        system.scheduler.get_potential_loads(GetPotentialLoadsRequest(request=routing), deadline=deadline),
+    ]
+    for call in calls:
+        with pytest.raises(PromptTooLong) as caught:
+            await call
+        assert caught.value.message == f"the prompt has {(1 << 20) + 1} tokens, the limit is {1 << 20}"
 
 
 async def test_hashes_of_another_block_size_are_refused(system: System) -> None:

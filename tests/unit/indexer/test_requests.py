@@ -3,7 +3,8 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.indexer.requests import check_prompt, component_name, packed, scope_of
+from kvrouter.indexer.requests import check_prompt, packed, scope_of
+from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes, TokenIds

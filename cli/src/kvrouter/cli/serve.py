@@ -23,6 +23,7 @@ from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlaps import IndexerSource
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
+from kvrouter.v1.message_limits import MessageLimits
 from kvrouter.v1.names import ComponentName
 
 ROLES: Mapping[str, type[ServiceSettings]] = {
@@ -82,11 +83,15 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
     own: tuple[str, Scheduler] | None = None
     if "indexer" in settings:
         indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
-        hosted.append(Hosted("indexer", _INDEXER, indexing, lambda: indexing.ready))
+        hosted.append(
+            Hosted("indexer", _INDEXER, indexing, lambda: indexing.ready, limits=_limits(settings["indexer"]))
+        )
         indexers = _OneIndexer(cast(Indexer, indexing))
     if "scheduler" in settings:
         scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
-        hosted.append(Hosted("scheduler", _SCHEDULER, scheduling, lambda: scheduling.ready))
+        hosted.append(
+            Hosted("scheduler", _SCHEDULER, scheduling, lambda: scheduling.ready, limits=_limits(settings["scheduler"]))
+        )
         own = (runtime.instance_id, cast(Scheduler, scheduling))
     if "frontend" in settings:
         if own is not None and settings["frontend"].static_workers:
@@ -95,8 +100,13 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
             schedulers = await running.enter_async_context(aclosing(RemoteSchedulers(runtime.directory, own)))
         service = await running.enter_async_context(frontend.running(settings["frontend"], runtime, schedulers))
         address = await running.enter_async_context(frontend.serving_http(service, settings["frontend"], runtime))
-        hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, http_endpoint=address))
+        limits = frontend.request_limits(settings["frontend"])
+        hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, address, limits))
     return hosted
+
+
+def _limits(settings: IndexerSettings | SchedulerSettings) -> MessageLimits:
+    return MessageLimits(elements=settings.max_prompt_tokens)
 
 
 class _OneIndexer:

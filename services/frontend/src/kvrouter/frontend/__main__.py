@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from kvrouter.frontend.app import running, serving_http
+from kvrouter.frontend.app import request_limits, running, serving_http
 from kvrouter.frontend.schedulers import RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.context import open_runtime
@@ -31,7 +31,8 @@ def main() -> None:
             running(settings, runtime, schedulers) as service,
             serving_http(service, settings, runtime) as http_address,
         ):
-            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_endpoint=http_address)
+            limits = request_limits(settings)
+            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_address, limits)
             await host(runtime, [hosted], stopping)
 
     run(serve, settings, "frontend")

@@ -25,6 +25,7 @@ from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.runtime.context import Runtime
 from kvrouter.runtime.listening import BindFailed
+from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 
 log = structlog.get_logger(component="frontend")
 
@@ -64,6 +65,11 @@ async def running(
             if recorder is not None:
                 recorder.stop()
             await pool.close()
+
+
+def request_limits(settings: FrontendSettings) -> MessageLimits:
+    """What a gRPC request to a Frontend may hold: half of what the services behind it take, which get some more."""
+    return MessageLimits(settings.max_prompt_tokens, DEFAULT_LIMITS.besides_bytes // 2, DEFAULT_LIMITS.records // 2)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Role, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 MAX_REQUEST_ID_BYTES = 112
@@ -86,6 +87,20 @@ def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, 
         )
     _check_sampling(request.sampling_options)
     check_overrides(request.overrides)
+
+
+def check_routing(request: RoutingRequest, limits: Limits) -> None:
+    """Accepts a routing request, or says what is wrong with it. The Scheduler checks what needs the component.
+
+    Raises:
+        BadRequest: an override is out of range.
+        PromptTooLong: there are more tokens or hashes than a prompt may have tokens.
+    """
+    check_overrides(request.overrides)
+    token_ids, hashes = len(request.token_ids.ids), len(request.local_hashes.hashes)
+    tokens = max(request.prompt_tokens, token_ids, hashes)
+    if tokens > limits.max_prompt_tokens:
+        raise PromptTooLong(tokens, limits.max_prompt_tokens, field="token_ids" if token_ids else "local_hashes")
 
 
 def check_overrides(overrides: RoutingOverrides) -> None:

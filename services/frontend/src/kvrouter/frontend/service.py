@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from kvrouter.frontend.generation import Generation, Piece
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.prompts import Limits, check_overrides, check_request, component_of_model, describe_models
+from kvrouter.frontend.prompts import Limits, check_request, check_routing, component_of_model, describe_models
 from kvrouter.frontend.recording import Recorder
 from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView, Directory
@@ -238,9 +239,9 @@ class FrontendService:
         return component_of_model(model, dict(self._directory.components))
 
     def _component_of(self, request: RoutingRequest) -> ComponentName:
-        check_overrides(request.overrides)
+        check_routing(request, self.options.limits)
         if request.HasField("component"):
-            return ComponentName(request.component.namespace, request.component.name)
+            return component_name(request.component)
         return self._view(request.model).name
 
 

@@ -38,9 +38,6 @@ class FrontendSettings(RoutingSettings):
         gt=0,
         description="Longest pause within the body of an HTTP request, seconds; an upload that goes on is not cut off.",
     )
-    max_prompt_tokens: int = Field(
-        default=1 << 20, ge=1, description="Most tokens in a prompt, whatever the model allows."
-    )
     max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most tokens that a request may ask for.")
     spread: bool | None = Field(
         default=None,

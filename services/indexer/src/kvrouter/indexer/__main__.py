@@ -11,6 +11,7 @@ from kvrouter.runtime.context import open_runtime
 from kvrouter.runtime.hosting import Hosted, host
 from kvrouter.runtime.settings import load
 from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.message_limits import MessageLimits
 
 DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
@@ -21,7 +22,9 @@ def main() -> None:
 
     async def serve(stopping: asyncio.Event) -> None:
         async with open_runtime(settings) as runtime, running(settings, runtime) as service:
-            await host(runtime, [Hosted("indexer", DESCRIPTOR, service, lambda: service.ready)], stopping)
+            limits = MessageLimits(elements=settings.max_prompt_tokens)
+            hosted = Hosted("indexer", DESCRIPTOR, service, lambda: service.ready, limits=limits)
+            await host(runtime, [hosted], stopping)
 
     lifecycle.run(serve, settings, "indexer")
 

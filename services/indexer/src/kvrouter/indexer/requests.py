@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from kvrouter.core import Scope
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
-from kvrouter.v1.common_pb2 import BlockScope, Component
+from kvrouter.v1.common_pb2 import BlockScope
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes
-from kvrouter.v1.names import ComponentName, InvalidName
 
 _MAX_SCOPE_BYTES = 1024
 _MAX_MULTIMODAL_HASHES = 4096
-
-
-def component_name(component: Component) -> ComponentName:
-    """The component that a request names.
-
-    Raises:
-        BadRequest: the name is not well formed.
-    """
-    try:
-        return ComponentName(component.namespace, component.name)
-    except InvalidName as error:
-        raise BadRequest(
-            str(error), field="component", advice="Name the component by its namespace and its name."
-        ) from None
 
 
 def scope_of(scope: BlockScope) -> Scope:

@@ -10,11 +10,12 @@ from kvrouter.core import InvalidDump, Rank, local_hashes
 from kvrouter.indexer.component import ComponentIndex
 from kvrouter.indexer.metrics import IndexerMetrics
 from kvrouter.indexer.replica import Replica
-from kvrouter.indexer.requests import check_prompt, component_name, packed, scope_of
+from kvrouter.indexer.requests import check_prompt, packed, scope_of
 from kvrouter.indexer.snapshot_format import InvalidSnapshot
 from kvrouter.indexer.snapshot_lock import LockLost
 from kvrouter.indexer.snapshots import AWAY, NothingApplied, OthersLive
 from kvrouter.indexer.state import RankDump, StaleDump
+from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, NotReady, UnknownComponent
 from kvrouter.v1.common_pb2 import Component

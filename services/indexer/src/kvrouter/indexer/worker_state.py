@@ -21,6 +21,7 @@ from kvrouter.v1.worker_pb2 import GetEventsRequest, GetRankStateRequest, GetRan
 
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _MAX_STATE_BYTES = 1 << 30  # of one rank: some 20 million blocks
+_MAX_PART_BYTES = 4 << 20  # of one message, which takes up to forty times as much while it is parsed
 _MAX_EVENTS_BYTES = 32 << 20  # more than these, and the state is cheaper
 
 
@@ -31,7 +32,7 @@ class StateTooLarge(Exception):
 @asynccontextmanager
 async def worker_at(endpoint: str) -> AsyncIterator[Worker]:
     """A stub of the worker at ``host:port``."""
-    async with open_channel(endpoint) as channel:
+    async with open_channel(endpoint, max_message_bytes=_MAX_PART_BYTES) as channel:
         yield cast(Worker, remote(_DESCRIPTOR, channel))
 
 
@@ -67,29 +68,27 @@ async def fetch_state(worker: Worker, rank: Rank, deadline: Deadline) -> RankDum
         KvRouterError: the worker does not answer.
         StateTooLarge: it sends over 1 GiB.
     """
-    responses: list[GetRankStateResponse] = []
+    chunks: list[bytes] = []
+    cursor = Cursor()
     size = 0
     async with aclosing(worker.get_rank_state(GetRankStateRequest(dp_rank=rank[1]), deadline=deadline)) as stream:
         async for response in stream:
-            responses.append(response)
-            size += response.ByteSize()
+            cursor = response.cursor
+            # In a thread, since a chunk takes milliseconds, and encoded at once, since a parsed one takes far more.
+            chunks.append(await asyncio.to_thread(_as_chunk, rank, response))
+            size += len(chunks[-1])
             if size > _MAX_STATE_BYTES:
                 raise StateTooLarge(f"rank {rank} sends over {_MAX_STATE_BYTES} bytes")
-    return await asyncio.to_thread(_as_dump, rank, responses)
-
-
-def _as_dump(rank: Rank, responses: list[GetRankStateResponse]) -> RankDump:
-    named = RankMessage(worker_id=rank[0], dp_rank=rank[1])
-    chunks = [
-        RankState(
-            rank=named,
-            cursor=response.cursor,
-            blocks=response.blocks,
-            last=response.last,
-            digest=response.digest,
-            copy_counting=response.copy_counting,
-        ).SerializeToString()
-        for response in responses
-    ]
-    cursor = responses[-1].cursor if responses else Cursor()
     return RankDump(rank, (cursor.incarnation, cursor.next_event_id), False, chunks)
+
+
+def _as_chunk(rank: Rank, response: GetRankStateResponse) -> bytes:
+    state = RankState(
+        rank=RankMessage(worker_id=rank[0], dp_rank=rank[1]),
+        cursor=response.cursor,
+        blocks=response.blocks,
+        last=response.last,
+        digest=response.digest,
+        copy_counting=response.copy_counting,
+    )
+    return state.SerializeToString()

@@ -19,6 +19,7 @@ from kvrouter.publisher.rank_publisher import RankPublisher
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
     AbortResponse,
@@ -242,7 +243,10 @@ def _next_encoded(messages: Iterator[Message]) -> bytes | None:
 
 def _parse(kind: type[_M], data: bytes) -> _M:
     try:
+        DEFAULT_LIMITS.check(data, kind)
         return kind.FromString(data)
+    except InvalidMessage as error:
+        raise RequestRefused(str(error), field=error.field, advice=error.advice) from None
     except DecodeError:
         raise RequestRefused(f"the request is no {kind.DESCRIPTOR.name}") from None
 

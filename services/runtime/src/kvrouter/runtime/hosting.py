@@ -12,6 +12,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.runtime.context import Runtime
 from kvrouter.runtime.metrics import serving_ops
 from kvrouter.runtime.rpc import RpcServer, add_service, open_server
+from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 
 log = structlog.get_logger(component="hosting")
@@ -32,6 +33,8 @@ class Hosted:
     """Whether it can do its work; asked all the time, so cheap."""
     http_endpoint: str = ""
     """Address of an HTTP API of its own, host:port; empty for that of the ops server."""
+    limits: MessageLimits = DEFAULT_LIMITS
+    """What a request may hold."""
 
 
 async def host(
@@ -55,7 +58,7 @@ async def host(
     settings = runtime.settings
     server = open_server(settings.bind)
     for service in services:
-        add_service(server, service.descriptor, service.implementation)
+        add_service(server, service.descriptor, service.implementation, limits=service.limits)
     async with serving_ops(settings.http_bind, runtime.registry, server.health) as ops_address:
         await server.start()
         try:

@@ -14,15 +14,21 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from kvrouter.runtime.channel_options import CHANNEL_OPTIONS
+from kvrouter.runtime.channel_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
 from kvrouter.runtime.method_names import full_path, methods_by_python_name
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to ``host:port``. It connects when it is first used, and again whenever the peer comes back."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def open_channel(target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to ``host:port``. It connects when it is first used, and again whenever the peer comes back.
+
+    Args:
+        target: The address.
+        max_message_bytes: Longest response that is taken in; a longer one is ``TooLarge``.
+    """
+    options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
+    return grpc.aio.insecure_channel(target, options=tuple(options.items()))
 
 
 def remote(

@@ -12,6 +12,7 @@ import ipaddress
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -30,11 +31,13 @@ from kvrouter.runtime.errors import (
     Draining,
     Internal,
     KvRouterError,
+    PromptTooLong,
     to_status,
 )
 from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.method_names import full_path, methods_by_python_name
+from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage, MessageLimits, TooManyElements
 
 log = structlog.get_logger(component="rpc")
 
@@ -43,6 +46,7 @@ _UNARY_DEFAULT_SECONDS = 30.0
 _LAST_WORDS_SECONDS = 0.5
 """Time for answers of refused calls to reach their clients before connections are closed."""
 
+_BY_THE_CONTRACT = "Encode it by the .proto files that reflection serves."
 _INTERNAL = Internal("internal error", advice="The service's log has the cause.")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -124,10 +128,19 @@ class RpcServer:
         finally:
             await self._server.stop(_LAST_WORDS_SECONDS)
 
-    def add_service(self, descriptor: ServiceDescriptor, implementation: object) -> None:
-        """Serves the object under the service's name. Methods that it lacks answer UNIMPLEMENTED."""
+    def add_service(
+        self, descriptor: ServiceDescriptor, implementation: object, *, limits: MessageLimits = DEFAULT_LIMITS
+    ) -> None:
+        """Serves the object under the service's name. Methods that it lacks answer UNIMPLEMENTED.
+
+        Args:
+            descriptor: The service.
+            implementation: The object.
+            limits: What a request may hold. Elements are not counted in streams of requests: one that is too long must
+                not end the calls beside it, so the object refuses it.
+        """
         handlers = {
-            method.name: self._handler(method, bound)
+            method.name: self._handler(method, bound, limits)
             for name, method in methods_by_python_name(descriptor).items()
             if (bound := _bound_method(implementation, name)) is not None
         }
@@ -135,14 +148,17 @@ class RpcServer:
         self._server.add_generic_rpc_handlers((generic,))
         self._names.append(descriptor.full_name)
 
-    def _handler(self, method: MethodDescriptor, bound: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    def _handler(
+        self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         make, answer = {
             (False, False): (grpc.unary_unary_rpc_method_handler, _answer_once),
             (False, True): (grpc.unary_stream_rpc_method_handler, _answer_in_pieces),
             (True, False): (grpc.stream_unary_rpc_method_handler, _answer_once),
             (True, True): (grpc.stream_stream_rpc_method_handler, self._answer_session),
         }[method.client_streaming, method.server_streaming]
-        parse: Callable[[bytes], Message] = GetMessageClass(method.input_type).FromString
+        if method.client_streaming:
+            limits = replace(limits, elements=None)
         path = full_path(method)
 
         async def handle(incoming: Any, context: _Context) -> Any:
@@ -150,7 +166,7 @@ class RpcServer:
             # collector comes. ``context.abort`` keeps one as well, so the status is set instead.
             try:
                 with self._counted():
-                    request = _parsed(incoming, parse) if method.client_streaming else _parse(incoming, parse)
+                    request = _read_all(incoming) if method.client_streaming else _read(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
                 log.debug("call refused", method=path, code=error.code.name, cause=str(error))
@@ -163,7 +179,7 @@ class RpcServer:
             context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
             return None  # gRPC sends no response beside a status that is not OK.
 
-        return make(handle, request_deserializer=None, response_serializer=_serialize)
+        return make(handle, request_deserializer=_parser(method, limits), response_serializer=_serialize)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -242,9 +258,15 @@ def open_server(bind: str, *, max_calls: int = MAX_CALLS) -> RpcServer:
     return RpcServer(bind, max_calls=max_calls)
 
 
-def add_service(server: RpcServer, descriptor: ServiceDescriptor, implementation: object) -> None:
+def add_service(
+    server: RpcServer,
+    descriptor: ServiceDescriptor,
+    implementation: object,
+    *,
+    limits: MessageLimits = DEFAULT_LIMITS,
+) -> None:
     """Serves an object of a contract; see ``RpcServer.add_service``."""
-    server.add_service(descriptor, implementation)
+    server.add_service(descriptor, implementation, limits=limits)
 
 
 def _bound_method(implementation: object, name: str) -> Callable[..., Any] | None:
@@ -256,18 +278,33 @@ def _deadline_of(context: _Context) -> Deadline:
     return Deadline.never() if remaining is None else Deadline.after(remaining)
 
 
-def _parse(encoded: bytes, parse: Callable[[bytes], Message]) -> Message:
-    try:
-        return parse(encoded)
-    except DecodeError:
-        raise BadRequest(
-            "the request cannot be parsed", advice="Encode it by the .proto files that reflection serves."
-        ) from None
+def _parser(method: MethodDescriptor, limits: MessageLimits) -> Callable[[bytes], Message | KvRouterError]:
+    """Reads a request for gRPC, which swallows what a deserializer raises: an error is handed on as a value."""
+    kind: type[Message] = GetMessageClass(method.input_type)
+
+    def read(encoded: bytes) -> Message | KvRouterError:
+        try:
+            limits.check(encoded, kind)
+            return kind.FromString(encoded)
+        except TooManyElements as error:
+            return PromptTooLong(error.count, error.limit, field=error.field)
+        except InvalidMessage as error:
+            return BadRequest(str(error), field=error.field, advice=error.advice or _BY_THE_CONTRACT)
+        except DecodeError:
+            return BadRequest("the request cannot be parsed", advice=_BY_THE_CONTRACT)
+
+    return read
 
 
-async def _parsed(incoming: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncGenerator[Message, None]:
-    async for encoded in incoming:
-        yield _parse(encoded, parse)
+def _read(incoming: Message | KvRouterError) -> Message:
+    if isinstance(incoming, KvRouterError):
+        raise incoming.untraced()
+    return incoming
+
+
+async def _read_all(incoming: AsyncIterator[Message | KvRouterError]) -> AsyncGenerator[Message, None]:
+    async for each in incoming:
+        yield _read(each)
 
 
 def _serialize(response: Message | bytes) -> bytes:

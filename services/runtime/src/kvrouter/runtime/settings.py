@@ -86,6 +86,9 @@ class ServiceSettings(BaseModel):
 class RoutingSettings(ServiceSettings):
     """Options of the services that route, which can do so without etcd and NATS."""
 
+    max_prompt_tokens: int = Field(
+        default=1 << 20, ge=1, description="Most tokens in a prompt, whatever the model allows."
+    )
     static_workers: tuple[str, ...] = Field(
         default=(),
         description="Workers, where there is neither etcd nor NATS: addresses host:port, separated by commas, or one"

@@ -11,6 +11,7 @@ from kvrouter.runtime.settings import load
 from kvrouter.scheduler.app import running
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1.message_limits import MessageLimits
 
 DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
@@ -21,7 +22,9 @@ def main() -> None:
 
     async def serve(stopping: asyncio.Event) -> None:
         async with open_runtime(settings) as runtime, running(settings, runtime) as service:
-            await host(runtime, [Hosted("scheduler", DESCRIPTOR, service, lambda: service.ready)], stopping)
+            limits = MessageLimits(elements=settings.max_prompt_tokens)
+            hosted = Hosted("scheduler", DESCRIPTOR, service, lambda: service.ready, limits=limits)
+            await host(runtime, [hosted], stopping)
 
     lifecycle.run(serve, settings, "scheduler")
 

@@ -105,6 +105,7 @@ async def running(
         options,
         metrics,
         indexer_timeout_seconds=settings.indexer_timeout_ms / 1000,
+        max_prompt_tokens=settings.max_prompt_tokens,
         rng=rng or Random(),
         clock=clock,
         predictions=predictions,

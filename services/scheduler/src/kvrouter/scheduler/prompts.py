@@ -31,22 +31,27 @@ class Prompt:
         return len(self.sequence_hashes) // 8
 
 
-def read_prompt(request: RoutingRequest, *, block_size: int, max_model_len: int = 0) -> Prompt:
+def read_prompt(
+    request: RoutingRequest, *, block_size: int, max_model_len: int = 0, max_prompt_tokens: int = 1 << 32
+) -> Prompt:
     """The prompt of a request.
 
     Args:
         request: With token ids, or with local hashes and the number of tokens.
         block_size: Tokens per block of the component.
         max_model_len: Most tokens in prompt and output together; 0 for no limit.
+        max_prompt_tokens: Most tokens in the prompt, whatever the model allows.
 
     Raises:
         BadRequest: there is no prompt, or the number of hashes or tokens does not fit.
         BlockSizeMismatch: the hashes were made with another block size.
-        PromptTooLong: no token could be generated after the prompt.
+        PromptTooLong: there are more tokens than may be, or no token could be generated after the prompt.
     """
     if request.block_size not in (0, block_size):
         raise BlockSizeMismatch(request.block_size, block_size)
     tokens = _count(request, block_size)
+    if tokens > max_prompt_tokens:
+        raise PromptTooLong(tokens, max_prompt_tokens)
     if max_model_len and tokens >= max_model_len:
         raise PromptTooLong(tokens, max_model_len - 1)
     if request.WhichOneof("prompt") == "token_ids":

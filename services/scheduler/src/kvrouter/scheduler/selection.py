@@ -66,6 +66,7 @@ class Selector:
         metrics: SchedulerMetrics,
         *,
         indexer_timeout_seconds: float,
+        max_prompt_tokens: int = 1 << 32,
         rng: Random,
         clock: Callable[[], float],
         predictions: Predictions | None = None,
@@ -85,6 +86,7 @@ class Selector:
         self._options = options
         self._metrics = metrics
         self._indexer_timeout = indexer_timeout_seconds
+        self._max_prompt_tokens = max_prompt_tokens
         self._rng = rng
         self._clock = clock
         self._predictions = predictions
@@ -144,7 +146,12 @@ class Selector:
         # Overrides go over what is set for the model, which goes over what was given at start.
         in_force = replace(self._options, thresholds=self._thresholds.of(pool.model))
         options = overridden(in_force, request.overrides)
-        prompt = read_prompt(request, block_size=pool.slots.block_size, max_model_len=pool.max_model_len)
+        prompt = read_prompt(
+            request,
+            block_size=pool.slots.block_size,
+            max_model_len=pool.max_model_len,
+            max_prompt_tokens=self._max_prompt_tokens,
+        )
         wanted = Wanted.of(request, stage)
         if needs_worker and POLICIES[options.mode].needs_worker and wanted.worker_id is None:
             raise BadRequest(
