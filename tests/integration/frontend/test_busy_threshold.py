@@ -26,12 +26,23 @@ async def test_thresholds_are_set_one_by_one_read_and_listed(system: System) -> 
     decode = await posted(system, model=MODEL, active_decode_blocks_threshold=0.5)
     assert decode == {"status": 200, "model": MODEL} | off | {"active_decode_blocks_threshold": 0.5}
     assert await posted(system, model=MODEL, **BOTH) == {"status": 200, "model": MODEL} | BOTH
-    again = await posted(system, model=MODEL, active_decode_blocks_threshold=1, active_prefill_tokens_threshold=None)
+    again = await posted(system, model=MODEL, active_decode_blocks_threshold=1)
     assert again == {"status": 200, "model": MODEL} | BOTH | {"active_decode_blocks_threshold": 1.0}
     assert await posted(system, model=MODEL) == again
     async with aiohttp.ClientSession() as http, http.get(f"http://{system.http}/busy_threshold") as listed:
         found = BOTH | {"active_decode_blocks_threshold": 1.0}
         assert await listed.json() == {"thresholds": [{"model": MODEL} | found]}
+
+
+async def test_null_removes_a_threshold_that_was_set(system: System) -> None:
+    await system.start_worker(1)
+    await posted(system, model=MODEL, **BOTH)
+    cleared = await posted(system, model=MODEL, active_decode_blocks_threshold=None)
+    assert cleared == {"status": 200, "model": MODEL} | BOTH | {"active_decode_blocks_threshold": None}
+    both = await posted(system, model=MODEL, **dict.fromkeys(BOTH))
+    assert both == {"status": 200, "model": MODEL} | dict.fromkeys(BOTH)
+    async with aiohttp.ClientSession() as http, http.get(f"http://{system.http}/busy_threshold") as listed:
+        assert await listed.json() == {"thresholds": []}
 
 
 async def test_nothing_is_listed_where_nothing_is_set(system: System) -> None:

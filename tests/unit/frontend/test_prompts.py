@@ -42,7 +42,7 @@ def request(**fields: Any) -> FrontendServiceGenerateRequest:
 
 def test_an_unknown_model_is_told_which_are_known() -> None:
     with pytest.raises(UnknownModel) as caught:
-        component_of_model("x", by_name(view("a", "m"), view("b", "n")))
+        component_of_model("x", by_name(view("a", "m"), view("b", "n"), view("c", "dead", workers=0)))
     assert list(caught.value.info.known_values) == ["m", "n"]
 
 
@@ -56,7 +56,7 @@ def test_of_two_components_the_larger_serves() -> None:
 
 
 def test_models_are_described_in_order() -> None:
-    described = describe_models(by_name(view("b", "n", workers=3), view("a", "m")))
+    described = describe_models(by_name(view("b", "n", workers=3), view("a", "m"), view("c", "dead", workers=0)))
     assert [(model.name, model.workers) for model in described] == [("m", 1), ("n", 3)]
 
 

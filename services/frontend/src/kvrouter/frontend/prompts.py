@@ -39,12 +39,15 @@ def component_of_model(model: str, components: dict[ComponentName, ComponentView
         if view.descriptor.model == model and view.descriptor.role != Role.ROLE_PREFILL
     ]
     if not serving:
-        raise UnknownModel(model, sorted({view.descriptor.model for view in components.values()}))
+        raise UnknownModel(model, sorted({view.descriptor.model for view in components.values() if view.workers}))
     return max(serving, key=lambda view: (len(view.workers), str(view.name)))
 
 
 def describe_models(components: dict[ComponentName, ComponentView]) -> list[Model]:
-    """Every model that is served, in order of name."""
+    """Returns every model that has live workers, in order of name.
+
+    A component's descriptor outlives its workers, so that its index stays valid; it is no offer to clients.
+    """
     models = [
         Model(
             name=view.descriptor.model,
@@ -55,6 +58,7 @@ def describe_models(components: dict[ComponentName, ComponentView]) -> list[Mode
             lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
         )
         for view in components.values()
+        if view.workers
     ]
     return sorted(models, key=lambda model: (model.name, model.component.name))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.v1.common_pb2 import RoutingOverrides
-from kvrouter.v1.scheduler_pb2 import BusyThresholds
+from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
 MAX_WEIGHT = 1e9
 """Highest weight: far above any use, and low enough that costs stay exact to a block."""
@@ -59,6 +59,51 @@ class Thresholds:
         """As the contract has them."""
         return BusyThresholds(
             active_decode_blocks_threshold=self.decode_blocks, active_prefill_tokens_threshold=self.prefill_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdUpdate:
+    """A change of the thresholds of one model."""
+
+    values: Thresholds
+    """Thresholds to set; those that are off stay as they are."""
+    clear_decode_blocks: bool = False
+    """Whether to remove the decode threshold that was set."""
+    clear_prefill_tokens: bool = False
+    """Whether to remove the prefill threshold that was set."""
+
+    @classmethod
+    def of(cls, request: SetBusyThresholdRequest) -> ThresholdUpdate:
+        """Reads a request.
+
+        Raises:
+            BadRequest: a threshold is out of range, or is both set and cleared.
+        """
+        values = Thresholds.of(request.thresholds)
+        clear = (request.clear_active_decode_blocks_threshold, request.clear_active_prefill_tokens_threshold)
+        for name, value, cleared in zip(
+            ("active_decode_blocks_threshold", "active_prefill_tokens_threshold"),
+            (values.decode_blocks, values.prefill_tokens),
+            clear,
+            strict=True,
+        ):
+            if cleared and value is not None:
+                raise BadRequest(
+                    f"{name} is both set and cleared", field=name, advice="Send the new value, or clear it, not both."
+                )
+        return cls(values, *clear)
+
+    def __bool__(self) -> bool:
+        return self.values.any_set or self.clear_decode_blocks or self.clear_prefill_tokens
+
+    def apply(self, before: Thresholds) -> Thresholds:
+        """Returns what is set after the update."""
+        return self.values.over(
+            Thresholds(
+                None if self.clear_decode_blocks else before.decode_blocks,
+                None if self.clear_prefill_tokens else before.prefill_tokens,
+            )
         )
 
 

@@ -11,7 +11,7 @@ from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.candidates import check_pinned
 from kvrouter.scheduler.decisions import Decisions
 from kvrouter.scheduler.messages import rank_message
-from kvrouter.scheduler.options import Thresholds
+from kvrouter.scheduler.options import ThresholdUpdate
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.selection import Selector
 from kvrouter.scheduler.session_stream import Sessions
@@ -132,13 +132,13 @@ class SchedulerService:
         *,
         deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
     ) -> SetBusyThresholdResponse:
-        """Sets the thresholds of a model that are given, and returns those in force."""
+        """Sets or clears thresholds of a model, and returns those in force."""
         if request.model not in self._pools.models():
             raise UnknownModel(request.model, self._pools.models())
-        wanted = Thresholds.of(request.thresholds)
+        update = ThresholdUpdate.of(request)
         in_force = self._board.of(request.model)
-        if wanted.any_set:
-            in_force = await self._shared_thresholds.set(request.model, wanted)
+        if update:
+            in_force = await self._shared_thresholds.update(request.model, update)
         return SetBusyThresholdResponse(thresholds=in_force.to_message())
 
     async def list_busy_thresholds(

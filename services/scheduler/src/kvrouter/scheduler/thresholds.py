@@ -13,7 +13,7 @@ import structlog
 from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message
 from kvrouter.runtime.errors import BadRequest, DependencyAway
 from kvrouter.runtime.etcd import AWAY, Delete, Put, Snapshot, connect, watch_prefix
-from kvrouter.scheduler.options import Thresholds
+from kvrouter.scheduler.options import Thresholds, ThresholdUpdate
 from kvrouter.v1.names import namespace_prefix, threshold_key
 from kvrouter.v1.registry_pb2 import BusyThresholdsRecord
 
@@ -64,9 +64,9 @@ class OwnThresholds:
     def __init__(self, board: ThresholdBoard) -> None:
         self._board = board
 
-    async def set(self, model: str, thresholds: Thresholds) -> Thresholds:
-        """Sets those that are given and leaves the others. Returns those in force."""
-        self._board.put(model, thresholds.over(self._board.was_set(model)))
+    async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
+        """Applies an update. Returns the thresholds in force."""
+        self._board.put(model, update.apply(self._board.was_set(model)))
         log.info("busy thresholds set", model=model, **_shown(self._board.was_set(model)))
         return self._board.of(model)
 
@@ -85,8 +85,8 @@ class SharedThresholds:
         self.synced = False
         """Whether etcd has been read once."""
 
-    async def set(self, model: str, thresholds: Thresholds) -> Thresholds:
-        """Sets those that are given and leaves the others. Returns those in force.
+    async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
+        """Applies an update. Returns the thresholds in force.
 
         Raises:
             DependencyAway: etcd is away; nothing is set.
@@ -97,7 +97,7 @@ class SharedThresholds:
                 for _ in range(_TRIES):
                     found = await client.get(key)
                     before = None if found is None else self._read(key.decode(), found.value)
-                    merged = thresholds.over(before or Thresholds())
+                    merged = update.apply(before or Thresholds())
                     record = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
                     revision = 0 if found is None else found.mod_revision
                     written, _responses = await client.transaction(
