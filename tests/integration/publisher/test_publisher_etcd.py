@@ -131,6 +131,24 @@ async def test_a_watch_notices_an_etcd_that_hangs(namespace: str, own_etcd: Etcd
         assert await following == Snapshot({})
 
 
+async def test_a_watch_says_when_etcd_was_heard_though_nothing_changes(namespace: str, own_etcd: EtcdServer) -> None:
+    contacts: list[None] = []
+    watching = watch_prefix(
+        own_etcd.endpoint, f"/{namespace}/", progress_seconds=0.1, on_contact=lambda: contacts.append(None)
+    )
+    async with aclosing(watching) as changes:
+        assert await anext(changes) == Snapshot({})
+        following = asyncio.ensure_future(anext(changes))
+        await eventually(lambda: len(contacts) > 3)
+        with capture_logs() as logged:
+            own_etcd.pause()
+            await eventually(lambda: any(line["event"] == "watch interrupted" for line in logged))
+        heard = len(contacts)
+        own_etcd.resume()
+        assert await following == Snapshot({})
+        assert len(contacts) == heard + 1, "an etcd that hangs is not heard"
+
+
 async def test_the_first_endpoint_that_answers_is_taken(etcd_endpoint: str) -> None:
     async with connect(f"127.0.0.1:1,{etcd_endpoint}") as client:
         assert await client.get(b"nothing") is None

@@ -50,6 +50,17 @@ async def until_workers(runtime: Runtime, pool: ComponentName, *expected: int) -
     )
 
 
+async def test_the_age_of_what_is_registered_is_known(etcd_endpoint: str, pool: ComponentName) -> None:
+    async with opened(etcd_endpoint, pool.namespace) as runtime:
+        assert runtime.directory.age_seconds is None, "etcd was not asked yet"
+        await runtime.directory.synced()
+        before = runtime.directory.age_seconds
+        assert before is not None
+        after = runtime.directory.age_seconds
+        assert after is not None
+        assert after >= before, "it grows until etcd is heard again"
+
+
 async def test_workers_come_and_go(etcd_endpoint: str, pool: ComponentName) -> None:
     await put_descriptor(etcd_endpoint, pool)
     await put_worker(etcd_endpoint, pool, 1)

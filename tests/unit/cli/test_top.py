@@ -100,6 +100,7 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
     [
         (rank(1, busy="busy: 9 prefill tokens, above 8"), None, "busy: 9 prefill tokens, above 8"),
         (rank(1, draining=True), None, "draining"),
+        (rank(1, report_age_seconds=70), None, "no load report for 1 min"),
         (rank(1, registered=False), None, "gone, with bookings"),
         (rank(1), RankStats(rank=Rank(worker_id=1), partial=True), "index partial"),
         (rank(1), RankStats(rank=Rank(worker_id=1)), "index not compared"),
@@ -118,6 +119,13 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
 def test_what_is_unusual_about_a_rank_is_said(status: RankStatus, stats: RankStats | None, state: str) -> None:
     indexers = [] if stats is None else [indexer(stats)]
     assert line(lines(system([scheduler(pool(status))], indexers)), "1:0").rstrip().endswith(state)
+
+
+def test_a_scheduler_that_etcd_does_not_answer_says_so() -> None:
+    away = scheduler(pool(rank(1)), directory_age_seconds=70)
+    assert "etcd silent for 1 min" in line(lines(system([away])), "Scheduler")
+    fresh = scheduler(pool(rank(1)), directory_age_seconds=4)
+    assert "etcd" not in line(lines(system([fresh])), "Scheduler")
 
 
 def test_the_lag_of_a_silent_rank_is_the_time_since_its_last_event() -> None:

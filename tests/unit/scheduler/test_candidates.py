@@ -119,6 +119,7 @@ def test_the_newest_report_of_a_life_counts_for_a_while() -> None:
     reports = LoadReports(max_age_seconds=10)
     reports.set_ranks([((1, 0), 5)])
     assert reports.of((1, 0), 0.0) is None
+    assert reports.age_seconds((1, 0), 0.0) is None
     assert reports.take(report(tokens=1), 0.0) == ""
     assert reports.take(report(measured=99, tokens=2), 1.0) == "old"
     assert reports.take(report(incarnation=4, measured=200), 1.0) == "old"
@@ -128,6 +129,7 @@ def test_the_newest_report_of_a_life_counts_for_a_while() -> None:
     assert found is not None
     assert found.prefill_tokens == 1
     assert reports.of((1, 0), 10.5) is None
+    assert reports.age_seconds((1, 0), 10.5) == 10.5, "one that counts no longer still has an age"
     # A new life that reports smaller time stamps counts all the same.
     assert reports.take(report(incarnation=6, measured=1, tokens=3), 11.0) == ""
     reports.set_ranks([((1, 0), 7)])

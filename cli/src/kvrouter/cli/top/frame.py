@@ -21,6 +21,8 @@ _DECISIONS = 10
 """Decisions that are shown where there is no height to fit."""
 _CHECK_LATE_SECONDS = 10.0
 """Age of what an Indexer knows of its stream from which it is said: a sound one asks NATS every few seconds."""
+_CONTACT_LATE_SECONDS = 15.0
+"""Silence of etcd from which it is said: a Scheduler asks for a sign of life every 5 s."""
 _TABLE_LINES = 4
 """Lines that a component takes besides its ranks: its own, the table's header and sum, and an empty one."""
 
@@ -76,7 +78,14 @@ def _scheduler_line(seen: SchedulerSeen, at: datetime) -> Text:
     return Text.assemble(
         *_who("Scheduler", status.scheduler_id, seen.address, ready=status.ready),
         f"  {amount(status.bookings, 'booking')}, {amount(status.sessions, 'session')}, up {duration(max(0.0, up))}",
+        (_directory_note(status.directory_age_seconds), "red"),
     )
+
+
+def _directory_note(age_seconds: float) -> str:
+    if age_seconds <= _CONTACT_LATE_SECONDS:
+        return ""
+    return f", etcd silent for {duration(age_seconds)}: workers may have come or gone"
 
 
 def _indexer_line(seen: IndexerSeen) -> Text:

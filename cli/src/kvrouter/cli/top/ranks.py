@@ -148,6 +148,8 @@ def _state(rank: RankStatus, stats: RankStats | None) -> Text:
         notes.append(("draining", "yellow"))
     if rank.busy:
         notes.append((rank.busy, "red"))
+    if rank.HasField("report_age_seconds") and not rank.HasField("reported"):
+        notes.append((f"no load report for {duration(rank.report_age_seconds)}", "yellow"))
     if stats is not None and stats.partial:
         notes.append(("index partial", "yellow"))
     elif stats is not None and stats.stale:

@@ -115,6 +115,8 @@ class HttpApi:
         body = {
             "status": "ready" if ready else "not ready",
             "models": {model.name: {"workers": model.workers} for model in models.models},
+            # Whether workers came or went since is not known.
+            "registrations_age_seconds": self._frontend.registrations_age_seconds,
         }
         return web.json_response(body, status=200 if ready else 503)
 

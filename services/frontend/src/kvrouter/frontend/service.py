@@ -90,6 +90,11 @@ class FrontendService:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
+    @property
+    def registrations_age_seconds(self) -> float | None:
+        """Seconds since etcd last confirmed what is registered; None without etcd."""
+        return self._directory.age_seconds
+
     async def generate(
         self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[FrontendServiceGenerateResponse, None]:

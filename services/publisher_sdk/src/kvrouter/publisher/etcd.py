@@ -370,15 +370,25 @@ class Delete:
 Change = Snapshot | Put | Delete
 
 
+def _ignore_contact() -> None:
+    return None
+
+
 async def watch_prefix(
-    endpoints: str, prefix: str, *, progress_seconds: float = _PROGRESS_SECONDS, quarantine: Quarantine | None = None
+    endpoints: str,
+    prefix: str,
+    *,
+    progress_seconds: float = _PROGRESS_SECONDS,
+    quarantine: Quarantine | None = None,
+    on_contact: Callable[[], None] = _ignore_contact,
 ) -> AsyncGenerator[Change]:
     """All keys under a prefix, then every change of them, for ever.
 
     After etcd was away, a new Snapshot comes, which the consumer compares with what it knows; meanwhile nothing comes.
     Keys that are not UTF-8 go to the ``quarantine`` and do not come.
     A watch that gives no sign of life for two spans of ``progress_seconds`` is taken for lost, though connected.
-    Close the iterator (``contextlib.aclosing``) or cancel its consumer to end it.
+    Close the iterator (``contextlib.aclosing``) or cancel its consumer to end it. ``on_contact`` is called whenever
+    etcd answers, every ``progress_seconds`` where nothing changes: what was yielded so far is all that there is.
 
     Raises:
         InvalidEndpoint: the endpoints cannot be read.
@@ -392,9 +402,10 @@ async def watch_prefix(
                 listing = await client.get_prefix(prefix.encode())
                 if failures:
                     log.info("watching again", prefix=prefix, failures=failures)
+                on_contact()
                 yield Snapshot(keys.listed({pair.key: pair.value for pair in listing}))
                 async with contextlib.aclosing(
-                    _changes(client, keys, listing.header.revision + 1, progress_seconds)
+                    _changes(client, keys, listing.header.revision + 1, progress_seconds, on_contact)
                 ) as changes:
                     async for change in changes:
                         yield change
@@ -437,7 +448,7 @@ class _Keys:
 
 
 async def _changes(
-    client: aetcd.Client, keys: _Keys, revision: int, progress_seconds: float
+    client: aetcd.Client, keys: _Keys, revision: int, progress_seconds: float, on_contact: Callable[[], None]
 ) -> AsyncGenerator[Put | Delete]:
     """Changes from a revision on; ends, or raises one of AWAY, where the watch does."""
     call: Any = rpc.WatchStub(client.channel).Watch(metadata=client.metadata)
@@ -461,6 +472,7 @@ async def _changes(
             response, reading, asked = reading.result(), None, False
             if response is grpc.aio.EOF or response.canceled:
                 return
+            on_contact()
             for event in response.events:
                 if event.type == rpc.Event.DELETE:
                     if (name := keys.deleted(event.kv.key)) is not None:

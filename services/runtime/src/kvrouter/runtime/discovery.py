@@ -57,12 +57,15 @@ class Directory:
         """
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._source = source or (
-            lambda: watch_prefix(etcd_endpoints, namespace_prefix(namespace), quarantine=self._quarantine)
+            lambda: watch_prefix(
+                etcd_endpoints, namespace_prefix(namespace), quarantine=self._quarantine, on_contact=self._confirm
+            )
         )
         self._retains = source is None
         self._retention = Retention(self._drop)
         self._undecodable: dict[str, str] = {}
         self._lost_descriptors: dict[str, ComponentName] = {}
+        self._confirmed_at: float | None = None
         self._namespace = namespace
         self._entries: dict[str, bytes] = {}
         self._components: dict[ComponentName, ComponentView] = {}
@@ -83,6 +86,12 @@ class Directory:
             registry=registry,
         )
         retained.set_function(lambda: len(self._retention))
+        age = Gauge(
+            "kvrouter_directory_age_seconds",
+            "Time since etcd last confirmed what is registered; 0 before the first, and without etcd.",
+            registry=registry,
+        )
+        age.set_function(lambda: self.age_seconds or 0.0)
 
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:
@@ -102,6 +111,14 @@ class Directory:
     def is_synced(self) -> bool:
         """Whether etcd has been read once."""
         return self._synced.is_set()
+
+    @property
+    def age_seconds(self) -> float | None:
+        """Seconds since etcd last confirmed what is registered; None before the first time, and without etcd."""
+        return None if self._confirmed_at is None else time.monotonic() - self._confirmed_at
+
+    def _confirm(self) -> None:
+        self._confirmed_at = time.monotonic()
 
     async def synced(self) -> None:
         """Returns when etcd has been read once."""

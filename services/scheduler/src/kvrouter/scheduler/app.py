@@ -137,6 +137,7 @@ async def running(
         clock=clock,
         held=selector.held,
         sync=sync,
+        directory_age=lambda: runtime.directory.age_seconds,
     )
     service = SchedulerService(
         pools,

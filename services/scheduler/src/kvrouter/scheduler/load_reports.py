@@ -76,6 +76,11 @@ class LoadReports:
         entry = self._reports.get(rank)
         return entry[0] if entry is not None and now - entry[1] <= self._max_age else None
 
+    def age_seconds(self, rank: Rank, now: float) -> float | None:
+        """Returns the age of the rank's newest report, also where it counts no longer; None where none came."""
+        entry = self._reports.get(rank)
+        return None if entry is None else max(0.0, now - entry[1])
+
     def columns(self, now: float) -> Reported:
         """The same of every registered rank."""
         counts = now - self._heard <= self._max_age

@@ -39,8 +39,12 @@ class Status:
         clock: Callable[[], float],
         held: HeldRequests | None = None,
         sync: ReplicaSync | None = None,
+        directory_age: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds."""
+        """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds.
+
+        ``directory_age`` returns the seconds since etcd last confirmed what is registered.
+        """
         self._pools = pools
         self._ledger = ledger
         self._decisions = decisions
@@ -50,6 +54,7 @@ class Status:
         self._clock = clock
         self._held = held
         self._sync = sync
+        self._directory_age = directory_age
         self._started_unix_ns = time.time_ns()
 
     def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
@@ -72,6 +77,7 @@ class Status:
             bookings=len(self._ledger),
             components=[self._component(pool, min(request.held_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
+            directory_age_seconds=self._directory_age(),
         )
 
     def _component(self, pool: Pool, listed: int) -> ComponentStatus:
@@ -109,6 +115,7 @@ def _rank_status(
         prefill_tokens=load.prefill_tokens,
         active_requests=load.requests,
         reported=report,
+        report_age_seconds=pool.reports.age_seconds(rank, now),
         hits=pool.hits.of(rank),
         held_requests=waiting,
     )
