@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
-from aiohttp import web
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits
@@ -23,8 +22,9 @@ from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
+from kvrouter.runtime import http_server
 from kvrouter.runtime.context import Runtime
-from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 
 log = structlog.get_logger(component="frontend")
@@ -81,22 +81,18 @@ async def serving_http(service: FrontendService, settings: FrontendSettings, run
     Raises:
         BindFailed: the address cannot be listened on.
     """
-    runner = web.AppRunner(
-        HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds).application(),
+    application = HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds).application()
+    limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
+    async with http_server.serving_http(
+        application,
+        settings.host,
+        settings.port,
+        limits,
+        runtime.registry,
+        name="frontend",
         handler_cancellation=True,
         auto_decompress=False,
-        access_log=None,
         shutdown_timeout=settings.drain_seconds,
-    )
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, settings.host, settings.port, reuse_port=False)
-        try:
-            await site.start()
-        except OSError:
-            raise BindFailed(f"{settings.host}:{settings.port}") from None
-        host, port = runner.addresses[0][:2]
+    ) as (host, port):
         log.info("http listening", address=f"{host}:{port}")
         yield f"{host}:{port}"
-    finally:
-        await runner.cleanup()

@@ -33,6 +33,12 @@ class FrontendSettings(RoutingSettings):
         description="Port of the HTTP API; 0 takes a free one.",
         validation_alias=AliasChoices("port", "http-port"),
     )
+    http_max_connections: int = Field(
+        default=0,
+        ge=0,
+        description="Most connections to the HTTP API; 0 is half of the file descriptors, 16,384 at most. When all are"
+        " taken, a new one takes the place of the oldest without a request.",
+    )
     http_body_seconds: float = Field(
         default=30.0,
         gt=0,

@@ -30,7 +30,10 @@ def main() -> None:
     async def serve(stopping: asyncio.Event) -> None:
         registry, health = new_registry(), HealthBoard()
         await health.announce([_SERVICE])
-        async with serving_ops(settings.http_bind, registry, health), AsyncExitStack() as stack:
+        async with (
+            serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
+            AsyncExitStack() as stack,
+        ):
             if settings.registration:
                 worker = await stack.enter_async_context(running(settings, registry))
                 await worker.registered()

@@ -41,6 +41,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # A burst waits for the event loop; by default, what exceeds 1,000 calls of one is mostly refused unseen.
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
+    # A client that connects and says nothing is cut off; the default waits for two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Two processes that are given the same port must fail, not share its connections between them.
     ("grpc.so_reuseport", 0),
 )

@@ -59,7 +59,9 @@ async def host(
     server = open_server(settings.bind)
     for service in services:
         add_service(server, service.descriptor, service.implementation, limits=service.limits)
-    async with serving_ops(settings.http_bind, runtime.registry, server.health) as ops_address:
+    async with serving_ops(
+        settings.http_bind, runtime.registry, server.health, header_seconds=settings.http_header_seconds
+    ) as ops_address:
         await server.start()
         try:
             for service in services:

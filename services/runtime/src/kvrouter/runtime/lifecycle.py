@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -40,10 +41,17 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSetti
         component: Name of the service in its logs.
     """
     _refuse_reference(component)
+    _allow_descriptors()
     logs.configure(settings.log_level, settings.log_format, component)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_until_stopped(main))
     sys.exit(status)
+
+
+def _allow_descriptors() -> None:
+    """Lets the process open as many files as the system allows: shells allow 1,024, which is few for connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _refuse_reference(component: str) -> None:

@@ -13,7 +13,7 @@ import structlog
 from aiohttp import web
 from kvrouter import core
 from kvrouter.runtime.health import HealthBoard
-from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
 from kvrouter.runtime.version import VERSION
 from prometheus_client import (
     GC_COLLECTOR,
@@ -26,6 +26,9 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 log = structlog.get_logger(component="ops")
+
+_MAX_CONNECTIONS = 256
+"""Scrapers and probes."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -62,8 +65,16 @@ def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.App
 
 
 @asynccontextmanager
-async def serving_ops(bind: str, registry: CollectorRegistry, health: HealthBoard) -> AsyncIterator[str]:
+async def serving_ops(
+    bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float
+) -> AsyncIterator[str]:
     """The ops server while the context lasts; yields its address, host:port, or nothing where ``bind`` is empty.
+
+    Args:
+        bind: The address to listen on.
+        registry: The metrics that it shows, its own among them.
+        health: What is ready.
+        header_seconds: Time for the headers of a request.
 
     Raises:
         BindFailed: the address cannot be listened on.
@@ -72,16 +83,9 @@ async def serving_ops(bind: str, registry: CollectorRegistry, health: HealthBoar
         yield ""
         return
     host, _, port = bind.rpartition(":")
-    runner = web.AppRunner(ops_application(registry, health), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host.strip("[]") or None, int(port), reuse_port=False)
-        try:
-            await site.start()
-        except OSError:
-            raise BindFailed(bind) from None
-        bound_port = runner.addresses[0][1]
-        log.info("http listening", address=f"{host}:{bound_port}")
-        yield f"{host}:{bound_port}"
-    finally:
-        await runner.cleanup()
+    limits = HttpLimits(min(_MAX_CONNECTIONS, share_of_descriptors(1 / 8)), header_seconds)
+    application = ops_application(registry, health)
+    address = (host.strip("[]") or None, int(port))
+    async with serving_http(application, *address, limits, registry, name="ops", shutdown_timeout=1.0) as (_, bound):
+        log.info("http listening", address=f"{host}:{bound}")
+        yield f"{host}:{bound}"

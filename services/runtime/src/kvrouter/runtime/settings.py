@@ -63,6 +63,9 @@ class ServiceSettings(BaseModel):
         default="127.0.0.1:0",
         description="Address of /metrics, /health and /ready, host:port; 0 is a free port, empty is none.",
     )
+    http_header_seconds: float = Field(
+        default=10.0, gt=0, description="Time in which the headers of an HTTP request must come, seconds."
+    )
     instance_id: Name = Field(default_factory=_made_up_id, description="Id of this process, unique among live ones.")
     lease_seconds: int = Field(
         default=10, ge=2, le=3600, description="Time after which a process that died is taken to be gone, seconds."

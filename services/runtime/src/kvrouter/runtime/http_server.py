@@ -1,0 +1,235 @@
+"""Serves HTTP within bounds, so that clients that open connections and send nothing harm nobody else.
+
+The headers of a request must come within a time, and a port takes so many connections, which leaves file descriptors to
+gRPC. When all are taken, a new connection takes the place of the oldest one without a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from aiohttp import web
+from kvrouter.runtime.listening import BindFailed
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+MAX_CONNECTIONS = 16_384
+"""Connections that one port takes by default, where there are file descriptors enough."""
+
+_SETTLED_SECONDS = 1.0
+"""Time after a request in which its response is certainly written."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of one HTTP port."""
+
+    connections: int
+    header_seconds: float
+    """Time from the first byte of a request, or from the opening of its connection, to the end of its headers."""
+
+
+def share_of_descriptors(share: float) -> int:
+    """That share of the file descriptors that the process may open, MAX_CONNECTIONS at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, int(soft * share)))
+
+
+@asynccontextmanager
+async def serving_http(
+    application: web.Application,
+    host: str | None,
+    port: int,
+    limits: HttpLimits,
+    registry: CollectorRegistry,
+    *,
+    name: str,
+    **options: Any,
+) -> AsyncIterator[tuple[str, int]]:
+    """Serves an application while the context lasts; yields the address that it listens on.
+
+    Args:
+        application: The application.
+        host: Address to listen on; None for every address.
+        port: Port to listen on; 0 takes a free one.
+        limits: Bounds of the port.
+        registry: Where its metrics go.
+        name: What its metrics are named by.
+        options: Of ``aiohttp.web.AppRunner``.
+
+    Raises:
+        BindFailed: the address cannot be listened on.
+    """
+    connections = _Connections(limits, registry, name)
+    application.middlewares.insert(0, connections.follow_request)
+    runner = web.AppRunner(application, access_log=None, **options)
+    await runner.setup()
+    try:
+        handlers = runner.server
+        assert handlers is not None  # noqa: S101 - set up above
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(handlers(), connections), host, port, reuse_port=False, backlog=1024
+            )
+        except OSError:
+            raise BindFailed(f"{host or ''}:{port}") from None
+        try:
+            yield server.sockets[0].getsockname()[:2]
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+
+
+class _Connections:
+    """The open connections of one port."""
+
+    def __init__(self, limits: HttpLimits, registry: CollectorRegistry, name: str) -> None:
+        self.limits = limits
+        self._by_handler: dict[asyncio.Protocol, _Connection] = {}
+        # Those without a request, in the order in which they began to wait for one.
+        self._waiting: dict[_Connection, None] = {}
+        self._closed = Counter(
+            f"kvrouter_{name}_http_connections_closed",
+            "HTTP connections closed by the server: header_timeout; replaced by a newer one, or refused, at the bound.",
+            ["reason"],
+            registry=registry,
+        )
+        open_now = Gauge(f"kvrouter_{name}_http_connections", "Open HTTP connections.", registry=registry)
+        open_now.set_function(lambda: len(self._by_handler))
+
+    def closed(self, reason: str) -> None:
+        self._closed.labels(reason=reason).inc()
+
+    def add(self, connection: _Connection) -> bool:
+        """Takes a connection in. Returns whether there is room, or was made."""
+        if len(self._by_handler) >= self.limits.connections and not self._make_room():
+            self.closed("refused")
+            return False
+        self._by_handler[connection.handler] = connection
+        self._waiting[connection] = None
+        return True
+
+    def remove(self, connection: _Connection) -> None:
+        self._by_handler.pop(connection.handler, None)
+        self._waiting.pop(connection, None)
+
+    def _make_room(self) -> bool:
+        oldest = next(iter(self._waiting), None)
+        if oldest is None or not oldest.is_settled():
+            return False
+        self.closed("replaced")
+        oldest.abort()
+        self.remove(oldest)
+        return True
+
+    @web.middleware
+    async def follow_request(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Notes that the connection of a request is in use."""
+        connection = self._by_handler.get(request.protocol)
+        if connection is None:
+            return await handler(request)
+        self._waiting.pop(connection, None)
+        connection.begin_request()
+        try:
+            return await handler(request)
+        finally:
+            connection.end_request()
+            if request.protocol in self._by_handler:
+                self._waiting[connection] = None
+
+
+class _Connection(asyncio.Protocol):
+    """A connection; what comes is handed to aiohttp."""
+
+    def __init__(self, handler: asyncio.Protocol, connections: _Connections) -> None:
+        self.handler = handler
+        self._connections = connections
+        self._transport: asyncio.Transport | None = None
+        self._in_request = False
+        self._ended_at: float | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def is_settled(self) -> bool:
+        """Whether it is in no request, and the response of the last one is written."""
+        return not self._in_request and (
+            self._ended_at is None or asyncio.get_running_loop().time() - self._ended_at > _SETTLED_SECONDS
+        )
+
+    def begin_request(self) -> None:
+        """The headers of a request are here."""
+        self._in_request = True
+        self._stop_timer()
+
+    def end_request(self) -> None:
+        """The request is answered."""
+        self._in_request = False
+        self._ended_at = asyncio.get_running_loop().time()
+
+    def abort(self) -> None:
+        """Closes it at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self._connections.add(self):
+            self._refuse("503 Service Unavailable")
+            return
+        self._start_timer()
+        self.handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None:
+            return
+        if not self._in_request and self._header_timer is None:
+            self._start_timer()
+        self.handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self.handler.eof_received() if self._transport is not None else None
+
+    def pause_writing(self) -> None:
+        self.handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.handler.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._connections.remove(self)
+        if self._transport is not None:
+            self._transport = None
+            self.handler.connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        seconds = self._connections.limits.header_seconds
+        self._header_timer = asyncio.get_running_loop().call_later(seconds, self._end_late)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _end_late(self) -> None:
+        self._header_timer = None
+        if not self._in_request and self._transport is not None:
+            self._connections.closed("header_timeout")
+            self._transport.write(_ending("408 Request Timeout"))
+            self._transport.close()
+
+    def _refuse(self, status: str) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.write(_ending(status))
+            transport.close()
+
+
+def _ending(status: str) -> bytes:
+    return f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n".encode()

@@ -1,0 +1,168 @@
+"""Connections that send nothing, or too little, are cut off; those with a request are not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+from aiohttp import web
+from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
+from prometheus_client import CollectorRegistry
+
+SECONDS = 0.2
+HALF = b"GET /quick HTTP/1.1\r\nHost: x\r\nX-Slow: "
+WHOLE = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@dataclass
+class Served:
+    """A server, and clients of it that speak HTTP by hand."""
+
+    port: int
+    registry: CollectorRegistry
+    stack: AsyncExitStack
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    began: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+    async def connect(self, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.stack.callback(writer.close)
+        writer.write(sent)
+        return reader, writer
+
+    async def answer(self, sent: bytes = WHOLE) -> bytes:
+        reader, _ = await self.connect(sent)
+        return await reader.readline()
+
+    def closed(self, reason: str) -> float:
+        return self.registry.get_sample_value("kvrouter_test_http_connections_closed_total", {"reason": reason}) or 0
+
+    async def until_open(self, connections: int) -> None:
+        while self.registry.get_sample_value("kvrouter_test_http_connections") != connections:
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(connections: int = 100, header_seconds: float = SECONDS) -> AsyncIterator[Served]:
+    async def quick(_: web.Request) -> web.Response:
+        return web.Response(text="quick")
+
+    async def upload(request: web.Request) -> web.Response:
+        return web.Response(text=str(len(await request.read())))
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first")
+        served.began.release()
+        await served.go_on.wait()
+        await response.write(b"last")
+        return response
+
+    application = web.Application()
+    routes = [web.get("/quick", quick), web.post("/upload", upload), web.get("/stream", stream)]
+    application.add_routes(routes)
+    registry = CollectorRegistry()
+    limits = HttpLimits(connections, header_seconds)
+    async with (
+        asyncio.timeout(30),
+        AsyncExitStack() as stack,
+        serving_http(application, "127.0.0.1", 0, limits, registry, name="test", shutdown_timeout=1.0) as (_, port),
+    ):
+        served = Served(port, registry, stack)
+        yield served
+        await stack.aclose()
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HALF])
+async def test_a_connection_without_whole_headers_is_cut_off(sent: bytes) -> None:
+    async with serving() as served:
+        reader, _ = await served.connect(sent)
+        assert b"408" in await reader.readline()
+        await reader.read()
+        await served.until_open(0)
+        assert served.closed("header_timeout") == 1
+
+
+async def test_headers_that_trickle_in_are_cut_off_too() -> None:
+    async with serving() as served:
+        reader, writer = await served.connect(HALF)
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b"x")
+                await asyncio.sleep(SECONDS / 10)
+
+        trickling = asyncio.create_task(trickle())
+        assert b"408" in await reader.readline()
+        trickling.cancel()
+
+
+async def test_streams_uploads_and_idle_connections_may_take_longer() -> None:
+    async with (
+        serving() as served,
+        aiohttp.ClientSession(f"http://127.0.0.1:{served.port}") as session,
+        session.get("/stream") as streaming,
+    ):
+
+        async def slowly() -> AsyncIterator[bytes]:
+            for _ in range(5):
+                yield b"x" * 10
+                await asyncio.sleep(SECONDS / 2)
+
+        async with session.get("/quick") as response:
+            assert await response.text() == "quick"
+        async with session.post("/upload", data=slowly()) as response:
+            assert await response.text() == "50"
+        served.go_on.set()
+        assert await streaming.read() == b"firstlast"
+        assert served.closed("header_timeout") == 0
+        async with session.get("/quick") as response:
+            assert await response.text() == "quick"
+
+
+async def test_the_next_headers_on_a_connection_must_come_in_time_too() -> None:
+    async with serving() as served:
+        reader, writer = await served.connect(WHOLE)
+        await reader.readuntil(b"quick")
+        await asyncio.sleep(2 * SECONDS)
+        writer.write(WHOLE)
+        await reader.readuntil(b"quick")
+        writer.write(HALF)
+        assert b"408" in await reader.readline()
+
+
+async def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request() -> None:
+    async with serving(3, header_seconds=60) as served:
+        reader, _ = await served.connect(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+        await served.began.acquire()
+        half = [await served.connect(HALF) for _ in range(2)]
+        await served.until_open(3)
+        for _ in range(2):
+            assert b"200" in await served.answer()
+        assert served.closed("refused") == 0
+        with suppress(ConnectionResetError):
+            assert await half[0][0].read() == b""
+        served.go_on.set()
+        assert (await reader.readuntil(b"last")).startswith(b"HTTP/1.1 200")
+
+
+async def test_where_every_connection_has_a_request_a_new_one_is_refused() -> None:
+    async with serving(2) as served:
+        readers = [(await served.connect(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"))[0] for _ in range(2)]
+        for _ in readers:
+            await served.began.acquire()
+        assert b"503" in await served.answer()
+        assert served.closed("refused") == 1
+        served.go_on.set()
+        for reader in readers:
+            assert (await reader.readuntil(b"last")).startswith(b"HTTP/1.1 200")
+
+
+def test_a_share_of_the_descriptors_is_one_at_least() -> None:
+    assert share_of_descriptors(1e-12) == 1
+    assert share_of_descriptors(1 / 8) <= share_of_descriptors(1 / 2) <= 16_384
