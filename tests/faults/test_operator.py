@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 import sys
 
@@ -45,6 +46,7 @@ async def test_every_command_does_what_it_says(rig: Rig) -> None:
         assert row[5:7] == ["0", "verified"]
         assert row[7].startswith("registered, ")
         assert row[8] == "durable"
+        assert re.fullmatch(r"\d+ s ago", row[9]), "the age of the evidence"
     status, output = await command(rig, one, "verify")
     assert (status, output.count("same")) == (0, 2), output
     status, output = await command(rig, one, "dump", "--output", dumped)

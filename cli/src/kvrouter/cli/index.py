@@ -49,7 +49,7 @@ _DEFAULT_SECONDS = 120.0
 _SHOWN_DIFFERENCES = 32  # of each rank
 _RANK_COLUMNS = (
     *("rank", "incarnation", "next event", "blocks", "MB"),
-    *("drifts", "state", "evidence", "last resync", "events"),
+    *("drifts", "state", "last resync", "events", "evidence"),
 )
 
 
@@ -283,9 +283,9 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
             f"{rank.memory_bytes / 1e6:.2f}",
             str(rank.drifts),
             _state(rank),
-            _age(rank, "evidence_age_seconds"),
             _resync(rank),
             _transport(rank.transport),
+            _age(rank, "evidence_age_seconds"),
         )
     console.print(table)
 
