@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvrouter.frontend import service
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.frontend_pb2 import PrefillCompleteRequest, ReleaseRequest
 from kvrouter.v1.scheduler_pb2 import FreeResponse, MarkPrefillCompleteResponse
@@ -36,18 +38,33 @@ class Knowing:
         return self.known
 
 
+class Frozen(Knowing):
+    """A Scheduler that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    async def free(self, request: Any, *, deadline: Deadline) -> FreeResponse:
+        await asyncio.sleep(deadline.remaining() or 0)
+        raise DeadlineExceeded
+
+
 def frontend(*known: bool | None) -> FrontendService:
     links: Any = SimpleNamespace(
         schedulers=lambda: [Knowing(each) for each in known], live_bookings=0, spread_components=0
     )
+    return served(links)
+
+
+def served(links: Any) -> FrontendService:
     directory: Any = SimpleNamespace(components={"one": None})
     nothing: Any = []
     return FrontendService(directory, links, nothing, FrontendMetrics(CollectorRegistry()), nothing)
 
 
-async def told(service: FrontendService) -> tuple[bool, bool]:
-    marked = await service.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
-    released = await service.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
+async def told(asked: FrontendService) -> tuple[bool, bool]:
+    marked = await asked.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
+    released = await asked.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
     return marked.known, released.known
 
 
@@ -66,3 +83,18 @@ async def test_where_one_that_is_away_may_have_it_that_is_said(known: tuple[bool
         await frontend(*known).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
     with pytest.raises(DependencyAway):
         await frontend(*known).prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_one_that_is_frozen_delays_a_release_by_heartbeats_only(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_SECONDS", 0.02)
+    schedulers = [Frozen(), Knowing(known)]
+    links: Any = SimpleNamespace(schedulers=lambda: schedulers, live_bookings=0, spread_components=0)
+    releasing = served(links).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(600))
+    if known:
+        assert (await releasing).known
+    else:
+        with pytest.raises(DependencyAway):
+            await releasing

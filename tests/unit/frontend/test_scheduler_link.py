@@ -1,20 +1,20 @@
-"""What a link tells a Scheduler that it moves to."""
+"""What a link sends to a Scheduler that it moves to, and when it moves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
 import pytest
-from kvrouter.frontend import scheduler_link
+from kvrouter.frontend import scheduler_choice, scheduler_link
 from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway, NotFound
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, NotFound
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -22,6 +22,8 @@ from kvrouter.v1.scheduler_pb2 import (
     CallFailed,
     FreeRequest,
     FreeResponse,
+    ListBusyThresholdsRequest,
+    ListBusyThresholdsResponse,
     ReassertBooking,
     SelectWorkerRequest,
     SelectWorkerResponse,
@@ -54,6 +56,9 @@ class Refusing:
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
     ) -> tuple[str, Scheduler] | None:
         return "one", cast(Scheduler, self)
+
+    def everyone(self) -> list[Scheduler]:
+        return [cast(Scheduler, self)]
 
     def count(self) -> int:
         return 1
@@ -94,6 +99,8 @@ class Refusing:
                     response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
                 else:
                     response.select.CopyFrom(SelectWorkerResponse(spread_advised=True))
+            elif request.HasField("heartbeat"):
+                response.heartbeat.CopyFrom(request.heartbeat)
             yield response
 
 
@@ -235,3 +242,129 @@ async def test_it_ends_when_it_is_cancelled_whatever_it_is_doing() -> None:
         running.cancel()
         ended, _ = await asyncio.wait({running}, timeout=10)
         assert ended, f"a cancel after {steps} steps was lost"
+
+
+class Answering(Refusing):
+    """A Scheduler that answers everything until it is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.opened.set()
+        self.openings: list[SessionRequest] = []
+        self.heartbeats = 0
+        self.at_work = asyncio.Event()
+        self.at_work.set()
+
+    async def session(
+        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
+    ) -> AsyncGenerator[SessionResponse, None]:
+        async def served() -> AsyncGenerator[SessionRequest, None]:
+            async for request in requests:
+                await self.at_work.wait()
+                self.heartbeats += request.HasField("heartbeat")
+                if request.HasField("open"):
+                    self.openings.append(request)
+                yield request
+
+        async for response in super().session(served(), deadline=deadline):
+            yield response
+
+    async def list_busy_thresholds(
+        self, request: ListBusyThresholdsRequest, *, deadline: Deadline
+    ) -> ListBusyThresholdsResponse:
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self.at_work.wait()
+        except TimeoutError:
+            raise DeadlineExceeded from None
+        return ListBusyThresholdsResponse()
+
+
+class Several(Answering):
+    """A source of several Schedulers: the first that is not to be avoided is picked."""
+
+    def __init__(self, **schedulers: Answering) -> None:
+        super().__init__()
+        self.schedulers = schedulers
+        self.change = asyncio.Event()
+
+    def pick(
+        self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
+    ) -> tuple[str, Scheduler] | None:
+        wanted = [name for name in self.schedulers if name not in avoid] or list(self.schedulers)
+        return wanted[0], cast(Scheduler, self.schedulers[wanted[0]])
+
+    async def changed(self) -> None:
+        await self.change.wait()
+        self.change.clear()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def test_a_scheduler_that_answers_no_heartbeat_is_left_for_another() -> None:
+    first, second = Answering(), Answering()
+    async with linked(Several(first=first, second=second), heartbeat_timeout_seconds=0.1) as link:
+        await until(lambda: first.heartbeats)
+        link.keep(booking("kept"))
+        first.at_work.clear()
+        await link.select(selection(), deadline=Deadline.never())
+        await until_asserted(second, 1)
+        assert link.avoided == {"first"}
+    assert [each.booking.request_id for each in second.selected] == ["a"]
+    (opening,) = second.openings
+    assert {each.request_id for each in opening.open.live.bookings} >= {"kept"}
+    assert opening.open.generation > first.openings[0].open.generation
+
+
+async def test_one_that_opens_no_session_is_left_for_another() -> None:
+    first, second = Answering(), Answering()
+    first.at_work.clear()
+    async with linked(Several(first=first, second=second), heartbeat_timeout_seconds=0.1) as link:
+        await link.select(selection(), deadline=Deadline.never())
+    assert second.selected
+
+
+async def test_a_link_returns_to_its_scheduler_only_once_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_choice, "_AVOIDED_SECONDS", 0.02)
+    first, second = Answering(), Answering()
+    async with linked(Several(first=first, second=second), heartbeat_timeout_seconds=0.1) as link:
+        await until(lambda: first.heartbeats)
+        first.at_work.clear()
+        await until(lambda: second.heartbeats > 10)
+        assert len(second.openings) == 1, "it has stayed"
+        first.at_work.set()
+        await until(lambda: len(first.openings) > 1)
+        await link.select(selection(), deadline=Deadline.never())
+    assert first.selected
+
+
+async def test_requests_wait_for_the_only_scheduler_and_keep_their_session() -> None:
+    only = Answering()
+    async with linked(only, heartbeat_timeout_seconds=0.1) as link:
+        await until(lambda: only.heartbeats)
+        only.at_work.clear()
+        with pytest.raises(DependencyAway, match="has answered nothing"):
+            await link.select(selection(), deadline=Deadline.after(0.5))
+        waiting = asyncio.create_task(link.select(selection(), deadline=Deadline.never()))
+        await asyncio.sleep(0)
+        only.at_work.set()
+        await waiting
+    assert len(only.openings) == 1
+
+
+async def test_an_opening_lists_what_is_live_and_what_is_waited_for() -> None:
+    scheduler = Answering()
+    scheduler.ends_with_selections = 1
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        kept, freed = booking("kept"), booking("freed")
+        link.keep(kept)
+        link.keep(freed)
+        link.free(freed, None)
+        await link.select(selection(), deadline=Deadline.after(9))
+    listed = [[each.request_id for each in opening.open.live.bookings] for opening in scheduler.openings]
+    assert listed == [[], ["kept", "a"]]
+    assert [opening.open.generation for opening in scheduler.openings] == [1, 2]

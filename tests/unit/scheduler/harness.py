@@ -207,8 +207,12 @@ class Parts:
             self.ledger, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock
         )
 
-    async def select(self, request: SelectWorkerRequest, session_id: str = "") -> SelectWorkerResponse:
-        return await self.selector.select(request, session_id=session_id, deadline=Deadline.after(30))
+    async def select(
+        self, request: SelectWorkerRequest, session_id: str = "", token: int | None = None
+    ) -> SelectWorkerResponse:
+        return await self.selector.select(
+            request, session_id=session_id, session_token=token, deadline=Deadline.after(30)
+        )
 
     def load(self, worker_id: int, dp_rank: int = 0) -> tuple[int, int, int]:
         """(active blocks, prefill tokens, requests)"""

@@ -159,3 +159,53 @@ def test_booking_freed_crosses_the_wire_as_a_reused_id() -> None:
     restored = from_parts(*to_parts(BookingFreed("a")))
     assert isinstance(restored, RequestIdReused)
     assert "freed already" in restored.message
+
+
+def test_a_session_that_is_reopened_frees_what_its_client_no_longer_lists() -> None:
+    books = Books(grace=10)
+    token = books.ledger.open_session("s", "c", 1)
+    kept, ended = books.book("a", session="s"), books.book("b", session="s")
+    other = books.ledger.open_session("other", "c", 1)
+    books.book("c", session="other")
+    leased = books.book("d")
+    books.ledger.close_session("s", token, now=0)
+    books.ledger.open_session("s", "c", 2)
+    assert books.ledger.free_all_but("s", {kept.key, leased.key}) == 1
+    assert {record.key[0] for record in books.ledger.records} == {"a", "c", "d"}
+    assert books.ledger.was_freed(ended.key)
+    assert books.ledger.holds("other", other)
+
+
+def test_an_opening_that_another_has_overtaken_is_refused() -> None:
+    books = Books()
+    books.ledger.open_session("s", "c", 2)
+    for generation in (1, 2):
+        with pytest.raises(SessionLost):
+            books.ledger.open_session("s", "c", generation)
+    books.ledger.open_session("s", "c", 3)
+    # A client that does not number its openings always replaces the one before.
+    books.ledger.open_session("s", "c")
+
+
+def test_a_stream_that_was_replaced_books_nothing() -> None:
+    books = Books()
+    old = books.ledger.open_session("s", "c")
+    new = books.ledger.open_session("s", "c")
+    with pytest.raises(SessionLost):
+        books.ledger.check_bookable(("a", 0, 1), "s", old)
+    with pytest.raises(SessionLost):
+        books.ledger.check_open("s", old)
+    books.ledger.check_bookable(("a", 0, 1), "s", new)
+
+
+def test_a_selection_is_repeated_in_a_session_whose_booking_was_dropped_but_never_freed() -> None:
+    books = Books(grace=10)
+    token = books.ledger.open_session("s", "c")
+    dropped, freed = books.book("a", session="s").key, books.book("b", session="s").key
+    books.ledger.free(freed)
+    books.ledger.close_session("s", token, now=0)
+    books.ledger.expire(100)
+    books.ledger.open_session("s", "c")
+    books.ledger.check_bookable(dropped, "s")
+    with pytest.raises(BookingFreed):
+        books.ledger.check_bookable(freed, "s")

@@ -17,10 +17,12 @@ from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.scheduler_pb2 import (
     CancelCall,
     FreeRequest,
+    LiveBookings,
     MarkPrefillCompleteRequest,
     OpenSession,
     ReassertBooking,
     ReportOutputRequest,
+    SessionHeartbeat,
     SessionRequest,
     SessionResponse,
 )
@@ -340,3 +342,58 @@ async def test_a_thousand_sessions_that_come_and_go_leave_nothing() -> None:
     assert parts.idle()
     assert parts.ledger.sessions == 0
     assert parts.sessions._streams == {}
+
+
+def opening(generation: int, *live: str) -> OpenSession:
+    listed = LiveBookings(bookings=[key(each) for each in live])
+    return OpenSession(session_id="s", client_name="c", generation=generation, live=listed)
+
+
+async def test_a_session_that_comes_back_frees_what_ended_elsewhere() -> None:
+    parts = Parts(view(worker(1)), grace=10)
+    async with line(parts, None) as before:
+        await before.ask(call_id=1, open=opening(1))
+        for number, name in enumerate(["kept", "ended", "asked again"]):
+            await before.ask(call_id=2 + number, select=selecting(name))
+    async with line(parts, None) as after:
+        assert (await after.ask(call_id=1, open=opening(2, "kept", "asked again"))).HasField("opened")
+        assert {record.key[0] for record in parts.ledger.records} == {"kept", "asked again"}
+        assert (await after.ask(call_id=2, select=selecting("asked again"))).select.repeated
+
+
+async def test_an_opening_that_comes_late_is_refused_and_changes_nothing() -> None:
+    parts = Parts(view(worker(1)))
+    async with line(parts, None) as current:
+        await current.ask(call_id=1, open=opening(2))
+        await current.ask(call_id=2, select=selecting("a"))
+        async with line(parts, None) as late:
+            with pytest.raises(SessionLost):
+                await late.ask(call_id=1, open=opening(1))
+        assert (await current.ask(call_id=3, free=FreeRequest(booking=key("a")))).free.known
+
+
+async def test_a_list_that_names_no_booking_is_refused_and_opens_nothing() -> None:
+    parts = Parts(view(worker(1)))
+    async with line(parts, None) as client:
+        with pytest.raises(BadRequest):
+            await client.ask(call_id=1, open=opening(1, ""))
+    assert parts.ledger.sessions == 0
+
+
+async def test_what_the_former_stream_still_asks_for_is_not_booked() -> None:
+    indexer = HeldBlocks()
+    indexer.may_answer.clear()
+    parts = Parts(view(worker(1)), indexer=indexer)
+    async with line(parts, None) as old:
+        await old.ask(call_id=1, open=opening(1))
+        old.send(call_id=2, select=selecting("a"))
+        while not indexer.asked:
+            await asyncio.sleep(0)
+        async with line(parts, None) as new:
+            await new.ask(call_id=1, open=opening(2))
+            old.send(call_id=3, reassert=reassert("b"))
+            indexer.may_answer.set()
+            with pytest.raises(SessionLost):
+                await old.answer()
+            assert (await new.ask(call_id=2, heartbeat=SessionHeartbeat())).HasField("heartbeat")
+            assert parts.idle()

@@ -36,7 +36,13 @@ async def running(
 ) -> AsyncIterator[FrontendService]:
     """A Frontend's object with its links to Schedulers, while the context lasts."""
     metrics = FrontendMetrics(runtime.registry)
-    links = SchedulerLinks(runtime.directory, schedulers, instance_id=runtime.instance_id, spread=settings.spread)
+    links = SchedulerLinks(
+        runtime.directory,
+        schedulers,
+        instance_id=runtime.instance_id,
+        spread=settings.spread,
+        heartbeat_timeout_seconds=settings.scheduler_heartbeat_timeout_seconds,
+    )
     pool = WorkerPool()
     back_off = BackOff(
         settings.worker_back_off_failures, settings.worker_back_off_seconds, settings.worker_back_off_max_seconds

@@ -1,24 +1,24 @@
-"""The gateway's line to the Scheduler of one component.
+"""The Frontend's connection to the Scheduler of one component.
 
-A link keeps one session open: selections and what becomes of bookings travel on it. When the Scheduler goes away, or
-another one becomes the component's, the link opens a session there and tells it of the bookings that are live, so that
-no load is lost and none is counted twice. Selections wait for that up to their deadline, and keep the time of their
-arrival. What the new Scheduler cannot take yet, because it has not discovered the workers, it is told again until it
-does; a selection that it cannot answer yet is asked again as well, while the component is young.
+A link keeps one session open: selections and the progress of bookings travel on it. When the Scheduler goes away, stops
+answering heartbeats, or another one becomes the component's, the link opens the session at another Scheduler and brings
+it up to date (``kvrouter.frontend.session_bookings``). Selections wait for that up to their deadline, and keep the time
+of their arrival. A Scheduler that has not discovered the workers yet is asked again until it has.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 
-import grpc
 import structlog
-from kvrouter.frontend.bookings import Key, LiveBooking, key_of
+from kvrouter.frontend.bookings import LiveBooking
+from kvrouter.frontend.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.frontend.scheduler_choice import SchedulerChoice
 from kvrouter.frontend.scheduler_source import SchedulerSource
+from kvrouter.frontend.session_bookings import SessionBookings
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -34,14 +34,10 @@ from kvrouter.runtime.errors import (
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
-    CallFailed,
     CancelCall,
-    FreeRequest,
-    MarkPrefillCompleteRequest,
-    OpenSession,
-    ReportOutputRequest,
     SelectWorkerRequest,
     SelectWorkerResponse,
+    SessionHeartbeat,
     SessionRequest,
     SessionResponse,
 )
@@ -51,10 +47,8 @@ log = structlog.get_logger(component="frontend")
 
 _QUEUE_LIMIT = 65_536
 """Messages that wait for the session's stream; with one more the session ends, and the next is told all that counts."""
-_OPENING_SECONDS = 5.0
-"""Time that a Scheduler has to open a session before another is tried: far above a round trip, far below a lease."""
-_AVOIDED_SECONDS = 15.0
-"""Time for which a Scheduler that opened no session is left alone: a dead one's lease has ended by then."""
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
+"""Time without an answer after which a Scheduler is left for another: far above a round trip, far below a lease."""
 _REASSERT_SECONDS = 0.1
 """Pause before what was refused is told or asked again: about what a Scheduler takes to discover a component."""
 _LONGEST_REASSERT_SECONDS = 5.0
@@ -83,26 +77,32 @@ class SchedulerLink:
         session_id: str,
         client_name: str,
         shard: int = 0,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
         on_spread_advised: Callable[[], None] = lambda: None,
     ) -> None:
-        """``shard`` is the part of the component's requests; ``on_spread_advised`` hears that they are too many."""
+        """Connects nothing yet.
+
+        Args:
+            component: The component.
+            source: Where its Schedulers are found.
+            session_id: Id of the session, unique to this link over all restarts of its process.
+            client_name: Name of the Frontend, for logs.
+            shard: Part of the component's requests.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
+            on_spread_advised: Is called when a Scheduler says that it cannot keep up.
+        """
         self._component = component
-        self._shard = shard
         self._on_spread_advised = on_spread_advised
         self._young_until = time.monotonic() + _YOUNG_SECONDS
-        self._source = source
+        self._choice = SchedulerChoice(component, source, shard)
         self._session_id = session_id
-        self._client_name = client_name
-        self._live: dict[Key, LiveBooking] = {}
-        self._call_ids = itertools.count(1)
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._bookings = SessionBookings(session_id, client_name)
+        self._monitor = HeartbeatMonitor()
         self._outgoing: asyncio.Queue[SessionRequest] = asyncio.Queue(_QUEUE_LIMIT)
         self._overflowed = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[SessionResponse]] = {}
-        self._frees: dict[int, FreeRequest] = {}
         self._open = asyncio.Event()
-        self._asserting: dict[int, Key] = {}
-        self._refused: set[Key] = set()
-        self._unreachable: dict[str, float] = {}
 
     @property
     def ready(self) -> bool:
@@ -112,7 +112,12 @@ class SchedulerLink:
     @property
     def live_bookings(self) -> int:
         """Bookings that are not freed."""
-        return len(self._live)
+        return len(self._bookings)
+
+    @property
+    def avoided(self) -> Collection[str]:
+        """Ids of the Schedulers that did not answer of late."""
+        return self._choice.avoided
 
     async def wait_ready(self) -> None:
         """Returns when a session is open."""
@@ -123,9 +128,11 @@ class SchedulerLink:
 
         Raises:
             KvRouterError: what the Scheduler answered.
-            DependencyAway: no Scheduler was to be had before the deadline.
+            DependencyAway: no Scheduler was to be had before the deadline, or the only one answers no heartbeat.
+            DeadlineExceeded: the Scheduler is at work, but did not answer before the deadline.
         """
         sent = False
+        self._bookings.select(request.booking)
         try:
             async with asyncio.timeout(deadline.remaining()):
                 while True:
@@ -150,9 +157,18 @@ class SchedulerLink:
         except TimeoutError:
             if sent:
                 self._release(request.booking)
-            if self.ready:
-                raise DeadlineExceeded("the Scheduler did not answer before the deadline") from None
-            raise DependencyAway(f"no Scheduler of {self._component} is live") from None
+            raise self._unanswered() from None
+        finally:
+            self._bookings.selected(request.booking)
+
+    def _unanswered(self) -> KvRouterError:
+        if self._monitor.silent:
+            return DependencyAway(
+                f"the only Scheduler of {self._component} has answered nothing for {self._heartbeat_timeout:g} s"
+            )
+        if not self.ready:
+            return DependencyAway(f"no Scheduler of {self._component} is live")
+        return DeadlineExceeded("the Scheduler did not answer before the deadline")
 
     def _selecting(self, request: SelectWorkerRequest, deadline: Deadline) -> SessionRequest:
         remaining = deadline.remaining()
@@ -167,32 +183,24 @@ class SchedulerLink:
 
     def keep(self, booking: LiveBooking) -> None:
         """Remembers a booking until it is freed, to re-assert it at another Scheduler."""
-        self._live[key_of(booking.key)] = booking
+        self._bookings.keep(booking)
 
     def prefill_complete(self, booking: LiveBooking) -> None:
-        """Tells that the prompt is computed. Returns at once."""
-        booking.prefill_complete = True
-        self._tell(SessionRequest(mark_prefill_complete=MarkPrefillCompleteRequest(booking=booking.key)))
+        """Reports that the prompt is computed. Returns at once."""
+        self._put_if_open(self._bookings.prefill_complete(booking))
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
-        """Tells how many tokens were generated, where that fills another block. Returns at once."""
-        fills = booking.fills_block(output_tokens)
-        booking.output_tokens = output_tokens
-        if fills:
-            self._tell(
-                SessionRequest(report_output=ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
-            )
+        """Reports how many tokens were generated, where that fills another block. Returns at once."""
+        report = self._bookings.report_output(booking, output_tokens)
+        if report is not None:
+            self._put_if_open(report)
 
     def free(self, booking: LiveBooking, cached_tokens: int | None) -> None:
         """Releases a booking. Returns at once, and works in a handler that is being cancelled."""
-        self._live.pop(key_of(booking.key), None)
         self._release(booking.key, cached_tokens)
 
     def _release(self, key: BookingKey, cached_tokens: int | None = None) -> None:
-        call_id = next(self._call_ids)
-        self._frees[call_id] = FreeRequest(booking=key, cached_tokens=cached_tokens)
-        if self._open.is_set():
-            self._put(SessionRequest(call_id=call_id, free=self._frees[call_id]))
+        self._put_if_open(self._bookings.free(key, cached_tokens))
 
     async def run(self) -> None:
         """Keeps a session open, until cancelled."""
@@ -204,25 +212,12 @@ class SchedulerLink:
                     await self._next_session()
 
     async def _next_session(self) -> None:
-        while (picked := self._pick()) is None:
-            await self._other_pick()
+        while (picked := self._choice.pick()) is None:
+            await self._choice.changed()
         if not await self._hold_session(*picked):
             # A registration outlives its Scheduler by a lease; requests should not wait for that where another is live.
-            self._unreachable[picked[0]] = time.monotonic() + _AVOIDED_SECONDS
+            self._choice.avoid(picked[0])
             raise _NotOpened
-
-    def _pick(self) -> tuple[str, Scheduler] | None:
-        now, live = time.monotonic(), self._source.is_live
-        self._unreachable = {each: until for each, until in self._unreachable.items() if now < until and live(each)}
-        return self._source.pick(self._component, self._unreachable, self._shard)
-
-    async def _other_pick(self) -> None:
-        """Returns when ``_pick`` may give another answer."""
-        try:
-            async with asyncio.timeout(_AVOIDED_SECONDS if self._unreachable else None):
-                await self._source.changed()
-        except TimeoutError:
-            return
 
     async def _hold_session(self, scheduler_id: str, scheduler: Scheduler) -> bool:
         """Opens a session and stays in it until it ends, or another Scheduler is the component's.
@@ -231,23 +226,22 @@ class SchedulerLink:
         """
         opened = False
         self._outgoing, self._overflowed = asyncio.Queue(_QUEUE_LIMIT), asyncio.Event()
-        self._outgoing.put_nowait(
-            SessionRequest(
-                call_id=next(self._call_ids),
-                open=OpenSession(session_id=self._session_id, client_name=self._client_name),
-            )
-        )
+        self._outgoing.put_nowait(self._bookings.opening())
+        self._monitor = HeartbeatMonitor()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_when_moved(scheduler_id))
-                group.create_task(self._end_unless_opened())
+                group.create_task(self._end_when_silent(scheduler_id))
                 group.create_task(self._end_when_overflowed())
                 group.create_task(self._assert_refused())
                 async with aclosing(scheduler.session(self._requests(), deadline=Deadline.never())) as responses:
                     async for response in responses:
+                        self._monitor.heard()
                         if response.HasField("opened"):
                             opened = True
-                            self._assert_all()
+                            # In this step: what changed before is in these, what changes later is sent by itself.
+                            for request in self._bookings.opened():
+                                self._put(request)
                             self._open.set()
                             log.info("session opened", scheduler=scheduler_id, routed=str(self._component))
                         self._resolve(response)
@@ -261,62 +255,51 @@ class SchedulerLink:
                 if not future.done():
                     future.set_exception(_SessionEnded())
             self._waiting.clear()
-            self._asserting.clear()
-            self._refused.clear()
+            self._monitor = HeartbeatMonitor()
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             # A cancel that comes while the group ends by an error of its own is lost in the group.
             raise asyncio.CancelledError
         return opened
 
-    def _assert_all(self) -> None:
-        """Tells of every booking, and of every free that no Scheduler has confirmed.
-
-        In the step that opens the session: what changes before is told here, what changes later by a call of its own.
-        """
-        for key in self._live:
-            self._assert(key)
-        for call_id, free in self._frees.items():
-            self._put(SessionRequest(call_id=call_id, free=free))
-
-    def _assert(self, key: Key) -> None:
-        call_id = next(self._call_ids)
-        self._asserting[call_id] = key
-        self._put(SessionRequest(call_id=call_id, reassert=self._live[key].to_reassert()))
-
     async def _assert_refused(self) -> None:
         backoff = Backoff(_REASSERT_SECONDS, _LONGEST_REASSERT_SECONDS)
         pause = _REASSERT_SECONDS
         while True:
             await asyncio.sleep(pause)
-            refused, self._refused = self._refused, set()
+            refused = list(self._bookings.refused())
             pause = _REASSERT_SECONDS
-            if live := refused & self._live.keys():
+            if refused:
                 pause = backoff.failed()
                 if backoff.failures == _REFUSALS_LOGGED:
-                    log.warning("bookings refused by the Scheduler", routed=str(self._component), bookings=len(live))
-            elif not self._asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
+                    log.warning("bookings refused by the Scheduler", routed=str(self._component), bookings=len(refused))
+            elif not self._bookings.asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
                 log.info("bookings accepted again", routed=str(self._component), refusals=failures)
-            for key in live:
-                self._assert(key)
+            for request in refused:
+                self._put(request)
 
-    async def _end_unless_opened(self) -> None:
-        try:
-            async with asyncio.timeout(_OPENING_SECONDS):
-                await self._open.wait()
-        except TimeoutError:
-            raise _SessionEnded("no session was opened in time") from None
+    async def _end_when_silent(self, scheduler_id: str) -> None:
+        """Sends heartbeats; leaves a Scheduler that answers nothing, its opening included, where there is another."""
+        while True:
+            await asyncio.sleep(self._heartbeat_timeout / MISSES)
+            self._monitor.tick()
+            if self._monitor.silent and self._choice.instead_of(scheduler_id) is not None:
+                self._choice.avoid(scheduler_id)
+                raise _SessionEnded(f"no answer for {self._heartbeat_timeout:g} s")
+            self._put_if_open(self._bookings.numbered(SessionRequest(heartbeat=SessionHeartbeat())))
 
     async def _end_when_overflowed(self) -> None:
         await self._overflowed.wait()
         raise _SessionEnded(f"the Scheduler has left {_QUEUE_LIMIT} messages unread")
 
     async def _end_when_moved(self, scheduler_id: str) -> None:
+        """Leaves a Scheduler for the component's, once that one answers."""
         while True:
-            await self._other_pick()
-            picked = self._pick()
-            if picked is not None and picked[0] != scheduler_id:
-                raise _SessionEnded(f"{picked[0]} is the component's Scheduler")
+            better = self._choice.better_than(scheduler_id)
+            if better is None:
+                await self._choice.changed()
+            elif await self._choice.answers(*better, self._heartbeat_timeout):
+                raise _SessionEnded(f"{better[0]} is the component's Scheduler")
 
     async def _requests(self) -> AsyncGenerator[SessionRequest, None]:
         queue = self._outgoing
@@ -324,14 +307,15 @@ class SchedulerLink:
             yield await queue.get()
 
     async def _call(self, request: SessionRequest) -> SessionResponse:
-        request.call_id = next(self._call_ids)
+        self._bookings.numbered(request)
         future: asyncio.Future[SessionResponse] = asyncio.get_running_loop().create_future()
         self._waiting[request.call_id] = future
         try:
             self._put(request)
             response = await future
         except asyncio.CancelledError:
-            self._tell(SessionRequest(cancel=CancelCall(call_id=request.call_id)))
+            cancel = SessionRequest(cancel=CancelCall(call_id=request.call_id))
+            self._put_if_open(self._bookings.numbered(cancel))
             raise
         finally:
             self._waiting.pop(request.call_id, None)
@@ -340,9 +324,8 @@ class SchedulerLink:
             raise from_parts(response.failed.code, response.failed.message, response.failed.info)
         return response
 
-    def _tell(self, request: SessionRequest) -> None:
+    def _put_if_open(self, request: SessionRequest) -> None:
         if self._open.is_set():
-            request.call_id = next(self._call_ids)
             self._put(request)
 
     def _put(self, request: SessionRequest) -> None:
@@ -353,17 +336,7 @@ class SchedulerLink:
             self._overflowed.set()
 
     def _resolve(self, response: SessionResponse) -> None:
-        self._frees.pop(response.call_id, None)
-        asserted = self._asserting.pop(response.call_id, None)
-        if asserted is not None and response.HasField("failed"):
-            self._note_refusal(asserted, response.failed)
+        self._bookings.answered(response)
         future = self._waiting.get(response.call_id)
         if future is not None and not future.done():
             future.set_result(response)
-
-    def _note_refusal(self, key: Key, failed: CallFailed) -> None:
-        if failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
-            # It would be refused for ever. Its load is unseen until it ends.
-            log.error("booking refused", request_id=key[0], routed=str(self._component), cause=failed.message)
-            return
-        self._refused.add(key)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 
 from kvrouter.frontend.prefix_split import PrefixSplit
-from kvrouter.frontend.scheduler_link import SchedulerLink
+from kvrouter.frontend.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.scheduler_source import SchedulerSource
 from kvrouter.frontend.spreading import Spreading
 from kvrouter.runtime.contracts import Scheduler
@@ -36,12 +37,25 @@ class SchedulerLinks:
         *,
         instance_id: str,
         spread: bool | None = None,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``spread``: always, never, or None for when a Scheduler advises it. ``clock`` tells seconds."""
+        """Opens no link yet.
+
+        Args:
+            directory: The components that are discovered.
+            source: Where their Schedulers are found.
+            instance_id: Id of this Frontend.
+            spread: Whether requests are split: always, never, or None for when a Scheduler advises it.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
+            clock: Seconds.
+        """
         self._directory = directory
         self._source = source
         self._instance_id = instance_id
+        # A Frontend that is restarted under its id owns none of its former bookings: its sessions are others.
+        self._session_prefix = f"{instance_id}.{secrets.token_hex(4)}"
+        self._heartbeat_timeout = heartbeat_timeout_seconds
         self._spread = spread
         self._clock = clock
         self._components: dict[ComponentName, _Component] = {}
@@ -80,17 +94,21 @@ class SchedulerLinks:
         return self._link(name, shard)
 
     def schedulers(self) -> list[Scheduler]:
+        """Every live Scheduler."""
+        return self._source.everyone()
+
+    def deciding_schedulers(self) -> list[Scheduler]:
         """Every Scheduler that is some component's, each once."""
-        picks = [self._source.pick(component) for component in self._directory.components]
+        picks = [self._pick(component) for component in self._directory.components]
         return list(dict(pick for pick in picks if pick is not None).values())
 
     def scheduler(self, component: ComponentName) -> Scheduler:
-        """The Scheduler of a component.
+        """The Scheduler of a component; one that has stopped answering only where there is no other.
 
         Raises:
             DependencyAway: none is live.
         """
-        pick = self._source.pick(component)
+        pick = self._pick(component)
         if pick is None:
             raise DependencyAway(f"no Scheduler of {component} is live")
         return pick[1]
@@ -106,6 +124,11 @@ class SchedulerLinks:
                     await self._directory.changed()
             finally:
                 self._group = None
+
+    def _pick(self, name: ComponentName) -> tuple[str, Scheduler] | None:
+        known = self._components.get(name)
+        link = None if known is None else known.links.get(_WHOLE)
+        return self._source.pick(name, () if link is None else link.avoided)
 
     def _component(self, name: ComponentName) -> _Component:
         component = self._components.get(name)
@@ -129,9 +152,10 @@ class SchedulerLinks:
             link = component.links[shard] = SchedulerLink(
                 name,
                 self._source,
-                session_id=f"{self._instance_id}.{name.name}" + (f".{shard}" if shard else ""),
+                session_id=f"{self._session_prefix}.{name.name}" + (f".{shard}" if shard else ""),
                 client_name=self._instance_id,
                 shard=shard,
+                heartbeat_timeout_seconds=self._heartbeat_timeout,
                 on_spread_advised=lambda: component.spreading.advise(self._clock()),
             )
             self._group.create_task(link.run(), name=f"scheduler-link {name} {shard}")

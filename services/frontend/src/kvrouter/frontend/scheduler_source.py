@@ -21,6 +21,10 @@ class SchedulerSource(Protocol):
         """
         ...
 
+    def everyone(self) -> list[Scheduler]:
+        """Every Scheduler that may be picked."""
+        ...
+
     def count(self) -> int:
         """How many Schedulers may be picked."""
         ...

@@ -46,6 +46,10 @@ class LocalScheduler:
         """The one that there is."""
         return "local", self._scheduler
 
+    def everyone(self) -> list[Scheduler]:
+        """The one that there is."""
+        return [self._scheduler]
+
     def count(self) -> int:
         """It is alone."""
         return 1
@@ -76,18 +80,13 @@ class RemoteSchedulers:
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
     ) -> tuple[str, Scheduler] | None:
         """The component's Scheduler by rendezvous, and a stub of it; one to avoid only where there is no other."""
-        live = self._directory.services("scheduler")
         ready = self._ready()
         scheduler_id = rendezvous(component, ready - set(avoid) or ready, shard)
-        if scheduler_id is None:
-            return None
-        if self._own is not None and scheduler_id == self._own[0]:
-            return self._own
-        endpoint = live[scheduler_id].endpoint
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = open_channel(endpoint)
-        return scheduler_id, cast(Scheduler, remote(_DESCRIPTOR, channel))
+        return None if scheduler_id is None else (scheduler_id, self._scheduler(scheduler_id))
+
+    def everyone(self) -> list[Scheduler]:
+        """Every Scheduler that may be picked."""
+        return [self._scheduler(scheduler_id) for scheduler_id in self._ready()]
 
     def count(self) -> int:
         """How many may be picked."""
@@ -100,6 +99,15 @@ class RemoteSchedulers:
     def _ready(self) -> set[str]:
         ready = {key for key, registration in self._directory.services("scheduler").items() if registration.ready}
         return ready or ({self._own[0]} if self._own is not None else ready)
+
+    def _scheduler(self, scheduler_id: str) -> Scheduler:
+        if self._own is not None and scheduler_id == self._own[0]:
+            return self._own[1]
+        endpoint = self._directory.services("scheduler")[scheduler_id].endpoint
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = open_channel(endpoint)
+        return cast(Scheduler, remote(_DESCRIPTOR, channel))
 
     async def changed(self) -> None:
         """Returns at the next change of what is registered."""

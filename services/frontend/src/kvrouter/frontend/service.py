@@ -14,13 +14,14 @@ from kvrouter.frontend.generation import Generation, Piece
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.prompts import Limits, check_request, check_routing, component_of_model, describe_models
 from kvrouter.frontend.recording import Recorder
+from kvrouter.frontend.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import ComponentView, Directory
-from kvrouter.runtime.errors import DependencyAway, KvRouterError
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,
@@ -176,13 +177,15 @@ class FrontendService:
     async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
         """Marks the prefill of a booking made by ``best_worker`` complete."""
         marking = MarkPrefillCompleteRequest(booking=request.booking)
-        answers = await self._ask_all(lambda scheduler: scheduler.mark_prefill_complete(marking, deadline=deadline))
+        answers = await self._ask_all(
+            lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
+        )
         return PrefillCompleteResponse(known=any(answer.known for answer in answers))
 
     async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
         """Releases a booking made by ``best_worker``."""
         freeing = FreeRequest(booking=request.booking)
-        answers = await self._ask_all(lambda scheduler: scheduler.free(freeing, deadline=deadline))
+        answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
         return ReleaseResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
@@ -216,13 +219,17 @@ class FrontendService:
             KvRouterError: a Scheduler does not answer.
         """
         thresholds: dict[str, BusyThresholds] = {}
-        for scheduler in self._links.schedulers():
+        for scheduler in self._links.deciding_schedulers():
             answer = await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
             thresholds.update(answer.thresholds)
         return thresholds
 
-    async def _ask_all(self, ask: Callable[[Scheduler], Awaitable[_Answer]]) -> list[_Answer]:
-        """What the Schedulers say of a booking. One that fails matters only where no other knows it.
+    async def _ask_all(
+        self, ask: Callable[[Scheduler, Deadline], Awaitable[_Answer]], deadline: Deadline
+    ) -> list[_Answer]:
+        """Asks every live Scheduler about a booking, since it may be at one that decided while another was away.
+
+        One that fails, or does not answer in time, matters only where no other knows the booking.
 
         Raises:
             DependencyAway: none is live.
@@ -231,12 +238,15 @@ class FrontendService:
         schedulers = self._links.schedulers()
         if not schedulers and self._directory.components:
             raise DependencyAway("no Scheduler is live")
+        limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
         async with asyncio.TaskGroup() as group:
-            asking = [group.create_task(_settled(ask(each))) for each in schedulers]
+            asking = [group.create_task(_settled(ask(each, limit))) for each in schedulers]
         outcomes = [task.result() for task in asking]
         answers = [outcome for outcome in outcomes if not isinstance(outcome, KvRouterError)]
         for outcome in outcomes:
             if isinstance(outcome, KvRouterError) and not any(answer.known for answer in answers):
+                if isinstance(outcome, DeadlineExceeded) and not deadline.expired:
+                    raise DependencyAway("a Scheduler that may have the booking does not answer")
                 raise outcome.untraced()
         return answers
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from kvrouter.frontend.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.files import can_be_written
 from kvrouter.runtime.settings import Address, RoutingSettings
 from kvrouter.runtime.static_list import StaticEndpoints
@@ -49,6 +50,12 @@ class FrontendSettings(RoutingSettings):
         default=None,
         description="Whether each component's requests are split over its Schedulers by prompt prefix; where it is not"
         " said, while the Scheduler says that it cannot keep up.",
+    )
+    scheduler_heartbeat_timeout_seconds: float = Field(
+        default=HEARTBEAT_TIMEOUT_SECONDS,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time for which a Scheduler may answer no heartbeat before its requests go to another, seconds.",
     )
     max_attempts: int = Field(
         default=3, ge=1, le=16, description="Workers that a request is tried on while it has no token."

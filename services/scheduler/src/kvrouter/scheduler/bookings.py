@@ -84,15 +84,17 @@ class Bookings:
             self._audit(record, request.cached_tokens)
         return FreeResponse(known=self._ledger.free(key) is not None)
 
-    def reassert(self, request: ReassertBooking, session_id: str) -> BookingReasserted:
+    def reassert(self, request: ReassertBooking, session_id: str, token: int | None = None) -> BookingReasserted:
         """Takes a live booking over into an open session, whoever made it. A freed one stays freed.
 
         Raises:
+            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
             UnknownComponent: its component is not registered.
             BadRequest: it makes no sense.
             TooLarge: there are as many bookings as may be.
         """
         key = checked_key(request.booking)
+        self._ledger.check_open(session_id, token)
         now = self._clock()
         record = self._ledger.find(key, now)
         known = record is not None or self._ledger.was_freed(key)

@@ -78,6 +78,8 @@ class _Session:
     client_name: str
     token: int
     """Which stream holds it."""
+    generation: int = 0
+    """The client's number of the last opening; 0 where it numbers none."""
     open: bool = True
     ends: float = 0.0
     """When its bookings go, once it is closed."""
@@ -143,33 +145,37 @@ class Ledger:
         """Whether the key is remembered as freed. One that went with its owner was not: that may come back."""
         return self.records.was_freed(key)
 
-    def check_bookable(self, key: Key, session_id: str) -> None:
-        """Accepts a key that is to be booked.
+    def check_bookable(self, key: Key, session_id: str, token: int | None = None) -> None:
+        """Accepts a key that is to be booked for a session, or for a lease where ``session_id`` is empty.
+
+        A key that was dropped with its owner but never freed is bookable in an open session: the client of that session
+        vouches for it. A lease has nobody who does.
 
         Raises:
-            BookingFreed: it was freed, or went with its owner.
-            SessionLost: there is no such open session.
+            BookingFreed: it was freed; or, for a lease, it went with its owner.
+            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
         """
-        if self.records.is_gone(key):
+        if session_id:
+            self.check_open(session_id, token)
+        if self.records.was_freed(key) or (not session_id and self.records.is_gone(key)):
             raise BookingFreed(key[0])
-        session = self._sessions.get(session_id)
-        if session_id and (session is None or not session.open):
-            raise SessionLost(session_id)
 
     def add(self, record: Record, now: float) -> None:
         """Takes a booking in whose key passed ``check_bookable`` and is booked in its slots."""
         self.records.add(record, self.records.here)
         self._own(record, now)
 
-    def claim(self, record: Record, session_id: str, lease_seconds: float, now: float) -> None:
+    def claim(
+        self, record: Record, session_id: str, lease_seconds: float, now: float, token: int | None = None
+    ) -> None:
         """Makes a session, or a lease, own a booking that was known through other Schedulers only.
 
         Raises:
-            SessionLost: there is no such open session.
+            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
         """
         if self.records.is_here(record):
             return
-        self.check_bookable(record.key, session_id)
+        self.check_bookable(record.key, session_id, token)
         answered = record.outcome
         self.records.hold(record, self.records.here, Place(rank_of(answered), answered.prefill_tokens))
         record.session_id, record.lease_seconds = session_id, lease_seconds
@@ -207,12 +213,46 @@ class Ledger:
             self.witness.freed(key, None if record is None else record.component)
         return record
 
-    def open_session(self, session_id: str, client_name: str) -> int:
-        """Opens a session, or takes over one of that id with its bookings. Returns the token to close it with."""
+    def open_session(self, session_id: str, client_name: str, generation: int = 0) -> int:
+        """Opens a session, or takes over one of that id with its bookings. Returns the token of its stream.
+
+        Args:
+            session_id: The session.
+            client_name: Its client, for logs.
+            generation: The client's number of this opening; 0 is not compared.
+
+        Raises:
+            SessionLost: a later opening came before. Streams may arrive out of order after a freeze.
+        """
+        session = self._sessions.get(session_id)
+        if session is not None and 0 < generation <= session.generation:
+            raise SessionLost(session_id)
         token = next(self._tokens)
-        session = self._sessions.setdefault(session_id, _Session(client_name, token))
+        if session is None:
+            session = self._sessions[session_id] = _Session(client_name, token)
         session.client_name, session.token, session.open = client_name, token, True
+        session.generation = generation or session.generation
         return token
+
+    def free_all_but(self, session_id: str, live: Collection[Key]) -> int:
+        """Frees the bookings of a session that its client no longer lists. Returns how many.
+
+        Their frees went to another Scheduler while the session was there.
+        """
+        dead = self._sessions[session_id].keys.difference(live)
+        for key in dead:
+            self.free(key)
+        return len(dead)
+
+    def check_open(self, session_id: str, token: int | None = None) -> None:
+        """Accepts a session that is open, and held by the stream of ``token`` where one is given.
+
+        Raises:
+            SessionLost: it is not.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or not session.open or token not in (None, session.token):
+            raise SessionLost(session_id)
 
     def holds(self, session_id: str, token: int) -> bool:
         """Whether the stream with that token holds the session still."""

@@ -38,6 +38,8 @@ class Asked:
     """None chooses without booking."""
     session_id: str = ""
     """Session that is to own the booking; empty for a lease."""
+    session_token: int | None = None
+    """Stream of that session which asks; None outside of a stream."""
     lease_seconds: float = 0.0
     overlaps: Overlaps = NOT_ASKED
     """What the ranks hold of the prompt; the last answer, where it was asked for again."""

@@ -97,7 +97,7 @@ class Selector:
         """Those that the policy holds; ``run`` must be running. None where nothing is held."""
 
     async def select(
-        self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline
+        self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline, session_token: int | None = None
     ) -> SelectWorkerResponse:
         """Chooses a rank, and books it where the request names a booking.
 
@@ -105,6 +105,7 @@ class Selector:
             request: The request.
             session_id: Session that is to own the booking; empty for a lease.
             deadline: The caller's.
+            session_token: Stream of the session that asks; once another stream holds the session, nothing is booked.
 
         Raises:
             KvRouterError: the request is refused, or no rank can take it.
@@ -115,7 +116,7 @@ class Selector:
             key = checked_key(request.booking) if request.HasField("booking") else None
             question = self.question(request.request, None if key is None else stage_of(request.booking))
             mode = question.options.mode
-            asked = Asked(question, request.request, key, session_id, lease_seconds(request.lease_ms))
+            asked = Asked(question, request.request, key, session_id, session_token, lease_seconds(request.lease_ms))
             if key is None:
                 response = await self._decide(asked, request, deadline)
             else:
@@ -214,7 +215,7 @@ class Selector:
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
-        self._ledger.claim(record, asked.session_id, asked.lease_seconds, now)
+        self._ledger.claim(record, asked.session_id, asked.lease_seconds, now, asked.session_token)
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(record.outcome)
@@ -305,7 +306,7 @@ class Selector:
     def _check(self, asked: Asked) -> None:
         pool = asked.question.pool
         if asked.key is not None:
-            self._ledger.check_bookable(asked.key, asked.session_id)
+            self._ledger.check_bookable(asked.key, asked.session_id, asked.session_token)
         if not pool.candidates:
             raise NoWorkers(f"{pool.name} has no live worker")
         check_pinned(pool.candidates, asked.question.wanted)

@@ -20,10 +20,17 @@ from kvrouter.runtime.errors import (
     SessionLost,
     to_parts,
 )
-from kvrouter.scheduler.bookings import Bookings
+from kvrouter.scheduler.bookings import Bookings, checked_key
 from kvrouter.scheduler.ledger import Ledger
 from kvrouter.scheduler.selection import Selector
-from kvrouter.v1.scheduler_pb2 import CallFailed, OpenSession, SessionOpened, SessionRequest, SessionResponse
+from kvrouter.v1.scheduler_pb2 import (
+    CallFailed,
+    OpenSession,
+    SessionHeartbeat,
+    SessionOpened,
+    SessionRequest,
+    SessionResponse,
+)
 
 log = structlog.get_logger(component="scheduler")
 
@@ -63,12 +70,13 @@ class Sessions:
     ) -> AsyncGenerator[SessionResponse, None]:
         """Answers the calls of one stream. Its first message opens the session.
 
-        A stream that opens a session which another one holds takes it over; the other one ends with SessionLost.
+        A stream that opens a session which another one holds takes it over; the other one ends with SessionLost. The
+        session's bookings that the client no longer lists are freed in the same step.
 
         Raises:
             BadRequest: the first message opens no session.
             DeadlineExceeded: no message came in time.
-            SessionLost: another stream took the session over.
+            SessionLost: another stream took the session over, or had opened it later than this one.
         """
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
@@ -79,12 +87,21 @@ class Sessions:
             return
         opening = _checked_opening(first)
         session_id = opening.session_id
-        token = self.ledger.open_session(session_id, opening.client_name)
-        stream = _Stream(self, session_id, deadline)
+        live = {checked_key(booking) for booking in opening.live.bookings} if opening.HasField("live") else None
+        token = self.ledger.open_session(session_id, opening.client_name, opening.generation)
+        freed = 0 if live is None else self.ledger.free_all_but(session_id, live)
+        stream = _Stream(self, session_id, token, deadline)
         replaced, self._streams[session_id] = self._streams.get(session_id), stream
         if replaced is not None:
             replaced.outbox.put_nowait(SessionLost(session_id))
-        log.info("session opened", session=session_id, client=opening.client_name, took_over=replaced is not None)
+        log.info(
+            "session opened",
+            session=session_id,
+            client=opening.client_name,
+            generation=opening.generation,
+            took_over=replaced is not None,
+            freed_bookings=freed,
+        )
         reading = asyncio.create_task(stream.read(requests), name=f"session {session_id}")
         reading.add_done_callback(stream.has_read)
         try:
@@ -112,9 +129,10 @@ class Sessions:
 class _Stream:
     """The calls of one stream."""
 
-    def __init__(self, sessions: Sessions, session_id: str, deadline: Deadline) -> None:
+    def __init__(self, sessions: Sessions, session_id: str, token: int, deadline: Deadline) -> None:
         self._sessions = sessions
         self._session_id = session_id
+        self._token = token
         self._deadline = deadline
         self._selections: dict[int, asyncio.Task[None]] = {}
         self.outbox: asyncio.Queue[_Item] = asyncio.Queue()
@@ -196,7 +214,7 @@ class _Stream:
     async def _select(self, request: SessionRequest) -> None:
         try:
             selected = await self._sessions.selector.select(
-                request.select, session_id=self._session_id, deadline=self._deadline
+                request.select, session_id=self._session_id, session_token=self._token, deadline=self._deadline
             )
         except Exception as error:
             self.outbox.put_nowait(_failed(request.call_id, error))
@@ -221,8 +239,10 @@ class _Stream:
             case "free":
                 return SessionResponse(call_id=call_id, free=bookings.free(request.free))
             case "reassert":
-                taken = bookings.reassert(request.reassert, self._session_id)
+                taken = bookings.reassert(request.reassert, self._session_id, self._token)
                 return SessionResponse(call_id=call_id, reasserted=taken)
+            case "heartbeat":
+                return SessionResponse(call_id=call_id, heartbeat=SessionHeartbeat())
             case "cancel":
                 selection = self._selections.get(request.cancel.call_id)
                 if selection is not None:
