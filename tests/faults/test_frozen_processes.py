@@ -17,8 +17,9 @@ STREAMS = 200 if FULL else 40
 HEARTBEAT_TIMEOUT = 0.4
 """Of the Frontends, seconds. Freezes last as long as it takes to see what they are to cause."""
 FRONTEND = ("--scheduler-heartbeat-timeout-seconds", str(HEARTBEAT_TIMEOUT))
+LEASE_SECONDS = 2
 # A Scheduler that comes back still has its former bookings: their grace has not ended.
-SCHEDULER = ("--lease-seconds", "2", "--session-grace-seconds", "8")
+SCHEDULER = ("--lease-seconds", str(LEASE_SECONDS), "--session-grace-seconds", "8")
 SYNC = ("--replica-sync", "--replica-heartbeat-seconds", "0.2")
 REPLICATION = pytest.mark.parametrize("sync", [(), SYNC], ids=["no sync", "sync"])
 
@@ -167,8 +168,10 @@ async def test_an_etcd_that_is_frozen_until_leases_end_costs_no_request_and_no_b
         for _ in range(4 if FULL else 1):
             ending = load.start(STREAMS, 20)
             own_etcd.pause()
+            leases_end = asyncio.get_running_loop().time() + 1.5 * LEASE_SECONDS
             await load.ended(ending, 20)
-            await load.ended(load.start(STREAMS, 20), 20)
+            while asyncio.get_running_loop().time() < leases_end:
+                await load.ended(load.start(STREAMS, 20), 20)
             own_etcd.resume()
             await load.ended(load.start(STREAMS, 20), 20)
         await cancelled(staying)
