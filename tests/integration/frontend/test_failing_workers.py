@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 import pytest
@@ -26,8 +26,17 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
 from ...garbage import no_request_is_garbage
+from ...hostile_worker import (
+    Behaviour,
+    HostileWorker,
+    aborts,
+    answers,
+    hangs,
+    piece,
+    registered_beside,
+    writes,
+)
 from .gateway import System, request, running_system, until
-from .hostile_worker import Behaviour, aborts, answers, hangs, hostile_worker, piece, writes
 
 SOUND, HOSTILE = 1, 2
 
@@ -39,6 +48,17 @@ async def system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIter
     async with running_system(nats_url, etcd_endpoint, namespace, **probing) as found:
         await found.start_worker(SOUND)
         yield found
+
+
+@asynccontextmanager
+async def hostile_worker(system: System, worker_id: int, behave: Behaviour) -> AsyncIterator[HostileWorker]:
+    view = next(iter(system.runtime.directory.components.values()))
+    async with (
+        HostileWorker(behave).serving() as worker,
+        registered_beside(view, system.where["etcd"], worker_id, worker.endpoint),
+    ):
+        await system.until_candidate(worker_id)
+        yield worker
 
 
 async def ask(

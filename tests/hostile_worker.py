@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2
 from kvrouter.publisher.etcd import connect
+from kvrouter.runtime.discovery import ComponentView
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
@@ -104,18 +105,17 @@ class HostileWorker:
 
 
 @asynccontextmanager
-async def hostile_worker(system: Any, worker_id: int, behave: Behaviour) -> AsyncIterator[HostileWorker]:
-    """A hostile worker beside a sound one of the system, whose registration it takes after."""
-    view = next(iter(system.runtime.directory.components.values()))
+async def registered_beside(
+    view: ComponentView, etcd_endpoint: str, worker_id: int, endpoint: str
+) -> AsyncIterator[None]:
+    """Registers an address as a worker like those of a component, which must have one, while the context lasts."""
     registration = WorkerRegistration()
     registration.CopyFrom(next(iter(view.workers.values())))
-    async with HostileWorker(behave).serving() as worker:
-        registration.worker_id, registration.endpoint = worker_id, worker.endpoint
-        async with connect(system.where["etcd"]) as etcd:
-            key = view.name.worker_key(worker_id).encode()
-            await etcd.put(key, registration.SerializeToString())
-            try:
-                await system.until_candidate(worker_id)
-                yield worker
-            finally:
-                await etcd.delete(key)
+    registration.worker_id, registration.endpoint = worker_id, endpoint
+    key = view.name.worker_key(worker_id).encode()
+    async with connect(etcd_endpoint) as etcd:
+        await etcd.put(key, registration.SerializeToString())
+        try:
+            yield
+        finally:
+            await etcd.delete(key)
