@@ -333,3 +333,40 @@ async def test_events_go_on_while_a_snapshot_is_taken(
     async with indexing(connection, component, home=home(etcd_endpoint)) as index:
         await until(lambda: index.ready)
         assert await answers(index, 60) == wanted
+
+
+@pytest.mark.parametrize("value", [None, b"\xff"])
+async def test_a_pointer_that_is_lost_comes_back_with_the_next_snapshot(
+    connection: Client, component: ComponentName, etcd_endpoint: str, value: bytes | None
+) -> None:
+    await fill(connection, component)
+    async with indexing(connection, component, home=home(etcd_endpoint)) as index:
+        await until(lambda: index.ready)
+        assert index.snapshots
+        ref, _ = await index.snapshots.take(index.position)
+        async with connect(etcd_endpoint) as client:
+            if value is None:
+                await client.delete(component.snapshot_key.encode())
+            else:
+                await client.put(component.snapshot_key.encode(), value)
+        await until(lambda: index.snapshots.taken == 2)
+        pointer = (await pointer_of(etcd_endpoint, component)).value
+        assert pointer.current.stream_sequence == ref.stream_sequence
+        assert pointer.current.object_name > ref.object_name
+
+
+async def test_a_lock_that_nobody_holds_stops_no_snapshot(
+    connection: Client, component: ComponentName, etcd_endpoint: str
+) -> None:
+    await fill(connection, component)
+    async with connect(etcd_endpoint) as client:
+        await client.put(component.snapshot_lock_key.encode(), b"\xff")
+        await client.put(component.applied_key("x").encode() + b"\xff", b"\xff")
+        await client.put(component.applied_key("nobody").encode(), b"\xff")
+        async with indexing(connection, component, home=home(etcd_endpoint)) as index:
+            await until(lambda: index.ready)
+            assert index.snapshots
+            for _ in range(2):
+                ref, _ = await index.snapshots.take(index.position)
+            stream = await connection.jetstream().stream_info(component.stream)
+            assert stream.state.first_seq == ref.stream_sequence + 1, "nothing holds the purge back"

@@ -292,3 +292,34 @@ async def test_a_worker_follows_a_registration_whose_record_is_lost(
         async with running(settings, EchoEngine()) as worker:
             await worker.registered()
             assert worker.incarnation == ahead + 1
+
+
+@pytest.mark.parametrize("value", [None, b"\xff", b""])
+@pytest.mark.parametrize("which", ["descriptor", "incarnation", "worker", "all"])
+async def test_a_key_that_is_lost_comes_back(
+    namespace: str, etcd_endpoint: str, nats_url: str, which: str, value: bytes | None
+) -> None:
+    """Deleted, or overwritten with what cannot be used; the lease lives on."""
+    settings = config(namespace, etcd_endpoint, nats_url)
+    component = settings.component
+    keys = {
+        "descriptor": component.descriptor_key,
+        "incarnation": component.incarnation_key(settings.worker_id),
+        "worker": component.worker_key(settings.worker_id),
+    }
+    async with running(settings, EchoEngine()) as worker, connect(etcd_endpoint) as client:
+        await eventually(lambda: worker.stats().registrations == 1)
+        before = {key: found.value for key in keys.values() if (found := await client.get(key.encode()))}
+        assert len(before) == 3
+        for key in keys.values() if which == "all" else [keys[which]]:
+            if value is None:
+                await client.delete(key.encode())
+            else:
+                await client.put(key.encode(), value)
+
+        async def back() -> bool:
+            found = [await client.get(key.encode()) for key in before]
+            return [each.value if each else None for each in found] == list(before.values())
+
+        await eventually(back)
+        assert worker.stats().registrations == 1

@@ -121,6 +121,7 @@ class Snapshots:
         """Snapshots that could not be read, since start."""
         self.taken = 0
         self._ages = SnapshotAges()
+        self._pointer_lost = False
         self._known = ""
         """Name of the newest snapshot that the index contains, or that cannot be used."""
 
@@ -267,6 +268,7 @@ class Snapshots:
             reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=kept.current)
             await lock.move(before, pointer)
+            self._pointer_lost = False
             self.current, self._known = ref, ref.object_name
             self.taken += 1
             self._ages.note_taken(ref.object_name, time.monotonic())
@@ -346,7 +348,7 @@ class Snapshots:
             await lock.move(await read_pointer(lock.client, self._name, self._quarantine), None)
             snapshots = await self._store.count()
             await self._sweep(lock, SnapshotPointer())
-            self.current = SnapshotRef()
+            self.current, self._pointer_lost = SnapshotRef(), False
             messages = 0
             try:
                 messages = (await self._js.stream_info(self._name.stream)).state.messages
@@ -360,8 +362,17 @@ class Snapshots:
             info = await self._js.stream_info(self._name.stream)
         except NotFoundError:
             return False
+        former = self.current
         async with connect(self._etcd) as client:
             self.current = (await read_pointer(client, self._name, self._quarantine)).value.current
+        if self.current.object_name:
+            self._pointer_lost = False
+        elif former.object_name:
+            self._pointer_lost = True
+            self._log.warning("snapshot pointer lost", name=former.object_name)
+        if self._pointer_lost:
+            # Without it a new replica restores nothing, and what the stream has purged is to be had from workers only.
+            return True
         created = info.created.timestamp() if info.created else 0.0
         same = self.current.stream.created_unix_ns == created_unix_ns(info)
         covered = self.current.stream_sequence if same else 0

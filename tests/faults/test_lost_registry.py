@@ -1,0 +1,151 @@
+"""Keys that go from etcd, and an etcd that is frozen, while requests run: nobody is refused, and everything is back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import cast
+
+import pytest
+from kvrouter.publisher.etcd import connect
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.devstack import EtcdServer
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.indexer_pb2 import TakeSnapshotRequest, VerifyRequest
+from kvrouter.v1.names import ComponentName, namespace_prefix, services_prefix
+
+from .processes import PATIENCE_SECONDS, SCHEDULERS, Processes, start_system, system
+from .rig import FULL
+from .steady_load import Outcomes, steady_load
+
+LEASE_SECONDS = 2
+LEASE = ("--lease-seconds", str(LEASE_SECONDS))
+_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+Condition = Callable[[], Awaitable[bool]]
+
+
+async def until(condition: Condition) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def own_processes(nats_url: str, own_etcd: EtcdServer, namespace: str) -> AsyncIterator[Processes]:
+    """Services as processes, with an etcd that may be frozen."""
+    async with system(nats_url, own_etcd.endpoint, namespace) as found:
+        yield found
+
+
+async def start(processes: Processes) -> None:
+    processes.where += LEASE
+    await processes.start("indexer", "indexer-0", "--snapshot-check-seconds", "0.2")
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=20, mode="kv")
+    await processes.ready("indexer", "indexer-0")
+
+
+async def keys_of(etcd: str, prefix: str) -> set[bytes]:
+    async with connect(etcd) as client:
+        return {pair.key for pair in await client.get_prefix(prefix.encode())}
+
+
+async def more_requests(outcomes: Outcomes, count: int = 100) -> None:
+    """Returns when so many more requests have ended."""
+    target = outcomes.ended + count
+
+    async def ended() -> bool:
+        return outcomes.ended >= target
+
+    await until(ended)
+
+
+async def assert_settled(processes: Processes, pool: ComponentName) -> None:
+    """No Scheduler has a booking, and the index has what the workers have."""
+    for name in SCHEDULERS:
+        await processes.until_booked(name, 0)
+    component = Component(namespace=pool.namespace, name=pool.name)
+    endpoint = processes.directory.services("indexer")["indexer-0"].endpoint
+    async with open_channel(endpoint) as channel:
+        indexer = cast(Indexer, remote(_INDEXER, channel))
+
+        async def agrees() -> bool:
+            answers = indexer.verify(VerifyRequest(component=component), deadline=Deadline.after(20))
+            async with aclosing(answers) as ranks:
+                found = [(each.compared, each.missing_blocks, each.surplus_blocks) async for each in ranks]
+            return found == [(True, 0, 0)] * 2
+
+        await until(agrees)
+
+
+async def test_every_key_that_is_deleted_comes_back_and_no_request_notices(
+    processes: Processes, etcd_endpoint: str, namespace: str, record_property: Callable[[str, object], None]
+) -> None:
+    pool = ComponentName(namespace, "workers")
+    await start(processes)
+    kinds = {
+        "descriptor": pool.descriptor_key,
+        "workers": pool.workers_prefix,
+        "incarnations": pool.incarnation_key(1)[:-16],
+        "schedulers": services_prefix(namespace, "scheduler"),
+        "indexers": services_prefix(namespace, "indexer"),
+        "frontends": services_prefix(namespace, "frontend"),
+        "applied": pool.applied_key("x")[:-1],
+        "snapshot": pool.snapshot_key,
+        "everything": namespace_prefix(namespace),
+    }
+    async with steady_load(processes.frontend("frontend-0")) as outcomes:
+        await more_requests(outcomes)
+        endpoint = processes.directory.services("indexer")["indexer-0"].endpoint
+        async with open_channel(endpoint) as channel:
+            indexer = cast(Indexer, remote(_INDEXER, channel))
+            component = Component(namespace=namespace, name=pool.name)
+            await indexer.take_snapshot(TakeSnapshotRequest(component=component), deadline=Deadline.after(20))
+        for kind, prefix in kinds.items():
+            before = await keys_of(etcd_endpoint, prefix)
+            assert before, kind
+            async with connect(etcd_endpoint) as client:
+                await client.delete_prefix(prefix.encode())
+
+            async def back(prefix: str = prefix, before: set[bytes] = before) -> bool:
+                return before <= await keys_of(etcd_endpoint, prefix)
+
+            await until(back)
+            await more_requests(outcomes)
+            assert outcomes.failed == {}, kind
+    record_property("outcomes", dict(outcomes.seen))
+    assert outcomes.failed == {}
+    await assert_settled(processes, pool)
+
+
+@pytest.mark.parametrize("leases", [0.5, 3.0], ids=["short of the lease", "beyond the lease"])
+async def test_no_request_fails_while_etcd_is_frozen_or_when_it_goes_on(
+    own_processes: Processes,
+    own_etcd: EtcdServer,
+    namespace: str,
+    leases: float,
+    record_property: Callable[[str, object], None],
+) -> None:
+    pool = ComponentName(namespace, "workers")
+    await start(own_processes)
+    keys = await keys_of(own_etcd.endpoint, namespace_prefix(namespace))
+    async with steady_load(own_processes.frontend("frontend-0")) as outcomes:
+        for _ in range(5 if FULL else 2):
+            await more_requests(outcomes)
+            own_etcd.pause()
+            # The fault itself: the time for which etcd is frozen, as a multiple of the lease.
+            await asyncio.sleep(leases * LEASE_SECONDS)
+            own_etcd.resume()
+
+            async def back() -> bool:
+                return keys <= await keys_of(own_etcd.endpoint, namespace_prefix(namespace))
+
+            await more_requests(outcomes)
+            await until(back)
+            await more_requests(outcomes)
+    record_property("outcomes", dict(outcomes.seen))
+    assert outcomes.failed == {}
+    await assert_settled(own_processes, pool)
