@@ -198,9 +198,12 @@ class FrontendService:
         *,
         deadline: Deadline,  # noqa: ARG002 - answered from memory
     ) -> GetWorkerHealthResponse:
-        """The health of each worker, as this gateway sees it."""
-        named = request.component
-        component = ComponentName(named.namespace, named.name) if request.HasField("component") else None
+        """The health of each worker, as this gateway sees it.
+
+        Raises:
+            BadRequest: the component's name is invalid.
+        """
+        component = component_name(request.component) if request.HasField("component") else None
         return GetWorkerHealthResponse(workers=self._workers.health.status(component))
 
     async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
