@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
@@ -34,6 +35,7 @@ _SERVICES = {
     "indexer": indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"],
     "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
 }
+TREE = Path(__file__).parents[2]
 MODEL = "mock-model"
 SCHEDULERS = ("scheduler-0", "scheduler-1")
 PATIENCE_SECONDS = 60.0
@@ -52,11 +54,15 @@ class Processes:
     running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     _stubs: dict[tuple[str, str], Any] = field(default_factory=dict)
 
-    async def start(self, kind: str, name: str, *options: str) -> None:
-        """Starts a service; of several in one process, ``kind`` is their roles with commas between them."""
+    async def start(self, kind: str, name: str, *options: str, clock: Path | None = None) -> None:
+        """Starts a service; of several in one process, ``kind`` is their roles with commas between them.
+
+        ``clock`` shifts its clock.
+        """
         service = ("kvrouter.cli.main", "serve", "--roles", kind) if "," in kind else (f"kvrouter.{kind}",)
-        command = [sys.executable, "-m", *service, *self.where, "--instance-id", name, *options]
-        self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+        launcher = ["-m", "tests.faults.shifted_clock", str(clock)] if clock else ["-m"]
+        command = [sys.executable, *launcher, *service, *self.where, "--instance-id", name, *options]
+        self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL, cwd=TREE)
         self.stack.push_async_callback(self.kill, name)
 
     async def ready(self, kind: str, name: str) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 
 from kvrouter.mocker.engine_types import CacheEvent, Removed, Stored
 
-from .rig import PATIENCE_SECONDS, EngineNode, Rig
-
-_TREE = Path(__file__).parents[2]
+from .rig import PATIENCE_SECONDS, TREE, EngineNode, Rig
 
 
 class RelayedNode(EngineNode):
     """Numbers the messages of its engine, and repeats those that the relay lacks."""
 
-    def __init__(self, rig: Rig, worker_id: int) -> None:
+    def __init__(self, rig: Rig, worker_id: int, clock: Path | None) -> None:
         super().__init__(rig.rng.randrange(1 << 32), self._tell)
         self.incarnations: list[int] = []
         """Of each relay that came."""
@@ -39,6 +37,7 @@ class RelayedNode(EngineNode):
         self._recorded = (-1, (0, 0))
         self._process: asyncio.subprocess.Process | None = None
         self._port = 0
+        self._clock = clock
         self._feeding = 0
 
     @property
@@ -60,9 +59,10 @@ class RelayedNode(EngineNode):
 
     async def start_relay(self) -> None:
         count = len(self.incarnations)
+        launcher = ("-m", "tests.faults.shifted_clock", str(self._clock)) if self._clock else ("-m",)
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.faults.relay_process", str(self._port), json.dumps(self._settings)),
-            cwd=_TREE,
+            *(sys.executable, *launcher, "tests.faults.relay_process", str(self._port), json.dumps(self._settings)),
+            cwd=TREE,
             stderr=asyncio.subprocess.DEVNULL,
         )
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -127,9 +127,9 @@ def _as_json(event: CacheEvent) -> list[Any]:
             return ["cleared"]
 
 
-async def start_relayed(rig: Rig, worker_id: int) -> RelayedNode:
-    """An engine and its relay, until the end of the test."""
-    node = RelayedNode(rig, worker_id)
+async def start_relayed(rig: Rig, worker_id: int, clock: Path | None = None) -> RelayedNode:
+    """Starts an engine and its relay, until the end of the test; ``clock`` shifts the relay's (``shifted_clock``)."""
+    node = RelayedNode(rig, worker_id, clock)
     await rig.exits.enter_async_context(node.fed())
     await node.start_relay()
     rig.nodes[worker_id] = node

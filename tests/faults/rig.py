@@ -40,6 +40,7 @@ from kvrouter.v1.registry_pb2 import ServiceRegistration
 from nats.aio.client import Client
 from xxhash import xxh3_64
 
+TREE = Path(__file__).parents[2]
 BLOCK_SIZE = 8
 PATIENCE_SECONDS = 60.0
 FULL = os.environ.get("KVROUTER_FAULTS") == "full"
@@ -50,6 +51,7 @@ TAKEN = '"event": "snapshot taken"'
 """What a log has where a snapshot was taken."""
 OBSERVED = (
     *("restored", "snapshot taken", "snapshot unusable", "no snapshot taken", "states reset"),
+    *("alarm not confirmed by the worker", "incarnations refuted by the worker"),
     *("events fetched", "rank resynced", "rank dropped", "rank begins a life", "rank is gone"),
 )
 """Events of a log that a report counts."""
@@ -155,10 +157,13 @@ class Node(EngineNode):
 class IndexerProcess:
     """An Indexer as a process."""
 
-    def __init__(self, rig: Rig, name: str, options: Mapping[str, object], failpoint: str) -> None:
+    def __init__(
+        self, rig: Rig, name: str, options: Mapping[str, object], failpoint: str, clock: Path | None = None
+    ) -> None:
         self.name = name
         self._rig = rig
         self._failpoint = failpoint
+        self._clock = clock
         self._options = options
         self._log = rig.directory / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -176,15 +181,17 @@ class IndexerProcess:
             "compare-seconds": 5,
             **self._options,
         }
+        launcher = ("-m", "tests.faults.shifted_clock", str(self._clock)) if self._clock else ("-m",)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvrouter.indexer"),
+                *(sys.executable, *launcher, "kvrouter.indexer"),
                 *(
                     text
                     for key, value in flags.items()
                     for text in ([f"--{key}"] if value is True else [f"--{key}", str(value)])
                 ),
                 stderr=log,
+                cwd=TREE,
                 env=os.environ | {"KVROUTER_FAILPOINT": self._failpoint},
             )
         return self
@@ -276,10 +283,12 @@ class Rig:
     judged: dict[str, IndexerProcess] = field(default_factory=dict)
     """Indexers that were compared with the engines."""
 
-    async def indexer(self, name: str, failpoint: str = "", **options: object) -> IndexerProcess:
-        """Starts an Indexer; options by their flags' names, with underscores."""
+    async def indexer(
+        self, name: str, failpoint: str = "", clock: Path | None = None, **options: object
+    ) -> IndexerProcess:
+        """Starts an Indexer; options by their flags' names, with underscores. ``clock`` shifts its clock."""
         named = {key.replace("_", "-"): value for key, value in options.items()}
-        process = IndexerProcess(self, name, named, failpoint)
+        process = IndexerProcess(self, name, named, failpoint, clock)
         self.indexers.append(process)
         return await process.start()
 
