@@ -38,6 +38,7 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from pydantic import ValidationError
 
+from ...hostile_worker import HostileWorker, hangs
 from .gateway import MODEL, request, until
 
 NOWHERE = {"etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:1"}
@@ -91,7 +92,9 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway(workers: Sequence[str], *, apart: bool = False, **options: Any) -> AsyncIterator[Gateway]:
+async def gateway(
+    workers: Sequence[str], *, apart: bool = False, worker_probe_seconds: float = 1.0, **options: Any
+) -> AsyncIterator[Gateway]:
     """``apart`` puts a gRPC server between Frontend and Scheduler, and tells the Frontend its address."""
     listed: dict[str, Any] = {"static_workers": workers, "static_model": MODEL, "static_probe_seconds": 0.05}
     common = NOWHERE | listed | {"drain_seconds": 0.1, "http_bind": ""}
@@ -100,7 +103,12 @@ async def gateway(workers: Sequence[str], *, apart: bool = False, **options: Any
         settings = SchedulerSettings(**common, **({"router_mode": "round-robin"} | options), bind=f"127.0.0.1:{port}")
         runtime = await stack.enter_async_context(open_runtime(settings))
         scheduler = await stack.enter_async_context(scheduler_app.running(settings, runtime))
-        front = FrontendSettings(**common, port=0, static_schedulers=[f"127.0.0.1:{port}"] if apart else [])
+        front = FrontendSettings(
+            **common,
+            port=0,
+            static_schedulers=[f"127.0.0.1:{port}"] if apart else [],
+            worker_probe_seconds=worker_probe_seconds,
+        )
         schedulers: Any = LocalScheduler(cast(Scheduler, scheduler))
         if apart:
             await stack.enter_async_context(_hosting(runtime, scheduler, lambda: scheduler.ready))
@@ -190,6 +198,20 @@ async def test_what_workers_report_makes_them_busy() -> None:
                 while not await system.is_busy(limits):
                     await asyncio.sleep(0.01)
             running.cancel()
+
+
+async def test_a_listed_worker_that_stops_answering_is_left_by_requests_without_output() -> None:
+    async with (
+        worker(1) as one,
+        HostileWorker(hangs).serving() as silent,
+        # The list's own probes take longer to notice.
+        gateway([one, silent.endpoint], worker_probe_seconds=0.05) as system,
+    ):
+        await system.until_ranks(2)
+        silent.freeze()
+        served = [(await system.run()).rank.worker_id for _ in range(4)]
+        assert served == [1] * 4
+        assert silent.calls > 0
 
 
 def test_a_mode_that_asks_an_indexer_is_refused_at_start() -> None:

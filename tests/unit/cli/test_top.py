@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from kvrouter.cli.top.frame import frame
 from kvrouter.cli.top.hits import HitRate, HitWindow
-from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.cli.top.words import count, duration
 from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -60,7 +61,7 @@ def indexer(*ranks: RankStats, name: str = "i-1", ready: bool = True) -> Indexer
 
 
 def system(schedulers: Sequence[SchedulerSeen], indexers: Sequence[IndexerSeen] = (), note: str = "") -> System:
-    return System(NOW, schedulers, indexers, note)
+    return System(NOW, schedulers, indexers, note=note)
 
 
 def lines(seen: System, *, width: int = 160, height: int | None = None) -> list[str]:
@@ -296,3 +297,39 @@ def test_figures_in_words() -> None:
         *("9,999", "33.3k", "505k", "2.1M", "5.0G")
     ]
     assert count(2_100_000, short=False) == "2,100,000"
+
+
+def frontend(*workers: WorkerHealth, name: str = "f-1") -> FrontendSeen:
+    return FrontendSeen(f"{name}:1", GetWorkerHealthResponse(workers=workers))
+
+
+def found_in(worker_id: int, state: WorkerHealthState, **fields: Any) -> WorkerHealth:
+    return WorkerHealth(component=component(), worker_id=worker_id, state=state, **fields)
+
+
+def test_workers_that_frontends_find_unhealthy_are_marked() -> None:
+    failing = found_in(
+        2,
+        WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF,
+        consecutive_failures=3,
+        last_failure="worker 2 failed",
+        calls=1,
+    )
+    sound = found_in(2, WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY, calls=2)
+    silent = found_in(1, WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)
+    seen = System(
+        NOW,
+        [scheduler(pool(rank(1), rank(2), rank(3)))],
+        frontends=[
+            frontend(silent, failing),
+            frontend(silent, sound, name="f-2"),
+            FrontendSeen("f-3:1", failure="refused"),
+        ],
+    )
+    found = lines(seen)
+    assert "f-1:1  1 call at workers, 1 worker suspected, 1 worker backed off" in line(found, "Frontend")
+    assert any("f-2:1  2 calls at workers, 1 worker suspected" in each for each in found)
+    assert any("Frontend  at f-3:1 does not answer: refused" in each for each in found)
+    assert line(found, "1:0").rstrip().endswith("suspected by 2 of 2 Frontends")
+    assert line(found, "2:0").rstrip().endswith("backed off by 1 of 2 Frontends: worker 2 failed")
+    assert line(found, "3:0").rstrip().endswith("ok")

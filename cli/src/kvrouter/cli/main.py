@@ -216,11 +216,14 @@ def top_command(
     indexer: Annotated[
         list[str] | None, typer.Option(help="gRPC address of an Indexer, host:port; may be repeated.")
     ] = None,
+    frontend: Annotated[
+        list[str] | None, typer.Option(help="gRPC address of a Frontend, host:port; may be repeated.")
+    ] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Time between two looks, seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank, and end.")] = False,
 ) -> None:
     """Show load and cache hits of a running system. Events' lag and the last decisions too; Ctrl-C ends it."""
-    where = _where(etcd, namespace, scheduler, indexer)
+    where = _where(etcd, namespace, scheduler, indexer, frontend)
     if once:
         run_interruptibly(top_once(where))
         return
@@ -280,17 +283,22 @@ def _modes(modes: list[str]) -> list[str]:
     return modes
 
 
-def _where(etcd: str, namespace: str, schedulers: list[str] | None, indexers: list[str] | None = None) -> Where:
-    if indexers and not schedulers:
+def _where(
+    etcd: str,
+    namespace: str,
+    schedulers: list[str] | None,
+    indexers: list[str] | None = None,
+    frontends: list[str] | None = None,
+) -> Where:
+    if (indexers or frontends) and not schedulers:
         raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
     try:
         parse_endpoints(etcd)
         check_name(namespace)
     except (InvalidEndpoint, InvalidName) as error:
         raise WrongUsage(str(error)) from None
-    return Where(
-        [_address(each) for each in schedulers or ()], [_address(each) for each in indexers or ()], etcd, namespace
-    )
+    named = [[_address(each) for each in addresses or ()] for addresses in (schedulers, indexers, frontends)]
+    return Where(named[0], named[1], etcd, namespace, named[2])
 
 
 def _address(text: str) -> str:

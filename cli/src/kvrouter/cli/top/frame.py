@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 
 from kvrouter.cli.top.decisions import decisions_table
 from kvrouter.cli.top.hits import HitWindow
-from kvrouter.cli.top.ranks import held_lines, ranks_table
-from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.ranks import BACKED_OFF, held_lines, ranks_table
+from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.cli.top.words import amount, duration
+from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse
 from rich.console import Group, RenderableType
@@ -44,7 +45,13 @@ def frame(system: System, hits: HitWindow, *, width: int, height: int | None = N
         lines.extend(_notes(status))
         lines.append(
             ranks_table(
-                status.ranks, system.indexed(component), hits.rates(component), hits.rate(component), width, ranks
+                status.ranks,
+                system.indexed(component),
+                system.worker_health(component),
+                hits.rates(component),
+                hits.rate(component),
+                width,
+                ranks,
             )
         )
         lines.append(Text())
@@ -65,6 +72,7 @@ def _head(system: System) -> list[Text]:
         lines.append(Text(system.note, "yellow"))
     lines.extend(_scheduler_line(seen, system.at) for seen in system.schedulers)
     lines.extend(_indexer_line(seen) for seen in system.indexers)
+    lines.extend(_frontend_line(seen) for seen in system.frontends)
     if not system.indexers and system.statuses:
         lines.append(Text("no Indexer is there: cached blocks are what the workers report", "yellow"))
     return lines
@@ -107,6 +115,19 @@ def _indexer_line(seen: IndexerSeen) -> Text:
         (f", {faulty:,} faulty events" if faulty else "", "yellow"),
         *((f", {each.component.name}: stream takes no messages", "red") for each in components if each.stream_error),
     )
+
+
+def _frontend_line(seen: FrontendSeen) -> Text:
+    if seen.health is None:
+        return _away("Frontend", seen.address, seen.failure)
+    calls = sum(each.calls for each in seen.health.workers)
+    text = Text(f"Frontend  at {seen.address}  {amount(calls, 'call')} at workers")
+    for words, count in (
+        ("suspected", seen.in_state(WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)),
+        ("backed off", seen.in_state(*BACKED_OFF)),
+    ):
+        text.append(f", {amount(count, 'worker')} {words}" if count else "", "red")
+    return text
 
 
 def _who(kind: str, name: str, address: str, *, ready: bool) -> list[tuple[str, str]]:

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from kvrouter.cli.top.hits import HitRate
 from kvrouter.cli.top.seen import Rank, rank_of
 from kvrouter.cli.top.words import amount, count, duration, share
+from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.scheduler_pb2 import HeldStatus, RankStatus
 from rich.table import Table
 from rich.text import Text
 
+SUSPECTED = (WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED,)
+BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)
+"""States of a worker that requests avoid."""
 _BAR = 10
 """Cells of the bar of active blocks."""
 _WIDE = 110
@@ -23,6 +27,7 @@ _HIGH, _FULL = 0.7, 0.9
 def ranks_table(
     ranks: Sequence[RankStatus],
     indexed: Mapping[Rank, RankStats],
+    health: Mapping[int, Sequence[WorkerHealth]],
     rates: Mapping[Rank, HitRate],
     total: HitRate,
     width: int,
@@ -33,6 +38,7 @@ def ranks_table(
     Args:
         ranks: The ranks.
         indexed: What an Indexer knows of them.
+        health: What Frontends say of their workers.
         rates: Their hit rates.
         total: That of all of them.
         width: Columns of the terminal.
@@ -74,7 +80,7 @@ def ranks_table(
             share(rate.predicted),
             share(rate.found),
             _lag(stats),
-            _state(each, stats),
+            _state(each, stats, health.get(each.rank.worker_id, ())),
         )
     return table
 
@@ -140,8 +146,20 @@ def _bar(active: int, total: int) -> Text:
     return Text.assemble(("█" * filled, style), ("░" * (_BAR - filled), "dim"))
 
 
-def _state(rank: RankStatus, stats: RankStats | None) -> Text:
+def _health_notes(health: Sequence[WorkerHealth]) -> list[tuple[str, str]]:
+    """What is wrong with a worker in the eyes of the Frontends, and how many of them say so."""
     notes = []
+    for words, states in (("suspected", SUSPECTED), ("backed off", BACKED_OFF)):
+        by = [each for each in health if each.state in states]
+        if by:
+            count = f" by {len(by)} of {len(health)} Frontends" if len(health) > 1 else ""
+            cause = max(by, key=lambda each: each.consecutive_failures).last_failure if states is BACKED_OFF else ""
+            notes.append((f"{words}{count}{': ' if cause else ''}{cause}", "red"))
+    return notes
+
+
+def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> Text:
+    notes = _health_notes(health)
     if not rank.registered:
         notes.append(("gone, with bookings", "red"))
     if rank.draining:

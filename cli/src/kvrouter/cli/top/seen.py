@@ -1,4 +1,4 @@
-"""What was seen of a system at one moment: the answers of its Schedulers and Indexers."""
+"""What was seen of a system at one moment: the answers of its services."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import datetime
 
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import GetStatsResponse, RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, Decision, GetStatusResponse
@@ -48,12 +49,28 @@ class IndexerSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontendSeen:
+    """A Frontend."""
+
+    address: str
+    health: GetWorkerHealthResponse | None = None
+    """Its answer; None where it gave none."""
+    failure: str = ""
+    """Why it gave none."""
+
+    def in_state(self, *states: WorkerHealthState) -> int:
+        """Returns how many workers it finds in one of the states."""
+        return 0 if self.health is None else sum(each.state in states for each in self.health.workers)
+
+
+@dataclass(frozen=True, slots=True)
 class System:
     """A system at one moment."""
 
     at: datetime
     schedulers: Sequence[SchedulerSeen] = ()
     indexers: Sequence[IndexerSeen] = ()
+    frontends: Sequence[FrontendSeen] = ()
     note: str = ""
     """What is wrong with finding them; empty if nothing is."""
 
@@ -78,6 +95,15 @@ class System:
         """The last decisions of all Schedulers, newest first."""
         every = [each for status in self.statuses for each in status.decisions]
         return sorted(every, key=lambda each: each.decided_unix_ns, reverse=True)
+
+    def worker_health(self, component: ComponentName) -> dict[int, list[WorkerHealth]]:
+        """What each Frontend that answered says of a component's workers, by worker id."""
+        found: dict[int, list[WorkerHealth]] = {}
+        for seen in self.frontends:
+            for each in () if seen.health is None else seen.health.workers:
+                if name_of(each.component) == component:
+                    found.setdefault(each.worker_id, []).append(each)
+        return found
 
     def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
         """What the Indexers know of a component's ranks: the first ready one's figures, with the worst ages of all."""

@@ -13,19 +13,21 @@ from typing import cast
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from kvrouter.cli.top.seen import IndexerSeen, SchedulerSeen, System
-from kvrouter.runtime.contracts import Indexer, Scheduler
+from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
+from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.v1 import indexer_pb2, scheduler_pb2
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.indexer_pb2 import GetStatsRequest
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest
 from prometheus_client import CollectorRegistry
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 _INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 _CALL_SECONDS = 2.0
 """Deadline of each call: a frame is late by this at most."""
@@ -43,6 +45,7 @@ class Where:
     indexers: Sequence[str]
     etcd: str
     namespace: str
+    frontends: Sequence[str] = ()
 
 
 class Sources:
@@ -55,18 +58,20 @@ class Sources:
 
     async def look(self) -> System:
         """What the system is like at this moment. Those who are away are told, and cost no more than a deadline."""
-        schedulers, indexers = self.addresses("scheduler"), self.addresses("indexer")
-        await self._close(self._channels.keys() - {*schedulers, *indexers})
-        seen_schedulers, seen_indexers = await asyncio.gather(
+        schedulers, indexers, frontends = map(self.addresses, ("scheduler", "indexer", "frontend"))
+        await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
+        seen_schedulers, seen_indexers, seen_frontends = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
+            asyncio.gather(*(self._ask_frontend(address) for address in frontends)),
         )
-        return System(datetime.now(UTC).astimezone(), seen_schedulers, seen_indexers, self.note)
+        return System(datetime.now(UTC).astimezone(), seen_schedulers, seen_indexers, seen_frontends, self.note)
 
     def addresses(self, kind: str) -> list[str]:
-        """Addresses, host:port, of every ``scheduler`` or ``indexer``."""
+        """Addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``."""
         if self._directory is None:
-            return list(self._where.schedulers if kind == "scheduler" else self._where.indexers)
+            where = self._where
+            return list({"scheduler": where.schedulers, "indexer": where.indexers, "frontend": where.frontends}[kind])
         # One that was killed and is back at its address is registered twice until the lease of its first life ends.
         return list(dict.fromkeys(each.endpoint for each in _by_id(self._directory.services(kind))))
 
@@ -100,6 +105,14 @@ class Sources:
             return IndexerSeen(address, stats)
         except KvRouterError as error:
             return IndexerSeen(address, failure=_why(error))
+
+    async def _ask_frontend(self, address: str) -> FrontendSeen:
+        frontend = cast(Frontend, self._stub(_FRONTEND, address))
+        try:
+            health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
+            return FrontendSeen(address, health)
+        except KvRouterError as error:
+            return FrontendSeen(address, failure=_why(error))
 
     def _stub(self, descriptor: ServiceDescriptor, address: str) -> object:
         channel = self._channels.get(address)
