@@ -8,6 +8,7 @@ gateway found unhealthy are avoided, unless no other fits.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -80,6 +81,11 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(request.token_ids)
         self._output_tokens = 0
+        self._failed_attempts = 0
+        """Attempts that failed, each return to a silent worker left out: the Scheduler may hear of another one later
+        than this gateway."""
+        self._silent_worker_id: int | None = None
+        """Worker that the last attempt left because it stopped answering."""
         self._booked_id = f"{request.request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
@@ -121,7 +127,7 @@ class Generation:
                 another attempt.
         """
         failure: WorkerFailure | None = None
-        for attempt in range(self._max_attempts):
+        for attempt in itertools.count():
             try:
                 async with aclosing(self._attempt(attempt, deadline, failure)) as pieces:
                     async for piece in pieces:
@@ -131,7 +137,7 @@ class Generation:
                 failure = failed.failure
             if self._output_tokens:
                 raise failure.as_error(has_output=True)
-            if not self._may_retry(attempt):
+            if not self._may_retry():
                 raise failure.as_error(f"no attempt is left after {attempt + 1}" if attempt else "")
             self._metrics.retries.inc()
             log.warning(
@@ -143,10 +149,13 @@ class Generation:
             )
             if not failure.is_silent:
                 self._routing.constraints.excluded_worker_ids.append(failure.worker_id)
+            if failure.worker_id != self._silent_worker_id:
+                self._failed_attempts += 1
+            self._silent_worker_id = failure.worker_id if failure.is_silent else None
 
-    def _may_retry(self, attempt: int) -> bool:
+    def _may_retry(self) -> bool:
         """Returns whether another attempt may follow this one: a pinned request has nowhere else to go."""
-        return attempt + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
+        return self._failed_attempts + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
 
     async def _attempt(
         self, attempt: int, deadline: Deadline, failure: WorkerFailure | None
@@ -204,7 +213,8 @@ class Generation:
             selection.endpoint,
             self._worker_request(booking),
             deadline=deadline,
-            has_alternative=lambda: self._has_alternative(worker_id, booking.key.attempt),
+            has_alternative=lambda: self._has_alternative(worker_id),
+            stays_a_probe=worker_id == self._silent_worker_id,
         )
         async with aclosing(answer) as pieces:
             async for piece in pieces:
@@ -219,9 +229,9 @@ class Generation:
                 yield Piece(encoded, output, routing)
                 routing = None
 
-    def _has_alternative(self, worker_id: int, attempt: int) -> bool:
+    def _has_alternative(self, worker_id: int) -> bool:
         """Returns whether a healthy worker other than this one could take the request in a further attempt."""
-        return self._may_retry(attempt) and any(
+        return self._may_retry() and any(
             worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
             for worker in self._workers.health.healthy(self._component)
         )

@@ -39,11 +39,13 @@ class WorkerClient:
         *,
         deadline: Deadline,
         has_alternative: Callable[[], bool],
+        stays_a_probe: bool = False,
     ) -> AsyncGenerator[WorkerPiece, None]:
         """Yields the worker's answer; its last piece has a finish reason.
 
         The answer ends at ``max_tokens`` even if the worker goes on. Without output, a worker that stops answering
-        probes is left as soon as ``has_alternative`` says that another one could take the request.
+        probes is left as soon as ``has_alternative`` says that another one could take the request; with
+        ``stays_a_probe`` not before it has missed a further probe.
 
         Raises:
             AttemptFailed: the worker is at fault.
@@ -59,7 +61,7 @@ class WorkerClient:
                         if has_output:
                             encoded = await anext(answer, None)
                         else:
-                            encoded = await _first(answer, worker_id, call, has_alternative)
+                            encoded = await _first(answer, worker_id, call, has_alternative, stays_a_probe)
                         if encoded is None:
                             break
                         call.heard()
@@ -136,7 +138,11 @@ class WorkerClient:
 
 
 async def _first(
-    answer: AsyncIterator[bytes], worker_id: int, call: WorkerCall, has_alternative: Callable[[], bool]
+    answer: AsyncIterator[bytes],
+    worker_id: int,
+    call: WorkerCall,
+    has_alternative: Callable[[], bool],
+    stays_a_probe: bool,
 ) -> bytes | None:
     """Returns the next piece of an answer that has no output yet; None at its end.
 
@@ -144,9 +150,10 @@ async def _first(
         AttemptFailed: the worker stopped answering, and another one could take the request.
     """
     reading: asyncio.Future[Any] = asyncio.create_task(_next(answer))
+    enough = call.missed_probes + stays_a_probe
     try:
         while not reading.done():
-            if call.is_suspected and has_alternative():
+            if call.is_suspected and call.missed_probes >= enough and has_alternative():
                 message = f"worker {worker_id} stopped answering: it missed {call.missed_probes} probes in a row"
                 raise AttemptFailed(WorkerFailure(worker_id, "silent", message))
             woken = call.wake_up()
