@@ -259,6 +259,23 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
         await eventually(stacks[1].booked, lambda count: count == 1)
 
 
+async def test_a_forged_epoch_silences_no_scheduler(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+        await stacks[0].select(selecting("before", routing(4)))
+        before = await agreed(stacks)
+        epoch = next(epoch for name, epoch in before if name == "s0")
+        for number in range(1, 4):
+            forged = ReplicaSyncEvent(router_id="s0", router_epoch=epoch + number, component=stacks[0].named)
+            forged.heartbeat.bookings = 0
+            await client.publish(stacks[0].component.sync_subject, forged.SerializeToString())
+        await reaches(lambda: figure(stacks[1], "sync_set_aside_total", reason="old_epoch"), 1)
+        await stacks[0].select(selecting("after", routing(4, seed=1)))
+        # The Scheduler itself says which epoch it is in, so that the forged ones are forgotten.
+        assert {name for name, _ in await agreed(stacks)} == {"s0", "s1"}
+        assert [await stack.booked() for stack in stacks] == [2, 2]
+        assert figure(stacks[1], "sync_orphans_dropped_total") == 0
+
+
 async def test_a_stranger_far_ahead_stops_nobody(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
         ahead = ReplicaSyncEvent(router_id="ghost", router_epoch=5, sequence=1 << 60, component=stacks[0].named)

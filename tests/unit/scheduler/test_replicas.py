@@ -273,3 +273,58 @@ def test_strangers_are_bounded() -> None:
         node.hear(added(0, number, life=(1, f"s{number}")))
     assert len(node.replicas.logs) == 64
     assert node.set_aside("too_many_replicas") == 36
+
+
+def test_a_forged_epoch_gives_way_to_what_its_scheduler_says() -> None:
+    teller, node = Node("other", epoch=5), Node("n")
+    node.hear(added(0, 0, life=(5, "other")), added(0, 1, life=(99, "other")), added(1, 2, life=(5, "other")))
+    assert node.set_aside("old_epoch") == 1
+    lacking, disputed = node.replicas.due()
+    assert (lacking, disputed) == ([], ["other"])
+    node.replicas.settle("other", 5)
+    assert node.log().life == (5, "other"), "what was forged is forgotten"
+    assert node.log().wanted
+    fetch = Fetch(node.replicas, node.log())
+    assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert node.log().next_sequence == teller.replicas.next_sequence
+    assert len(node.parts.ledger) == 0, "what the Scheduler does not hold is not counted"
+    node.hear(added(0, 3, life=(99, "other")))
+    assert node.set_aside("unconfirmed_epoch") == 1
+
+
+def test_a_state_of_another_epoch_settles_which_one_counts() -> None:
+    teller, node = Node("other", epoch=5), Node("n")
+    node.hear(added(0, 1, life=(99, "other")), added(3, 2, life=(99, "other")))
+    fetch = Fetch(node.replicas, node.log())
+    with pytest.raises(StateBroken):
+        fetch.take(next(chunks(teller.replicas)))
+    fetch.give_up()
+    assert node.log().life == (5, "other")
+
+
+def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
+    teller, node = Node("other", epoch=7), Node("n")
+    node.hear(added(0, 0), added(1, 1), added(2, 2))
+    node.hear(teller.replicas.heartbeat())
+    assert node.log().wanted == ""
+    node.parts.now += 5
+    node.hear(teller.replicas.heartbeat())
+    assert node.log().wanted == "behind"
+    fetch = Fetch(node.replicas, node.log())
+    assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert (node.log().next_sequence, len(node.parts.ledger)) == (0, 0)
+    node.hear(teller.replicas.heartbeat())
+    assert node.log().wanted == ""
+
+
+def test_states_that_bring_no_news_are_fetched_ever_more_rarely() -> None:
+    teller, node = Node("other", epoch=7), Node("n")
+    fetches = 0
+    for number in range(600):
+        node.hear(added(100 + number, number))
+        node.parts.now += 0.1
+        for heard in node.replicas.due()[0]:
+            fetches += 1
+            fetch = Fetch(node.replicas, heard)
+            assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert fetches < 15

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvrouter.runtime.backoff import Backoff
 from kvrouter.scheduler.claims import Claims
+from kvrouter.scheduler.epochs import RETRY_SECONDS
 from kvrouter.scheduler.records import Life
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat
 
+_BEHIND_SECONDS = 5.0
+"""How long heartbeats may be behind what was heard until the state is fetched."""
+_QUIET_SECONDS = 60.0
+"""After a pause has ended, how long without a fetch until the next one counts as the first."""
 MAX_WAITING = 65_536
 """Events that wait for a state: seconds of a busy Scheduler, where a state takes less. With more, all are dropped, and
 the next heartbeat shows it."""
@@ -29,7 +35,11 @@ class Log:
         self.heard_at = now
         """When it was last heard."""
         self.wanted = ""
-        """Why its state is needed: ``join``, ``gap`` or ``digest``; empty while nothing is missing."""
+        """Why its state is needed: ``join``, ``gap``, ``behind`` or ``digest``; empty while nothing is missing."""
+        self.due = now
+        """When its state may be asked for, if it is wanted."""
+        self._behind_since: float | None = None
+        self._backoff = Backoff(*RETRY_SECONDS)
         self._fetching = False
         self._waiting: dict[int, ReplicaSyncEvent] = {}
         self._compared_at = -1
@@ -39,7 +49,7 @@ class Log:
         """The events that can be applied, in their order, given one that has come. Each is to be applied at once."""
         self.heard_at = max(self.heard_at, now)
         if event.HasField("heartbeat"):
-            self._compare(event.sequence, event.heartbeat)
+            self._compare(event.sequence, event.heartbeat, now)
         elif event.sequence >= self.next_sequence:
             self._keep(event)
             yield from self._in_order()
@@ -57,21 +67,44 @@ class Log:
         self._fetching = True
 
     def fetched(self, next_sequence: int) -> Iterator[ReplicaSyncEvent]:
-        """Its state has come, and is applied. The events that have come after it, in their order."""
+        """Ends a fetch: its state has come, and is applied. Yields the events that have come after it, in their order.
+
+        Its own word for its sequence counts: what is ahead of it was never sent.
+        """
         self._fetching, self.wanted = False, ""
-        self.next_sequence = max(self.next_sequence, next_sequence)
+        self.next_sequence = next_sequence
         self._waiting = {number: event for number, event in self._waiting.items() if number >= self.next_sequence}
         yield from self._in_order()
         # What is further ahead would ask for the state for ever if it was made up; if not, the next heartbeat asks.
         self._waiting.clear()
 
-    def give_up(self) -> None:
-        """Its state has not come; it is wanted still."""
-        self._fetching = False
+    def note_fetched(self, now: float, *, founded: bool) -> None:
+        """Notes whether the state brought news. Where it did not, the next is asked for after a pause that doubles."""
+        if founded or now - self.due >= _QUIET_SECONDS:
+            self._backoff.succeeded()
+        self.due = now if founded else now + self._backoff.failed()
 
-    def _compare(self, sequence: int, heartbeat: SyncHeartbeat) -> None:
+    def give_up(self, now: float) -> None:
+        """Ends a fetch: its state has not come; it is wanted still, after a pause that doubles."""
+        self._fetching = False
+        self.due = now + self._backoff.failed()
+
+    def join(self) -> None:
+        """Has its state fetched, whatever was heard."""
+        self._want("gap")
+
+    def _compare(self, sequence: int, heartbeat: SyncHeartbeat, now: float) -> None:
+        if sequence >= self.next_sequence:
+            self._behind_since = None
         if sequence > self.next_sequence:
             self._want("gap")
+        elif sequence < self.next_sequence:
+            # Heartbeats do not overtake events: some that were applied were never sent. Where they are few, the digest
+            # shows it as soon as the sequence is reached.
+            self._behind_since = now if self._behind_since is None else self._behind_since
+            if now - self._behind_since >= _BEHIND_SECONDS and not self._fetching:
+                self._behind_since = None
+                self._want("behind")
         elif sequence == self.next_sequence and not self._fetching and not self.wanted:
             agrees = (heartbeat.digest, heartbeat.bookings) == (self.claims.digest, len(self.claims))
             if not agrees and self._compared_at != sequence:

@@ -83,6 +83,7 @@ class Fetch:
         self._held = set[Key]()
         self._next_chunk = 0
         self._next_sequence = 0
+        self._before = (heard.next_sequence, heard.claims.digest)
         heard.fetch()
 
     def take(self, chunk: SyncStateResponse) -> bool:
@@ -95,12 +96,13 @@ class Fetch:
         if heard not in self._replicas.logs:
             raise StateBroken("its Scheduler has gone")
         heard.heard_at = self._replicas.now()
-        if (chunk.router_epoch, chunk.router_id) != heard.life or chunk.chunk != self._next_chunk:
+        if chunk.router_id == heard.life[1] and chunk.router_epoch != heard.life[0]:
+            self._replicas.settle(chunk.router_id, chunk.router_epoch)
+            raise StateBroken(f"it is in epoch {chunk.router_epoch}, not {heard.life[0]}")
+        if chunk.router_id != heard.life[1] or chunk.chunk != self._next_chunk:
             raise StateBroken(f"chunk {chunk.chunk} of {chunk.router_id[:64]!r} came instead of {self._next_chunk}")
         if self._next_chunk == 0:
             self._next_sequence = chunk.next_sequence
-            if chunk.next_sequence < heard.next_sequence:
-                raise StateBroken("the state is older than what was heard")
         self._next_chunk += 1
         self._held.update(key_of(state.request.booking) for state in chunk.bookings)
         for event in _as_events(chunk):
@@ -112,13 +114,15 @@ class Fetch:
         return chunk.last
 
     def give_up(self) -> None:
-        """The rest does not come. What came is kept: it is true."""
-        self._heard.give_up()
+        """Ends the fetch: the rest does not come. What came is kept: it is true."""
+        self._heard.give_up(self._replicas.now())
 
     def _finish(self) -> None:
         for key in self._heard.claims:
             if key not in self._held:
                 self._replicas.hear_let_go(self._heard, key)
+        founded = self._before != (self._next_sequence, self._heard.claims.digest)
+        self._heard.note_fetched(self._replicas.now(), founded=founded)
         for event in self._heard.fetched(self._next_sequence):
             self._replicas.apply(self._heard, event)
 

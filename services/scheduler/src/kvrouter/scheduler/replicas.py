@@ -23,6 +23,7 @@ from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import checked_key
 from kvrouter.scheduler.claims import Claims
+from kvrouter.scheduler.epochs import Epochs, Verdict
 from kvrouter.scheduler.messages import component_message, key_message, rank_of
 from kvrouter.scheduler.pools import Pools
 from kvrouter.scheduler.predictions import Predictions
@@ -84,7 +85,7 @@ class Replicas:
         self._predictions = predictions
         self._affinity = affinity
         self._logs: dict[Life, Log] = {}
-        self._fences: dict[str, int] = {}
+        self.epochs = Epochs()
 
     @property
     def logs(self) -> Collection[Log]:
@@ -231,9 +232,10 @@ class Replicas:
         now = self.now()
         for life, heard in list(self._logs.items()):
             epoch, router_id = life
-            is_gone = router_id not in registered or epoch < self._fences[router_id]
+            is_gone = router_id not in registered or epoch != self.epochs.current(router_id)
             if is_gone and now - heard.heard_at >= self._grace:
                 self._forget(heard)
+        self.epochs.forget_quiet(now)
 
     def status(self) -> Iterator[ReplicaStatus]:
         """What is known of each Scheduler, this one first."""
@@ -261,18 +263,45 @@ class Replicas:
     def _log_of(self, event: ReplicaSyncEvent, now: float) -> Log | None:
         life = (event.router_epoch, event.router_id)
         known = self._logs.get(life)
-        fence = self._fences.get(event.router_id, 0)
-        if event.router_epoch < fence:
-            self._set_aside("old_epoch")
+        if known is None and len(self._logs) >= MAX_LIVES:
+            self._set_aside("too_many_replicas")
             return None
-        if known is None:
-            if len(self._logs) >= MAX_LIVES:
-                self._set_aside("too_many_replicas")
-                return None
-            known = self._logs[life] = Log(life, now)
-            self._fences[event.router_id] = event.router_epoch
-            log.info("Scheduler heard", of=event.router_id, routed=str(self.component))
-        return known
+        verdict = self.epochs.judge(event.router_id, event.router_epoch, now)
+        if verdict is not Verdict.APPLY:
+            self._set_aside("old_epoch" if verdict is Verdict.OLD else "unconfirmed_epoch")
+            return None
+        return known or self._follow(life)
+
+    def _follow(self, life: Life) -> Log:
+        followed = self._logs[life] = Log(life, self.now())
+        log.info("Scheduler heard", of=life[1], routed=str(self.component))
+        return followed
+
+    def settle(self, router_id: str, epoch: int) -> None:
+        """Takes a Scheduler's own answer for its epoch. Where another one counted, its state is fetched anew."""
+        before = self.epochs.current(router_id)
+        if not self.epochs.settle(router_id, epoch, self.now()):
+            return
+        life = (epoch, router_id)
+        (self._logs.get(life) or self._follow(life)).join()
+        for other, heard in list(self._logs.items()):
+            if other[1] == router_id and other[0] > epoch:
+                self._forget(heard)
+        log.warning(
+            "epoch corrected", of=router_id, routed=str(self.component), router_epoch=epoch, refuted_epoch=before
+        )
+
+    def due(self) -> tuple[list[Log], list[str]]:
+        """Returns the logs whose state is to be fetched at once, and the Schedulers to ask for their epoch."""
+        now = self.now()
+        return [heard for heard in self._logs.values() if heard.wanted and heard.due <= now], self.epochs.due(now)
+
+    def pause(self) -> float | None:
+        """Returns the seconds until something is due; None if nothing is wanted."""
+        times = [heard.due for heard in self._logs.values() if heard.wanted]
+        if (disputed := self.epochs.next_due()) is not None:
+            times.append(disputed)
+        return max(0.0, min(times) - self.now()) if times else None
 
     def _forget(self, heard: Log) -> None:
         dropped = 0
@@ -282,7 +311,7 @@ class Replicas:
         del self._logs[heard.life]
         # A fence stays as long as any life of its Scheduler is followed.
         if not any(router_id == heard.life[1] for _, router_id in self._logs):
-            del self._fences[heard.life[1]]
+            self.epochs.forget(heard.life[1])
         self._metrics.orphans.inc(dropped)
         log.info("Scheduler gone", of=heard.life[1], routed=str(self.component), bookings=dropped)
 

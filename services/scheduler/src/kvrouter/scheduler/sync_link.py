@@ -37,8 +37,6 @@ _CHUNK_SECONDS = 5.0
 """Time to wait for the next chunk of a state: its Scheduler makes one in milliseconds."""
 _CHUNKS_IN_FLIGHT = 8
 """Chunks that are sent before NATS must have taken them: 1 MiB, so that events find room beside a state."""
-_RETRY_SECONDS = 0.5
-"""Pause after a state that could not be had."""
 _SETTLE_SECONDS = 3.0
 """Time that a start waits for the other Schedulers' states before it takes requests without them."""
 _EPOCH_AHEAD_NS = 24 * 3600 * 10**9
@@ -189,7 +187,7 @@ class _Channel:
             # Whatever is wrong with one message, those that come after it are taken.
             self._metrics.set_aside.labels(reason="internal").inc()
             log.exception("sync message failed", subject=message.subject)
-        if any(heard.wanted for heard in self._replicas.logs):
+        if self._replicas.pause() is not None:
             self._wanted.set()
         if len(self._replicas.logs) > known:
             self._announce.set()
@@ -202,13 +200,18 @@ class _Channel:
             return "other_component"
         if event.router_id == self._here[1]:
             return "own_id"
-        if not 0 < event.router_epoch <= time.time_ns() + _EPOCH_AHEAD_NS:
-            return "bad_epoch"
         try:
             check_name(event.router_id)
         except InvalidName:
             return "bad_id"
-        return ""
+        is_far_ahead = event.router_epoch > time.time_ns() + _EPOCH_AHEAD_NS
+        epochs = self._replicas.epochs
+        if is_far_ahead and epochs.current(event.router_id) != event.router_epoch:
+            # If that is its clock, it says so itself.
+            epochs.dispute(event.router_id, self._replicas.now())
+        elif event.router_epoch:
+            return ""
+        return "bad_epoch"
 
     async def _take_request(self, message: Msg) -> None:
         if not message.reply or self._asked.full():
@@ -238,14 +241,32 @@ class _Channel:
 
     async def _repair(self) -> None:
         while True:
-            await self._wanted.wait()
             self._wanted.clear()
-            while lacking := [heard for heard in self._replicas.logs if heard.wanted]:
-                async with asyncio.TaskGroup() as group:
-                    for heard in lacking:
-                        group.create_task(self._fetch(heard), name=f"state of {heard.life[1]}")
-                if any(heard.wanted for heard in lacking):
-                    await asyncio.sleep(_RETRY_SECONDS)
+            lacking, disputed = self._replicas.due()
+            async with asyncio.TaskGroup() as group:
+                for heard in lacking:
+                    group.create_task(self._fetch(heard), name=f"state of {heard.life[1]}")
+                for router_id in disputed:
+                    group.create_task(self._ask_epoch(router_id), name=f"epoch of {router_id}")
+            if not lacking and not disputed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._replicas.pause()):
+                        await self._wanted.wait()
+
+    async def _ask_epoch(self, router_id: str) -> None:
+        """Asks a Scheduler for its epoch: the first chunk of its state has it."""
+        request = SyncStateRequest(router_id=self._here[1]).SerializeToString()
+        subject = self._component.sync_state_subject(router_id)
+        try:
+            answer = await self._client.request(subject, request, timeout=_CHUNK_SECONDS)
+            chunk = decode_message(SyncStateResponse, answer.data)
+            if chunk.router_id != router_id or not chunk.router_epoch:
+                raise StateBroken(f"{chunk.router_id[:64]!r} answered")
+        except (StateBroken, Undecodable, nats.errors.Error) as error:
+            self._replicas.epochs.unanswered(router_id, self._replicas.now())
+            log.info("epoch not confirmed", of=router_id, routed=str(self._component), cause=str(error))
+        else:
+            self._replicas.settle(router_id, chunk.router_epoch)
 
     async def _fetch(self, heard: Log) -> None:
         """Fetches the state of a life. Where it cannot be had, that is tried again as long as it is wanted."""
