@@ -34,13 +34,13 @@ class CacheEvents:
             self.index.reset_rank(rank, 1, 0, partial=False)
         self._worker_ids = np.array([worker_id for worker_id, _ in ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in ranks], np.uint32)
-        # The index fences older lives itself.
-        self._latest = np.full(len(ranks), (1 << 64) - 1, np.uint64)
+        # The index fences older incarnations itself; the simulated workers stay registered with their first one.
+        self._registered = np.ones(len(ranks), np.uint64)
 
     def overlaps(self, prompt: Prompt) -> Overlaps:
         """Leading blocks of a prompt that each rank holds, as the index has it, in the order of the ranks."""
         blocks = np.frombuffer(self.index.overlaps(prompt.local_hashes), np.uint32).astype(np.int64)
-        return Overlaps(self._worker_ids, self._dp_ranks, blocks, self._latest)
+        return Overlaps(self._worker_ids, self._dp_ranks, blocks, self._registered)
 
     def restarted(self, engine: int) -> None:
         """The engine begins a new life; what it held goes with the first event of that life, as everywhere."""
