@@ -17,6 +17,15 @@ from .rig import Rig
 
 
 @pytest.fixture
+def seed(record_property: Callable[[str, object], None]) -> int:
+    """What a scenario draws from: ``KVROUTER_SEED``, or a new one; told where the test fails."""
+    seed = int(os.environ.get("KVROUTER_SEED", random.SystemRandom().randrange(1 << 32)))
+    record_property("seed", seed)
+    print(f"KVROUTER_SEED={seed}")  # noqa: T201 - pytest shows it where a test fails
+    return seed
+
+
+@pytest.fixture
 def nats_server(tmp_path: Path) -> NatsServer:
     """The NATS of a rig; a module of tests may have one of another kind."""
     return NatsServer(tmp_path / "nats")
@@ -24,12 +33,9 @@ def nats_server(tmp_path: Path) -> NatsServer:
 
 @pytest.fixture
 async def rig(
-    tmp_path: Path, nats_server: NatsServer, record_property: Callable[[str, object], None]
+    tmp_path: Path, nats_server: NatsServer, seed: int, record_property: Callable[[str, object], None]
 ) -> AsyncIterator[Rig]:
     """Servers of the test's own. What its Indexers' logs tell goes into a report (``--junitxml``)."""
-    seed = int(os.environ.get("KVROUTER_SEED", random.SystemRandom().randrange(1 << 32)))
-    record_property("seed", seed)
-    print(f"KVROUTER_SEED={seed}")  # noqa: T201 - pytest shows it where a test fails
     servers = nats_server, EtcdServer(tmp_path / "etcd", binary=newer_etcd.find())
     async with AsyncExitStack() as exits:
         rig = Rig(tmp_path, *servers, random.Random(seed), exits)
