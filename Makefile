@@ -26,7 +26,7 @@ LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Pa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages test-faults e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,8 @@ test-faults: setup ## every fault scenario in its long form (`make integration` 
 
 packages: setup ## every wheel, installed into an empty environment with its newest and its lowest dependencies
 	$(BIN)/pytest -n auto --dist loadfile tests/packages
+
+test-full: test-faults ## what `make test` has in a short form only, at full length; an hour at most
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
