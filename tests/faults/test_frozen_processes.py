@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 from kvrouter.runtime.devstack import EtcdServer
+from kvrouter.runtime.errors import KvRouterError
 
 from .processes import PATIENCE_SECONDS, SCHEDULERS, Processes, cancelled, start_system, streamed, system
 from .rig import FULL
@@ -19,7 +21,7 @@ HEARTBEAT_TIMEOUT = 0.4
 FRONTEND = ("--scheduler-heartbeat-timeout-seconds", str(HEARTBEAT_TIMEOUT))
 LEASE_SECONDS = 2
 # A Scheduler that comes back still has its former bookings: their grace has not ended.
-SCHEDULER = ("--lease-seconds", str(LEASE_SECONDS), "--session-grace-seconds", "8")
+SCHEDULER = ("--lease-seconds", str(LEASE_SECONDS), "--session-grace-seconds", "5")
 SYNC = ("--replica-sync", "--replica-heartbeat-seconds", "0.2")
 REPLICATION = pytest.mark.parametrize("sync", [(), SYNC], ids=["no sync", "sync"])
 
@@ -47,10 +49,10 @@ class Load:
         self._number = 0
         self.running: list[asyncio.Task[int]] = []
 
-    def start(self, count: int, tokens: int) -> list[asyncio.Task[int]]:
+    def start(self, count: int, tokens: int, prompt_tokens: int = 40) -> list[asyncio.Task[int]]:
         numbers = range(self._number, self._number + count)
         self._number += count
-        started = [asyncio.create_task(streamed(self._frontend, number, tokens)) for number in numbers]
+        started = [asyncio.create_task(streamed(self._frontend, number, tokens, prompt_tokens)) for number in numbers]
         self.running += started
         return started
 
@@ -63,6 +65,12 @@ class Load:
 async def until_all_booked(processes: Processes, count: int) -> None:
     for name in SCHEDULERS:
         await processes.until_booked(name, count)
+
+
+async def until_booked_in_sum(processes: Processes, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while sum([await processes.booked(name) for name in SCHEDULERS]) != count:
+            await asyncio.sleep(0.05)
 
 
 async def until_session(processes: Processes, name: str) -> None:
@@ -113,7 +121,7 @@ async def test_a_scheduler_that_is_frozen_beyond_its_lease_comes_back_to_the_loa
 
 @REPLICATION
 async def test_a_scheduler_that_is_frozen_short_of_its_lease_delays_requests_by_heartbeats_only(
-    processes: Processes, sync: tuple[str, ...]
+    processes: Processes, sync: tuple[str, ...], record_property: Callable[[str, object], None]
 ) -> None:
     # Nothing but missed heartbeats can move the session: the lease outlives the test.
     scheduler = (*SCHEDULER, "--lease-seconds", "300", *sync)
@@ -124,7 +132,9 @@ async def test_a_scheduler_that_is_frozen_short_of_its_lease_delays_requests_by_
         first, second = await processes.deciding(1)
         await processes.until_booked(first, STREAMS + 10)
         with frozen(processes, first):
+            began = time.monotonic()
             await load.ended(load.start(10, 2), 2)
+            record_property("seconds until requests ended", round(time.monotonic() - began, 2))
             await load.ended(ending, 60)
             await processes.until_booked(second, 10)
         await load.ended(load.start(10, 2), 2)
@@ -150,6 +160,58 @@ async def test_requests_wait_for_the_only_scheduler(processes: Processes) -> Non
         await processes.until_booked("scheduler-0", 10)
         await cancelled(staying)
         await processes.until_booked("scheduler-0", 0)
+    finally:
+        await cancelled(load.running)
+
+
+async def test_a_frozen_scheduler_of_spread_requests_comes_back_to_the_load_that_is_left(processes: Processes) -> None:
+    await start_system(
+        processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SCHEDULER, frontend=(*FRONTEND, "--spread")
+    )
+    load = Load(processes)
+    try:
+        ending, staying = load.start(STREAMS, 60), load.start(STREAMS, 1500)
+        await until_booked_in_sum(processes, 2 * STREAMS)
+        before = await processes.booked("scheduler-0")
+        assert 0 < before < 2 * STREAMS, "requests are split"
+        with frozen(processes, "scheduler-0"):
+            await load.ended(ending, 60)
+            await until_absent(processes, "scheduler-0")
+            await processes.until_booked("scheduler-1", STREAMS)
+        await until_present(processes, "scheduler-0")
+        await until_booked_in_sum(processes, STREAMS)
+        assert await processes.booked("scheduler-0") > 0, "its share has come back"
+        await cancelled(staying)
+        await until_all_booked(processes, 0)
+    finally:
+        await cancelled(load.running)
+
+
+async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_other(processes: Processes) -> None:
+    await start_system(
+        processes,
+        schedulers=2,
+        frontends=1,
+        clock_factor=1.0,
+        mode="forecast",
+        engine=("--num-blocks", "80"),
+        scheduler=SCHEDULER,
+        frontend=FRONTEND,
+    )
+    load = Load(processes)
+    try:
+        streams = load.start(16, 100, 320)
+        first, second = await processes.deciding(1)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (await processes.held(first)).requests:
+                await asyncio.sleep(0.02)
+        with frozen(processes, first):
+            await load.ended(streams, 100)
+            await until_absent(processes, first)
+        await until_present(processes, first)
+        await load.ended(load.start(2, 10), 10)
+        await until_all_booked(processes, 0)
+        assert [(await processes.held(name)).requests for name in (first, second)] == [0, 0]
     finally:
         await cancelled(load.running)
 
@@ -208,3 +270,24 @@ async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
         await until_all_booked(processes, 0)
     finally:
         await cancelled(load.running + other.running)
+
+
+@pytest.mark.skipif(not FULL, reason="HTTP/2 keepalive takes half a minute to notice a frozen peer")
+async def test_the_load_of_a_frontend_that_is_frozen_beyond_keepalive_goes_and_new_load_comes(
+    processes: Processes,
+) -> None:
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.02, scheduler=SCHEDULER, frontend=FRONTEND)
+    load = Load(processes)
+    try:
+        lost = load.start(STREAMS, 1500)
+        first, _ = await processes.deciding(1)
+        await processes.until_booked(first, STREAMS)
+        with frozen(processes, "frontend-0"):
+            await until_all_booked(processes, 0)
+        assert all(isinstance(each, KvRouterError) for each in await asyncio.gather(*lost, return_exceptions=True))
+        again = load.start(10, 200)
+        await processes.until_booked(first, 10)
+        await cancelled(again)
+        await until_all_booked(processes, 0)
+    finally:
+        await cancelled(load.running)

@@ -316,7 +316,7 @@ async def test_a_scheduler_that_answers_no_heartbeat_is_left_for_another() -> No
     assert [each.booking.request_id for each in second.selected] == ["a"]
     (opening,) = second.openings
     assert {each.request_id for each in opening.open.live.bookings} >= {"kept"}
-    assert opening.open.generation > first.openings[0].open.generation
+    assert opening.open.opening_number > first.openings[0].open.opening_number
 
 
 async def test_one_that_opens_no_session_is_left_for_another() -> None:
@@ -367,4 +367,4 @@ async def test_an_opening_lists_what_is_live_and_what_is_waited_for() -> None:
         await link.select(selection(), deadline=Deadline.after(9))
     listed = [[each.request_id for each in opening.open.live.bookings] for opening in scheduler.openings]
     assert listed == [[], ["kept", "a"]]
-    assert [opening.open.generation for opening in scheduler.openings] == [1, 2]
+    assert [opening.open.opening_number for opening in scheduler.openings] == [1, 2]

@@ -179,9 +179,9 @@ def test_a_session_that_is_reopened_frees_what_its_client_no_longer_lists() -> N
 def test_an_opening_that_another_has_overtaken_is_refused() -> None:
     books = Books()
     books.ledger.open_session("s", "c", 2)
-    for generation in (1, 2):
+    for opening_number in (1, 2):
         with pytest.raises(SessionLost):
-            books.ledger.open_session("s", "c", generation)
+            books.ledger.open_session("s", "c", opening_number)
     books.ledger.open_session("s", "c", 3)
     # A client that does not number its openings always replaces the one before.
     books.ledger.open_session("s", "c")

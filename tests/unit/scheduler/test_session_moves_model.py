@@ -370,7 +370,7 @@ class Moves(RuleBasedStateMachine):
                     live = {key_of(each) for each in opening.live.bookings}
                     stream.session_id = opening.session_id
                     stream.token = parts.ledger.open_session(
-                        opening.session_id, opening.client_name, opening.generation
+                        opening.session_id, opening.client_name, opening.opening_number
                     )
                     parts.ledger.free_all_but(opening.session_id, live)
                     response.opened.CopyFrom(SessionOpened())

@@ -344,9 +344,9 @@ async def test_a_thousand_sessions_that_come_and_go_leave_nothing() -> None:
     assert parts.sessions._streams == {}
 
 
-def opening(generation: int, *live: str) -> OpenSession:
+def opening(opening_number: int, *live: str) -> OpenSession:
     listed = LiveBookings(bookings=[key(each) for each in live])
-    return OpenSession(session_id="s", client_name="c", generation=generation, live=listed)
+    return OpenSession(session_id="s", client_name="c", opening_number=opening_number, live=listed)
 
 
 async def test_a_session_that_comes_back_frees_what_ended_elsewhere() -> None:

@@ -1,7 +1,7 @@
 """The bookings of one session, and the messages by which a Scheduler learns of them.
 
-The client owns its bookings; a Scheduler has a copy. Each opening of the session, at whichever Scheduler, has a higher
-generation and lists every booking that is still in use: the Scheduler frees what ended while the session was elsewhere.
+The client alone knows which of its bookings are live. Each opening of the session, at whichever Scheduler, has a higher
+number and lists every booking that is still in use: the Scheduler frees what ended while the session was elsewhere.
 Re-asserts then bring what the Scheduler lacks. Frees are repeated until a Scheduler has answered them.
 """
 
@@ -34,7 +34,7 @@ class SessionBookings:
     def __init__(self, session_id: str, client_name: str) -> None:
         self._session_id = session_id
         self._client_name = client_name
-        self._generations = itertools.count(1)
+        self._opening_numbers = itertools.count(1)
         self._call_ids = itertools.count(1)
         self._live: dict[Key, LiveBooking] = {}
         self._selecting: dict[Key, BookingKey] = {}
@@ -68,7 +68,7 @@ class SessionBookings:
                 open=OpenSession(
                     session_id=self._session_id,
                     client_name=self._client_name,
-                    generation=next(self._generations),
+                    opening_number=next(self._opening_numbers),
                     live=LiveBookings(bookings=keys),
                 )
             )

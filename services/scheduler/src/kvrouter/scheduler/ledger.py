@@ -78,7 +78,7 @@ class _Session:
     client_name: str
     token: int
     """Which stream holds it."""
-    generation: int = 0
+    opening_number: int = 0
     """The client's number of the last opening; 0 where it numbers none."""
     open: bool = True
     ends: float = 0.0
@@ -213,25 +213,25 @@ class Ledger:
             self.witness.freed(key, None if record is None else record.component)
         return record
 
-    def open_session(self, session_id: str, client_name: str, generation: int = 0) -> int:
+    def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> int:
         """Opens a session, or takes over one of that id with its bookings. Returns the token of its stream.
 
         Args:
             session_id: The session.
             client_name: Its client, for logs.
-            generation: The client's number of this opening; 0 is not compared.
+            opening_number: The client's number of this opening; 0 is not compared.
 
         Raises:
             SessionLost: a later opening came before. Streams may arrive out of order after a freeze.
         """
         session = self._sessions.get(session_id)
-        if session is not None and 0 < generation <= session.generation:
+        if session is not None and 0 < opening_number <= session.opening_number:
             raise SessionLost(session_id)
         token = next(self._tokens)
         if session is None:
             session = self._sessions[session_id] = _Session(client_name, token)
         session.client_name, session.token, session.open = client_name, token, True
-        session.generation = generation or session.generation
+        session.opening_number = opening_number or session.opening_number
         return token
 
     def free_all_but(self, session_id: str, live: Collection[Key]) -> int:

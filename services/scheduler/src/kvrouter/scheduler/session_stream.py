@@ -88,7 +88,7 @@ class Sessions:
         opening = _checked_opening(first)
         session_id = opening.session_id
         live = {checked_key(booking) for booking in opening.live.bookings} if opening.HasField("live") else None
-        token = self.ledger.open_session(session_id, opening.client_name, opening.generation)
+        token = self.ledger.open_session(session_id, opening.client_name, opening.opening_number)
         freed = 0 if live is None else self.ledger.free_all_but(session_id, live)
         stream = _Stream(self, session_id, token, deadline)
         replaced, self._streams[session_id] = self._streams.get(session_id), stream
@@ -98,7 +98,7 @@ class Sessions:
             "session opened",
             session=session_id,
             client=opening.client_name,
-            generation=opening.generation,
+            opening_number=opening.opening_number,
             took_over=replaced is not None,
             freed_bookings=freed,
         )
