@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 from kvrouter.runtime.devstack import EtcdServer
-from kvrouter.runtime.errors import KvRouterError
 
 from .processes import PATIENCE_SECONDS, SCHEDULERS, Processes, cancelled, start_system, streamed, system
 from .rig import FULL
@@ -272,22 +271,23 @@ async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
         await cancelled(load.running + other.running)
 
 
-@pytest.mark.skipif(not FULL, reason="HTTP/2 keepalive takes half a minute to notice a frozen peer")
-async def test_the_load_of_a_frontend_that_is_frozen_beyond_keepalive_goes_and_new_load_comes(
-    processes: Processes,
+@REPLICATION
+async def test_the_load_of_a_frontend_that_stays_frozen_goes_and_comes_back_with_it(
+    processes: Processes, sync: tuple[str, ...]
 ) -> None:
-    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.02, scheduler=SCHEDULER, frontend=FRONTEND)
+    scheduler = ("--lease-seconds", str(LEASE_SECONDS), "--session-grace-seconds", "1", *sync)
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.02, scheduler=scheduler, frontend=FRONTEND)
     load = Load(processes)
     try:
-        lost = load.start(STREAMS, 1500)
+        staying = load.start(STREAMS, 1500)
         first, _ = await processes.deciding(1)
         await processes.until_booked(first, STREAMS)
         with frozen(processes, "frontend-0"):
             await until_all_booked(processes, 0)
-        assert all(isinstance(each, KvRouterError) for each in await asyncio.gather(*lost, return_exceptions=True))
-        again = load.start(10, 200)
-        await processes.until_booked(first, 10)
-        await cancelled(again)
+        await processes.until_booked(first, STREAMS)
+        await load.ended(load.start(10, 2), 2)
+        await processes.until_booked(first, STREAMS)
+        await cancelled(staying)
         await until_all_booked(processes, 0)
     finally:
         await cancelled(load.running)

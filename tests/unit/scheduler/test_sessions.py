@@ -397,3 +397,23 @@ async def test_what_the_former_stream_still_asks_for_is_not_booked() -> None:
                 await old.answer()
             assert (await new.ask(call_id=2, heartbeat=SessionHeartbeat())).HasField("heartbeat")
             assert parts.idle()
+
+
+async def test_a_client_that_stops_its_heartbeats_loses_its_session_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_stream, "_TICK_SECONDS", 0.001)
+    parts = Parts(view(worker(1)), grace=10)
+    async with line(parts, None) as client:
+        await client.ask(call_id=1, open=opening(1))
+        await client.ask(call_id=2, select=selecting("a"))
+        await client.ask(call_id=3, heartbeat=SessionHeartbeat())
+        with pytest.raises(SessionLost):
+            await client.answer()
+    parts.now += 10
+    parts.bookings.expire()
+    assert parts.idle()
+    async with line(parts, None) as client:
+        await client.ask(call_id=1, open=opening(2, "a"))
+        assert not (await client.ask(call_id=2, reassert=reassert("a"))).reasserted.known
+        assert parts.load(1)[2] == 1

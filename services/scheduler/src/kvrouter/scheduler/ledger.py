@@ -264,6 +264,8 @@ class Ledger:
         if not self.holds(session_id, token):
             return
         session = self._sessions[session_id]
+        if not session.open:
+            return
         session.open, session.ends = False, now + self._grace
         if not session.keys:
             del self._sessions[session_id]

@@ -36,6 +36,9 @@ log = structlog.get_logger(component="scheduler")
 
 _OPENING_SECONDS = 10.0
 """Time that a client has to open its session: one that never does would hold a call of the server for ever."""
+_TICK_SECONDS = 1.0
+_SILENT_TICKS = 10
+"""Ticks without a message after which a client that sends heartbeats counts as gone: it sends several in each."""
 _MAX_UNANSWERED = 16_384
 """Calls of one session whose answer is not read yet; further ones are not read before that."""
 _MAX_ID_BYTES = 256
@@ -104,6 +107,7 @@ class Sessions:
         )
         reading = asyncio.create_task(stream.read(requests), name=f"session {session_id}")
         reading.add_done_callback(stream.has_read)
+        watching = asyncio.create_task(stream.end_when_silent(), name=f"silence of {session_id}")
         try:
             opened = SessionOpened(grace_ms=round(self.grace_seconds * 1000), scheduler_id=self.scheduler_id)
             yield SessionResponse(call_id=first.call_id, opened=opened)
@@ -115,15 +119,20 @@ class Sessions:
             await reading
         finally:
             reading.cancel()
+            watching.cancel()
             try:
-                await asyncio.wait([reading])
+                await asyncio.wait([reading, watching])
             finally:
                 # Also where a cancel comes on top of a broken write: a session that is not closed is never released.
-                self.ledger.close_session(session_id, token, self._clock())
+                self.close(session_id, token)
                 if self._streams.get(session_id) is stream:
                     del self._streams[session_id]
                     log.info("session closed", session=session_id, client=opening.client_name)
                 del reading  # A task keeps its exception, whose traceback keeps this frame.
+
+    def close(self, session_id: str, token: int) -> None:
+        """Closes a session that the stream of ``token`` holds: its bookings go after the grace."""
+        self.ledger.close_session(session_id, token, self._clock())
 
 
 class _Stream:
@@ -135,6 +144,8 @@ class _Stream:
         self._token = token
         self._deadline = deadline
         self._selections: dict[int, asyncio.Task[None]] = {}
+        self._heard = False
+        self._sends_heartbeats = False
         self.outbox: asyncio.Queue[_Item] = asyncio.Queue()
         """Answers to send; bounded by the permits, since each call has one answer."""
         self.permits = asyncio.Semaphore(_MAX_UNANSWERED)
@@ -163,6 +174,21 @@ class _Stream:
         for selection in self._selections.values():
             selection.cancel()
 
+    async def end_when_silent(self) -> None:
+        """Closes the session of a client that sent heartbeats and stopped; its bookings go after the grace.
+
+        A client that goes on opens its session again. Ticks of this loop are counted, not seconds, so that a Scheduler
+        that was frozen itself does not take its clients for gone.
+        """
+        silent = 0
+        while silent < _SILENT_TICKS:
+            await asyncio.sleep(_TICK_SECONDS)
+            silent = silent + 1 if self._sends_heartbeats and not self._heard else 0
+            self._heard = False
+        log.warning("session silent", session=self._session_id, seconds=_SILENT_TICKS * _TICK_SECONDS)
+        self._sessions.close(self._session_id, self._token)
+        self.outbox.put_nowait(SessionLost(self._session_id))
+
     def has_read(self, reading: asyncio.Task[None]) -> None:
         """No call comes any more: what ended ``read`` is raised by whoever awaits it, if anybody does."""
         if not reading.cancelled():
@@ -171,6 +197,7 @@ class _Stream:
 
     def _take(self, request: SessionRequest, group: asyncio.TaskGroup) -> None:
         call_id = request.call_id
+        self._heard = True
         try:
             if request.WhichOneof("call") != "select":
                 response = self._answer(request)
@@ -242,6 +269,7 @@ class _Stream:
                 taken = bookings.reassert(request.reassert, self._session_id, self._token)
                 return SessionResponse(call_id=call_id, reasserted=taken)
             case "heartbeat":
+                self._sends_heartbeats = True
                 return SessionResponse(call_id=call_id, heartbeat=SessionHeartbeat())
             case "cancel":
                 selection = self._selections.get(request.cancel.call_id)
