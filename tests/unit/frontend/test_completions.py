@@ -84,7 +84,8 @@ def test_a_body_that_is_no_json_is_refused() -> None:
 
 
 def test_pieces_add_up() -> None:
-    completion = Completion(parse())
+    request = parse()
+    completion = Completion(request.fields.model, request.to_generate().token_ids)
     routing = RoutingInfo(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
     first = decoded(completion.add(GenerateOutput(token_ids=[10, 11], cached_tokens=16), routing))
     last = completion.add(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH), None)

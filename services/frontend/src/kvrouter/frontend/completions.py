@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from kvrouter.frontend.completion_request import CompletionRequest
 from kvrouter.frontend.token_list import encode_token_ids
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
@@ -21,8 +21,10 @@ _FINISH: dict[int, str] = {
 class Completion:
     """The answer to one request, gathered or as chunks."""
 
-    def __init__(self, request: CompletionRequest) -> None:
-        self._request = request
+    def __init__(self, model: str, prompt: Sequence[int]) -> None:
+        """``prompt`` are the token ids that the answer repeats."""
+        self._model = model
+        self._prompt = prompt
         self._created = int(time.time())
         self._id = ""
         self._cached_tokens = 0
@@ -48,13 +50,13 @@ class Completion:
         token_ids = self.gather(output, routing)
         choice = self._choice(token_ids)
         if first and token_ids:
-            choice["prompt_token_ids"] = encode_token_ids(self._request.token_ids)
+            choice["prompt_token_ids"] = encode_token_ids(self._prompt)
         return self._envelope([choice])
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece, for ``msgspec.json``."""
         choice = self._choice(self._token_ids)
-        choice["prompt_token_ids"] = encode_token_ids(self._request.token_ids)
+        choice["prompt_token_ids"] = encode_token_ids(self._prompt)
         return {**self._envelope([choice]), "usage": self._usage(), "kvrouter": self._routed()}
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Completion:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._request.fields.model,
+            "model": self._model,
             "choices": choices,
         }
 
@@ -81,7 +83,7 @@ class Completion:
         }
 
     def _usage(self) -> dict[str, Any]:
-        prompt, output = len(self._request.token_ids), len(self._token_ids)
+        prompt, output = len(self._prompt), len(self._token_ids)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

@@ -11,14 +11,16 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 import structlog
-from kvrouter.core import Scope, local_hashes, sequence_hashes
+from kvrouter.core import sequence_hashes
 from kvrouter.frontend.bookings import LiveBooking
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.prompt_hashing import hash_prompt
 from kvrouter.frontend.recording_file import Outline
 from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.frontend.worker_client.client import WorkerClient
@@ -86,16 +88,15 @@ class Generation:
         than this gateway."""
         self._silent_worker_id: int | None = None
         """Worker that the last attempt left because it stopped answering."""
-        self._booked_id = f"{request.request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
-        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
-        multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
-        local = self._local_hashes = local_hashes(list(request.token_ids), self._block_size, scope, multimodal)
+        self._request_id = request.request_id or uuid.uuid4().hex
+        self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
+        local = self._local_hashes = hash_prompt(request, self._block_size)
         self._sequence_hashes = sequence_hashes(local)
         self._link = links.link(view.name, self._sequence_hashes, request.conversation_id)
         self._routing = RoutingRequest(
             model=request.model,
             component=view.descriptor.component,
-            local_hashes=LocalHashes(hashes=memoryview(local).cast("Q").tolist()),
+            local_hashes=LocalHashes(hashes=memoryview(local).cast("Q")),
             prompt_tokens=self._prompt_tokens,
             block_size=self._block_size,
             scope=request.scope,
@@ -142,7 +143,7 @@ class Generation:
             self._metrics.retries.inc()
             log.warning(
                 "request.retried",
-                request_id=self._request.request_id,
+                request_id=self._request_id,
                 worker=failure.worker_id,
                 attempt=attempt,
                 cause=failure.message,
@@ -197,7 +198,7 @@ class Generation:
         added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
         self._metrics.added_seconds.observe(added_us / 1e6)
         routing: RoutingInfo | None = RoutingInfo(
-            request_id=self._request.request_id,
+            request_id=self._request_id,
             rank=selection.rank,
             attempt=booking.key.attempt,
             predicted_overlap_blocks=selection.overlap_blocks,

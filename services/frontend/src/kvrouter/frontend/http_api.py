@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from aiohttp import web
 from kvrouter.frontend.busy_threshold import BusyThresholdBody, listed, shown
-from kvrouter.frontend.completion_request import CompletionRequest
+from kvrouter.frontend.completion_request import CompletionFields, CompletionRequest
 from kvrouter.frontend.completions import Completion
 from kvrouter.frontend.http_body import read_body
 from kvrouter.frontend.json_body import MAX_FIELDS_BYTES
@@ -161,32 +161,32 @@ class HttpApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion, as one answer or as server-sent events."""
-        completion_request, to_generate = await self._parsed(request)
-        if completion_request.fields.stream:
-            return await self._stream(request, completion_request, to_generate)
-        completion = Completion(completion_request)
+        fields, to_generate = await self._parsed(request)
+        if fields.stream:
+            return await self._stream(request, fields, to_generate)
+        completion = Completion(fields.model, to_generate.token_ids)
         pieces = self._frontend.pieces(to_generate, deadline=Deadline.never())
         async with aclosing(pieces):
             async for piece in pieces:
                 completion.gather(piece.output, piece.routing)
         return _json_response(completion.whole())
 
-    async def _parsed(self, request: web.Request) -> tuple[CompletionRequest, FrontendServiceGenerateRequest]:
+    async def _parsed(self, request: web.Request) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if len(body) <= _LONG_BODY_BYTES:
             return self._parse(body)
         # Other requests go on meanwhile: the parser lets the loop run between two pieces of the prompt.
         return await asyncio.to_thread(self._parse, body)
 
-    def _parse(self, body: bytearray) -> tuple[CompletionRequest, FrontendServiceGenerateRequest]:
+    def _parse(self, body: bytearray) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:
         limits = self._frontend.options.limits
         completion_request = CompletionRequest.parse(body, max_prompt_tokens=limits.max_prompt_tokens)
-        return completion_request, completion_request.to_generate()
+        return completion_request.fields, completion_request.to_generate()
 
     async def _stream(
-        self, request: web.Request, completion_request: CompletionRequest, to_generate: FrontendServiceGenerateRequest
+        self, request: web.Request, fields: CompletionFields, to_generate: FrontendServiceGenerateRequest
     ) -> web.StreamResponse:
-        completion = Completion(completion_request)
+        completion = Completion(fields.model, to_generate.token_ids)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         pieces = self._frontend.pieces(to_generate, deadline=Deadline.never())
         async with aclosing(pieces):
@@ -200,7 +200,7 @@ class HttpApi:
                     raise
                 await response.write(_event(error_body(error)[1]))
             else:
-                options = completion_request.fields.stream_options
+                options = fields.stream_options
                 if options is not None and options.include_usage:
                     await response.write(_event(completion.usage_chunk()))
                 await response.write(b"data: [DONE]\n\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -129,8 +128,6 @@ class FrontendService:
             view = self._view(request.model)
             known_model = view.descriptor.model
             check_request(request, view, self.options.limits)
-            if not request.request_id:
-                request = _with_id(request)
             generation = Generation(
                 request,
                 view,
@@ -268,10 +265,3 @@ async def _settled(asked: Awaitable[_Answer]) -> _Answer | KvRouterError:
         return await asked
     except KvRouterError as error:
         return error
-
-
-def _with_id(request: FrontendServiceGenerateRequest) -> FrontendServiceGenerateRequest:
-    copy = FrontendServiceGenerateRequest()
-    copy.CopyFrom(request)
-    copy.request_id = uuid.uuid4().hex
-    return copy

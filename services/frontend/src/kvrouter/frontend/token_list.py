@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -17,6 +17,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 _PIECE_BYTES = 64 << 10
 _PIECE_TOKENS = 16 << 10
+_LONG_ELEMENT = 64
+"""Bytes; a token id has ten at most."""
 _DECODER = msgspec.json.Decoder(list[TokenId])
 _INDEX = re.compile(r" - at `\$\[(\d+)\]")
 _NO_TOKENIZER = "Send the prompt as a list of token ids; the gateway has no tokenizer."
@@ -47,23 +49,25 @@ def parse_token_ids(text: msgspec.Raw, *, limit: int) -> array[int]:
     return tokens
 
 
-def encode_token_ids(tokens: array[int]) -> msgspec.Raw:
+def encode_token_ids(tokens: Sequence[int]) -> msgspec.Raw:
     """The JSON array of token ids."""
-    pieces = (tokens[start : start + _PIECE_TOKENS].tolist() for start in range(0, len(tokens), _PIECE_TOKENS))
+    pieces = (list(tokens[start : start + _PIECE_TOKENS]) for start in range(0, len(tokens), _PIECE_TOKENS))
     return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces) + b"]")
 
 
 def _pieces(view: memoryview) -> Iterator[bytes]:
     """Splits an array at commas into shorter arrays."""
-    start, end, size = 1, len(view) - 1, _PIECE_BYTES
+    start, end, carried = 1, len(view) - 1, b""
     while start < end:
-        text = bytes(view[start : min(start + size, end)])
+        text = bytes(view[start : min(start + _PIECE_BYTES, end)])
         cut = len(text) if start + len(text) == end else text.rfind(b",")
         if cut < 0:
-            size *= 2  # An element, or white space, is longer than a piece.
+            # White space, or an element that is far too long, of which the beginning will be refused.
+            carried += text.strip()[:_LONG_ELEMENT]
+            start += len(text)
             continue
-        yield b"[" + text[:cut] + b"]"
-        start, size = start + cut + 1, _PIECE_BYTES
+        yield b"[" + carried + text[:cut] + b"]"
+        start, carried = start + cut + 1, b""
 
 
 def _count(view: memoryview) -> int:
