@@ -87,6 +87,13 @@ class System:
             while not await self._is_candidate(worker_id):
                 await asyncio.sleep(0.01)
 
+    async def until_gone(self, worker_id: int) -> None:
+        """Returns when the Scheduler and the Frontend know the worker no more."""
+        await until(lambda: not self._sees(worker_id))
+        async with asyncio.timeout(30):
+            while await self._is_candidate(worker_id):
+                await asyncio.sleep(0.01)
+
     def _sees(self, worker_id: int) -> bool:
         return any(worker_id in view.workers for view in self.runtime.directory.components.values())
 

@@ -194,8 +194,9 @@ async def test_after_its_back_off_a_failing_worker_is_tried_by_a_request(system:
 async def test_requests_are_attempted_rather_than_refused_where_every_worker_fails(system: System) -> None:
     await system.start_worker(3)
     async with hostile_worker(system, HOSTILE, aborts(grpc.StatusCode.INTERNAL)) as worker:
-        await system.stop_worker(SOUND)
-        await system.stop_worker(3)
+        for sound in (SOUND, 3):
+            await system.stop_worker(sound)
+            await system.until_gone(sound)
         for _ in range(8):
             with pytest.raises(WorkerLost) as lost:
                 await ask(system)
