@@ -84,24 +84,25 @@ class System:
         """Returns when the Scheduler and the Frontend know the worker."""
         await until(lambda: self._sees(worker_id))
         async with asyncio.timeout(30):
-            while not await self._is_candidate(worker_id):
+            while not all(await self._candidate_at_each(worker_id)):
                 await asyncio.sleep(0.01)
 
     async def until_gone(self, worker_id: int) -> None:
         """Returns when the Scheduler and the Frontend know the worker no more."""
         await until(lambda: not self._sees(worker_id))
         async with asyncio.timeout(30):
-            while await self._is_candidate(worker_id):
+            while any(await self._candidate_at_each(worker_id)):
                 await asyncio.sleep(0.01)
 
     def _sees(self, worker_id: int) -> bool:
         return any(worker_id in view.workers for view in self.runtime.directory.components.values())
 
-    async def _is_candidate(self, worker_id: int) -> bool:
+    async def _candidate_at_each(self, worker_id: int) -> list[bool]:
+        """Whether each Scheduler has the worker among its candidates; [False] where one does not answer yet."""
         try:
-            return all([worker_id in await self.loads(scheduler) for scheduler in self.schedulers])
+            return [worker_id in await self.loads(scheduler) for scheduler in self.schedulers]
         except KvRouterError:
-            return False
+            return [False]
 
     async def stop_worker(self, worker_id: int) -> None:
         await self._worker_stacks.pop(worker_id).aclose()

@@ -212,6 +212,7 @@ async def test_requests_are_attempted_rather_than_refused_where_every_worker_fai
 async def test_workers_that_are_all_full_are_load_for_the_client(system: System) -> None:
     async with hostile_worker(system, HOSTILE, aborts(grpc.StatusCode.RESOURCE_EXHAUSTED)):
         await system.stop_worker(SOUND)
+        await system.until_gone(SOUND)
         with pytest.raises(AllBusy, match="as the test has it"):
             await ask(system)
 
@@ -285,6 +286,7 @@ async def test_a_worker_that_answers_probes_keeps_its_requests_however_long_thei
 async def test_a_request_stays_with_a_silent_worker_until_another_could_take_it(system: System) -> None:
     async with hostile_worker(system, HOSTILE, hangs) as worker:
         await system.stop_worker(SOUND)
+        await system.until_gone(SOUND)
         worker.freeze()
         asking = asyncio.create_task(ask(system))
         async with asyncio.timeout(60):
