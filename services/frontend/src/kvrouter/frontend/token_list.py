@@ -51,8 +51,12 @@ def parse_token_ids(text: msgspec.Raw, *, limit: int) -> array[int]:
 
 def encode_token_ids(tokens: Sequence[int]) -> msgspec.Raw:
     """The JSON array of token ids."""
-    pieces = (list(tokens[start : start + _PIECE_TOKENS]) for start in range(0, len(tokens), _PIECE_TOKENS))
-    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(piece)[1:-1] for piece in pieces) + b"]")
+    text = bytearray(b"[")  # Grows in place: joined pieces would be there twice for a moment.
+    for start in range(0, len(tokens), _PIECE_TOKENS):
+        text += b"," if start else b""
+        text += msgspec.json.encode(list(tokens[start : start + _PIECE_TOKENS]))[1:-1]
+    text += b"]"
+    return msgspec.Raw(text)
 
 
 def _pieces(view: memoryview) -> Iterator[bytes]:
