@@ -8,7 +8,7 @@ WHEELS ?= dist
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 
 # What mypy checks: every package, by its own directory, since `kvrouter` itself is a namespace.
-PACKAGES = $(wildcard protos/src/kvrouter/*/names.py core/src/kvrouter/* services/*/src/kvrouter/* cli/src/kvrouter/*)
+PACKAGES = $(wildcard protos/src/kvrouter/*/names.py core/src/kvrouter/* net/src/kvrouter/* services/*/src/kvrouter/* cli/src/kvrouter/*)
 
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -92,8 +92,8 @@ bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the st
 bench-quality: setup ## every routing policy on every kind of traffic: the tables of docs/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py
 
-wheels: setup ## wheels of all four distributions in dist/, the core's for the stable ABI
-	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./services/publisher_sdk .
+wheels: setup ## wheels of all five distributions in dist/, the core's for the stable ABI
+	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk .
 
 protos: $(STAMPS)/protoc ## generated code of the contract, written again
 	$(VENV)/protoc/bin/python protos/generate.py
@@ -132,10 +132,10 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 	@touch $@
 
 # Build tools first, pinned like the rest, so that no build fetches another version of its own.
-$(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml services/publisher_sdk/pyproject.toml | $(STAMPS)/protos
+$(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml services/publisher_sdk/pyproject.toml | $(STAMPS)/protos
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
-	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e services/publisher_sdk -e '.[stack,dev]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[stack,dev]'
 	@touch $@ $(STAMPS)/core
 
 $(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/engine/Cargo.toml core/engine/src/*.rs)

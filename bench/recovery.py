@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from kvrouter.publisher.etcd import connect, watch_prefix
+from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import EtcdServer, NatsServer

@@ -17,8 +17,8 @@ import time
 
 import structlog
 from kvrouter.mocker.adapter import MockEngine
+from kvrouter.net.etcd import LeasedKeys, connect
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.etcd import LeasedKeys, connect
 from kvrouter.publisher.rank_publisher import RankPublisher
 from kvrouter.publisher.registration import join_component
 from kvrouter.publisher.transport import NatsLink, open_transport

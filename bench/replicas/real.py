@@ -34,7 +34,7 @@ import nats
 from kvrouter.cli.processes import Command, ManagedProcess
 from kvrouter.core import sequence_hashes
 from kvrouter.frontend.prefix_split import PrefixSplit
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import etcd_server, nats_server

@@ -25,7 +25,7 @@ from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.engine_choice import make_engine
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.engine_types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
-from kvrouter.publisher.etcd import connect, watch_prefix
+from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline

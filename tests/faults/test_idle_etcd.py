@@ -7,7 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from kvrouter.publisher.etcd import Change, Snapshot, connect, watch_prefix
+from kvrouter.net.etcd import Change, Snapshot, connect, watch_prefix
 from kvrouter.runtime.devstack import EtcdServer
 
 from . import newer_etcd

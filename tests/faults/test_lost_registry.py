@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import cast
 
 import pytest
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import EtcdServer

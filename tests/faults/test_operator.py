@@ -8,7 +8,7 @@ import struct
 import sys
 
 from google.protobuf.json_format import MessageToJson, Parse
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.v1.indexer_pb2 import RankState
 from xxhash import xxh3_64_intdigest

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from google.protobuf.message import Message
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote

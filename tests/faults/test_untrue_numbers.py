@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.events_pb2 import BlocksCleared, KvEvent, KvEventBatch

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 
 import pytest
-from kvrouter.publisher.etcd import TakenOver
+from kvrouter.net.etcd import TakenOver
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import NatsServer
 from kvrouter.v1.common_pb2 import Transport

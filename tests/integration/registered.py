@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-LIBRARIES = ("kvrouter-protos", "kvrouter-core", "kvrouter-publisher")
+LIBRARIES = ("kvrouter-protos", "kvrouter-core", "kvrouter-net", "kvrouter-publisher")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
 

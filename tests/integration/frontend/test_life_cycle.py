@@ -6,9 +6,9 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, WorkerLost
-from kvrouter.runtime.etcd import connect
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 from kvrouter.v1.registry_pb2 import WorkerRegistration

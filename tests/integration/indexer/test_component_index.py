@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kvrouter.indexer.component import Limits
-from kvrouter.publisher.stream import ensure_stream
+from kvrouter.net.event_stream import ensure_stream
 from kvrouter.runtime.devstack import NatsServer
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.core import Scope, local_hashes
-from kvrouter.publisher.etcd import Put, watch_prefix
-from kvrouter.publisher.stream import ensure_stream
+from kvrouter.net.etcd import Put, watch_prefix
+from kvrouter.net.event_stream import ensure_stream
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.runtime.errors import (

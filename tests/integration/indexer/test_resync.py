@@ -10,7 +10,7 @@ from kvrouter.indexer import resync
 from kvrouter.indexer.component import Limits
 from kvrouter.indexer.state import RankDump
 from kvrouter.indexer.worker_state import fetch_state
-from kvrouter.publisher.stream import ensure_stream
+from kvrouter.net.event_stream import ensure_stream
 from kvrouter.runtime.contracts import Worker as WorkerStub
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport

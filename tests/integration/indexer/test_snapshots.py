@@ -11,8 +11,8 @@ from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.replay import Position
 from kvrouter.indexer.snapshot_lock import LockLost, Pointer, holding, read_pointer
 from kvrouter.indexer.snapshots import OthersLive, SnapshotHome, SnapshotOptions
-from kvrouter.publisher.etcd import connect
-from kvrouter.publisher.stream import ensure_stream
+from kvrouter.net.etcd import connect
+from kvrouter.net.event_stream import ensure_stream
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration

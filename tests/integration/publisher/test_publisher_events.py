@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 from kvrouter.core import PrefixIndex
-from kvrouter.publisher.stream import MAX_AGE_SECONDS, ensure_stream
+from kvrouter.net.event_stream import MAX_AGE_SECONDS, ensure_stream
 from kvrouter.publisher.worker import running
 from kvrouter.runtime.devstack import NatsServer
 from kvrouter.v1.common_pb2 import Transport

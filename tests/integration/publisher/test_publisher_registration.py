@@ -8,9 +8,9 @@ import time
 from collections.abc import Coroutine
 
 import pytest
+from kvrouter.net.etcd import TakenOver, connect
 from kvrouter.publisher import worker as worker_module
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
-from kvrouter.publisher.etcd import TakenOver, connect
 from kvrouter.publisher.registration import begin_incarnation
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.runtime.devstack import EtcdServer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nats
 import pytest
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.devstack import BinaryMissing, EtcdServer, NatsServer, StartFailed, etcd_server, nats_server
 
 

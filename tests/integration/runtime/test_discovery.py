@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from kvrouter.publisher.etcd import LeasedKeys, connect
+from kvrouter.net.etcd import LeasedKeys, connect
 from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.devstack import EtcdServer
 from kvrouter.runtime.settings import ServiceSettings

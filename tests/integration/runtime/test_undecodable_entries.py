@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.publisher.etcd import connect
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.context import Runtime
 from kvrouter.v1.names import ComponentName, namespace_prefix
 from kvrouter.v1.registry_pb2 import ServiceRegistration

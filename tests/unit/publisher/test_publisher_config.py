@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.publisher.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.v1.names import ComponentName
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
-from kvrouter.publisher.etcd import Change, Put, Snapshot
+from kvrouter.net.etcd import Change, Put, Snapshot
 from kvrouter.runtime.discovery import Directory, build_views, differences
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName

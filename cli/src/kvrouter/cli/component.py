@@ -8,7 +8,7 @@ import typer
 from google.protobuf.message import DecodeError
 from kvrouter.cli.faults import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
-from kvrouter.publisher.etcd import AWAY, InvalidEndpoint, connect
+from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
 from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from rich.console import Console

@@ -23,7 +23,7 @@ from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
 from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, read_trace
 from kvrouter.cli.up import UpOptions, choose_port, up
-from kvrouter.publisher.etcd import InvalidEndpoint, parse_endpoints
+from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.runtime.devstack import BinaryMissing, StartFailed
 from kvrouter.runtime.version import VERSION
 from kvrouter.simulator.plan import NAMES

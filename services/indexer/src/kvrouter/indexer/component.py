@@ -21,7 +21,7 @@ from kvrouter.indexer.resync import Resync
 from kvrouter.indexer.snapshots import SnapshotHome, Snapshots
 from kvrouter.indexer.state import IndexState
 from kvrouter.indexer.stream_repair import StreamRepair
-from kvrouter.runtime.decoding import Quarantine
+from kvrouter.net.decoding import Quarantine
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import nats.errors
 from kvrouter.indexer.replay import ConsumerView, DeliveryOrder, StreamIdentity, StreamView
-from kvrouter.publisher.stream import ensure_stream
+from kvrouter.net.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.aio.msg import Msg

@@ -10,9 +10,9 @@ import structlog
 from kvrouter.indexer.component import ComponentIndex, Limits
 from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.snapshots import SnapshotHome
-from kvrouter.runtime.decoding import Quarantine
+from kvrouter.net.decoding import Quarantine
+from kvrouter.net.etcd import LeasedKeys
 from kvrouter.runtime.discovery import ComponentView, Directory
-from kvrouter.runtime.etcd import LeasedKeys
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from nats.aio.client import Client
 

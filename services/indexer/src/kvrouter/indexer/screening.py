@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from kvrouter.core import Rank
-from kvrouter.runtime.decoding import Undecodable, decode_message
+from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.v1.events_pb2 import KvEventBatch
 
 _RANK_OF_SUBJECT = re.compile(r"\.([0-9a-f]{16})\.([0-9]{1,10})$")

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
-from kvrouter.runtime.etcd import AWAY, connect
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
+from kvrouter.net.etcd import AWAY, connect
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord
 from kvrouter.v1.snapshot_pb2 import SnapshotLock, SnapshotPointer
@@ -33,7 +33,7 @@ async def read_pointer(client: Any, component: ComponentName, quarantine: Quaran
     """The pointer; one that cannot be decoded is quarantined and counts as empty, at its revision.
 
     Raises:
-        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     quarantine = Quarantine() if quarantine is None else quarantine
     key = component.snapshot_key
@@ -119,7 +119,7 @@ async def holding(
 
     Raises:
         LockLost: another replica has it.
-        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     key = component.snapshot_lock_key.encode()
     async with connect(endpoints) as client:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection
 
 from kvrouter.indexer.snapshot_format import InvalidSnapshot
-from kvrouter.publisher.stream import write_error
+from kvrouter.net.event_stream import write_error
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig

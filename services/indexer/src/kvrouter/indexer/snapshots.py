@@ -28,10 +28,10 @@ from kvrouter.indexer.snapshot_lock import HeldLock, LockLost, holding, live_rep
 from kvrouter.indexer.snapshot_rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshot_store import SnapshotStore
 from kvrouter.indexer.state import IndexState, StaleDump
+from kvrouter.net.decoding import Quarantine
+from kvrouter.net.etcd import AWAY as ETCD_AWAY
+from kvrouter.net.etcd import connect
 from kvrouter.runtime.backoff import Backoff
-from kvrouter.runtime.decoding import Quarantine
-from kvrouter.runtime.etcd import AWAY as ETCD_AWAY
-from kvrouter.runtime.etcd import connect
 from kvrouter.runtime.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName

@@ -17,7 +17,7 @@ from kvrouter.indexer.shared_index import SharedIndex
 from kvrouter.indexer.tally import RankTally, Tally
 from kvrouter.indexer.waiting import MAX_ALL_BYTES, Waiting
 from kvrouter.indexer.wanted import PERSISTENT_DRIFT
-from kvrouter.runtime.decoding import Quarantine, Undecodable
+from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 

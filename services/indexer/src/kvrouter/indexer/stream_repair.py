@@ -1,7 +1,7 @@
 """Notices that a component's stream takes no messages, and makes it anew.
 
 nats-server stops a stream at its first failed write, such as on a full disk, and leaves it stopped when the disk has
-space again (``kvrouter.publisher.stream.write_error``). A restart of the server would help, and so does a stream of the
+space again (``kvrouter.net.event_stream.write_error``). A restart of the server would help, and so does a stream of the
 same configuration in its place, which frees the disk space of the former one too. What is lost with the former one are
 messages that a replica has not read yet: they show as gaps, and come from the workers.
 """
@@ -20,8 +20,8 @@ from kvrouter.indexer.consumer import AWAY as NATS_AWAY
 from kvrouter.indexer.consumer import heed_cancellation
 from kvrouter.indexer.snapshot_lock import LockLost, holding
 from kvrouter.indexer.snapshots import SnapshotHome
-from kvrouter.publisher.stream import write_error
-from kvrouter.runtime.etcd import AWAY as ETCD_AWAY
+from kvrouter.net.etcd import AWAY as ETCD_AWAY
+from kvrouter.net.event_stream import write_error
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig

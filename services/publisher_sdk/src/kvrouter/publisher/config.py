@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.publisher.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import aetcd
 import structlog
-from kvrouter.publisher.decoding import Undecodable, decode_message
+from kvrouter.net.decoding import Undecodable, decode_message
+from kvrouter.net.etcd import TakenOver
+from kvrouter.net.registry_entries import read_descriptor
 from kvrouter.publisher.errors import DescriptorMismatch
-from kvrouter.publisher.etcd import TakenOver
-from kvrouter.publisher.registry_entries import read_descriptor
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
@@ -28,7 +28,7 @@ async def join_component(
 
     Raises:
         DescriptorMismatch: it differs in something that all workers have to share.
-        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.descriptor_key.encode()
     await client.transaction(
@@ -68,7 +68,7 @@ async def begin_incarnation(client: aetcd.Client, component: ComponentName, work
     The last one is the recorded or the registered one: a record can be lost while a registration lives on.
 
     Raises:
-        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
     while True:
@@ -85,7 +85,7 @@ async def resume_incarnation(client: aetcd.Client, component: ComponentName, wor
     """Goes on with an incarnation, unless a later one has begun. Returns whether it does.
 
     Raises:
-        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
     found = await client.get(name)
@@ -100,7 +100,7 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
 
     Raises:
         TakenOver: a later one has begun, though its worker may be gone: it fences all that this one reports.
-        One of ``kvrouter.publisher.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
     found = await client.get(name)

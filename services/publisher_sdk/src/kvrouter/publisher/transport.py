@@ -7,8 +7,8 @@ from typing import Protocol
 
 import nats.errors
 import structlog
-from kvrouter.publisher.nats_client import TolerantClient
-from kvrouter.publisher.stream import ensure_stream, write_error
+from kvrouter.net.event_stream import ensure_stream, write_error
+from kvrouter.net.nats_client import TolerantClient
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client

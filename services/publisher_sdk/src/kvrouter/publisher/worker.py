@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
+from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import UnknownRank
-from kvrouter.publisher.etcd import AWAY, LeasedKeys, connect
 from kvrouter.publisher.rank_publisher import RankPublisher, RankStats
 from kvrouter.publisher.registration import (
     begin_incarnation,

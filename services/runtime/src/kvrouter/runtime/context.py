@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvrouter.publisher.etcd import LeasedKeys
+from kvrouter.net.etcd import LeasedKeys
 from kvrouter.runtime.decoding import metered_quarantine
 from kvrouter.runtime.discovery import Directory, ServiceRegistrar
 from kvrouter.runtime.metrics import new_registry
@@ -37,7 +37,7 @@ class Runtime:
         """Where the metrics of the process go."""
         self.instance_id = settings.instance_id
         self.etcd_endpoints = settings.etcd
-        """For ``kvrouter.publisher.etcd``: host:port, separated by commas."""
+        """For ``kvrouter.net.etcd``: host:port, separated by commas."""
         self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
         """Keys that are in etcd for as long as this process lives."""
         self.quarantine = metered_quarantine(registry)

@@ -1,9 +1,7 @@
-"""The decoding boundary for services: the SDK's, with its counts among the process's metrics."""
+"""A process's quarantine, which counts what could not be decoded."""
 
-from kvrouter.publisher.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
+from kvrouter.net.decoding import Quarantine
 from prometheus_client import CollectorRegistry, Counter, Gauge
-
-__all__ = ["Quarantine", "Undecodable", "decode_message", "decode_text", "metered_quarantine", "printable"]
 
 
 def metered_quarantine(registry: CollectorRegistry) -> Quarantine:

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 
 import structlog
-from kvrouter.publisher.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
-from kvrouter.runtime.decoding import Quarantine, Undecodable
+from kvrouter.net.decoding import Quarantine, Undecodable
+from kvrouter.net.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
 from kvrouter.runtime.registry_views import (
     KINDS,
     ComponentView,

@@ -12,7 +12,7 @@ from typing import NoReturn
 import structlog
 import uvloop
 from kvrouter import core
-from kvrouter.publisher.etcd import InvalidEndpoint, TakenOver
+from kvrouter.net.etcd import InvalidEndpoint, TakenOver
 from kvrouter.runtime import logs
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.settings import ServiceSettings

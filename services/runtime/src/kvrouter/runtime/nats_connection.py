@@ -9,7 +9,7 @@ from typing import Any
 
 import nats.errors
 import structlog
-from kvrouter.publisher.nats_client import TolerantClient
+from kvrouter.net.nats_client import TolerantClient
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry, Counter, Gauge
 

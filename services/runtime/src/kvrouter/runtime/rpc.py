@@ -1,6 +1,6 @@
 """gRPC at the edge of a service: objects of a contract become servers, channels become objects of a contract."""
 
-from kvrouter.runtime.channel_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc_client import open_channel, remote

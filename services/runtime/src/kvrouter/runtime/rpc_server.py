@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvrouter.runtime.channel_options import MAX_CALLS, SERVER_OPTIONS
+from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     STATUS_KEY,

@@ -15,7 +15,7 @@ import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvrouter.publisher.etcd import Snapshot
+from kvrouter.net.etcd import Snapshot
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError

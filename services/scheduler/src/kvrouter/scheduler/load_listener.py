@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import structlog
-from kvrouter.runtime.decoding import Quarantine, Undecodable
+from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.runtime.discovery import Directory
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.pools import Pools

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.runtime.decoding import Undecodable, decode_message
+from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.scheduler.messages import rank_of
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport

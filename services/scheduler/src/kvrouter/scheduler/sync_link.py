@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import nats.errors
 import structlog
-from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
 from kvrouter.runtime.discovery import Directory
 from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
 from kvrouter.scheduler.messages import component_message

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 
 import structlog
-from kvrouter.runtime.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.net.etcd import AWAY, Delete, Put, Snapshot, connect, watch_prefix
 from kvrouter.runtime.errors import BadRequest, DependencyAway
-from kvrouter.runtime.etcd import AWAY, Delete, Put, Snapshot, connect, watch_prefix
 from kvrouter.scheduler.options import Thresholds, ThresholdUpdate
 from kvrouter.v1.names import namespace_prefix, threshold_key
 from kvrouter.v1.registry_pb2 import BusyThresholdsRecord

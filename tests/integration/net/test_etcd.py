@@ -8,11 +8,11 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from aetcd import Client
-from kvrouter.publisher.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch_prefix
+from kvrouter.net.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch_prefix
 from kvrouter.runtime.devstack import EtcdServer
 from structlog.testing import capture_logs
 
-from .worker_harness import eventually
+from ..publisher.worker_harness import eventually
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from kvrouter.publisher.decoding import Undecodable, decode_message
+from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.v1.common_pb2 import Component, Role, Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceRegistration, WorkerRegistration

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from kvrouter.publisher import decoding
-from kvrouter.publisher.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
+from kvrouter.net import decoding
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from structlog.testing import capture_logs
 

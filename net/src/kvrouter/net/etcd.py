@@ -21,7 +21,7 @@ import aetcd
 import grpc
 import structlog
 from aetcd import rpc
-from kvrouter.publisher.decoding import Quarantine, Undecodable, decode_text, printable
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_text, printable
 
 log = structlog.get_logger(__name__)
 
