@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2
 from kvrouter.net.etcd import connect
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse

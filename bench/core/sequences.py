@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvrouter.core import Booking, _native, reference
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.candidates import Wanted
 from kvrouter.scheduler.choosing import choose
 from kvrouter.scheduler.options import RoutingOptions, Thresholds

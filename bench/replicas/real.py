@@ -38,7 +38,7 @@ from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import etcd_server, nats_server
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import scheduler_pb2

@@ -20,9 +20,9 @@ from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.engine_types import CacheEvent, Stored
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.worker import Worker, running
-from kvrouter.runtime.lifecycle import run
-from kvrouter.runtime.metrics import new_registry
-from kvrouter.runtime.settings import load
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.telemetry.metrics import new_registry
 from xxhash import xxh3_64
 
 SOCKET = "KVROUTER_BLOCK_TABLE"

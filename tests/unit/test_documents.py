@@ -12,7 +12,7 @@ from kvrouter.cli.main import app
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.runtime.settings_sources import _parser
+from kvrouter.runtime.config.sources import _parser
 from kvrouter.scheduler.settings import SchedulerSettings
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,24 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 COMPOSING = frozenset({"cli", "simulator"})
 """Parts whose job it is to put the others together."""
 
-FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {}
+FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "runtime": {
+        "version": (),
+        "backoff": (),
+        "deadline": (),
+        "errors": (),
+        "listening": (),
+        "nats_connection": (),
+        "component_field": ("errors",),
+        "contracts": ("deadline",),
+        "config": ("version",),
+        "http_server": ("listening",),
+        "telemetry": ("http_server", "listening", "version"),
+        "rpc": ("deadline", "errors", "listening", "telemetry"),
+        "discovery": ("config", "contracts", "deadline", "errors", "rpc"),
+        "process": ("config", "discovery", "listening", "nats_connection", "rpc", "telemetry"),
+    },
+}
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""
 
 PUTS_TOGETHER = frozenset({"app", "__main__"})
@@ -102,6 +120,34 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
         if not within(name, allowed)
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("part", sorted(FOLDERS))
+def test_a_folder_imports_only_what_it_may(part: str) -> None:
+    wrong = []
+    for path in sources(part):
+        module = module_name(path)
+        folder = folder_of(module)
+        if folder in PUTS_TOGETHER or folder == "__init__":
+            continue
+        for name in kvrouter_imports(path.read_text(), module):
+            if not within(name, (f"kvrouter.{part}",)) or name == f"kvrouter.{part}":
+                continue
+            if folder_of(name) not in (folder, *FOLDERS[part].get(folder, ())):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", sorted(FOLDERS))
+def test_every_folder_has_a_rule(part: str) -> None:
+    folders = {folder_of(module_name(path)) for path in sources(part) if len(module_name(path).split(".")) > 3}
+    assert {folder for folder in folders if folder != "__init__"} <= set(FOLDERS[part])
+    assert set(FOLDERS[part]) <= {folder_of(module_name(path)) for path in sources(part)}
+
+
+@pytest.mark.parametrize("part", sorted(FOLDERS))
+def test_folders_import_in_one_direction(part: str) -> None:
+    TopologicalSorter(FOLDERS[part]).prepare()  # raises CycleError
 
 
 def test_the_engine_model_shares_no_hashing_with_the_router() -> None:

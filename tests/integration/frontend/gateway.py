@@ -16,13 +16,13 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.mocker import app as mocker_app
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.worker import Worker
-from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.metrics import new_registry
+from kvrouter.runtime.process.context import Runtime, open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
+from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings

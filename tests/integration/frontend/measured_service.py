@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvrouter.runtime import lifecycle
+from kvrouter.runtime.process import lifecycle
 
 PROBE_SECONDS = 0.002
 

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 from kvrouter.cli.trace import TraceRequest, read_trace
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.settings import load
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from .gateway import MODEL, request, running_system, until

@@ -16,13 +16,13 @@ from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.runtime.context import open_runtime
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import free_port
 from kvrouter.runtime.errors import AllBusy, KvRouterError
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.metrics import new_registry
+from kvrouter.runtime.process.context import open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
+from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import scheduler_pb2

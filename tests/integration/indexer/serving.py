@@ -10,12 +10,12 @@ from typing import TypeVar, cast
 
 from kvrouter.indexer.app import running
 from kvrouter.indexer.settings import IndexerSettings
-from kvrouter.runtime.context import open_runtime
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import NotFound, NotReady
-from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.process.context import open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, TokenIds

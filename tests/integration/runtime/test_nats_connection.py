@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
-from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.process.context import Runtime, open_runtime
 
 from ...raw_nats import raw_nats
 

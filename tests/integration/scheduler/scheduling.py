@@ -10,11 +10,11 @@ from random import Random
 from typing import Any, TypeVar, cast
 
 from kvrouter.core import local_hashes
-from kvrouter.runtime.context import Runtime, open_runtime
 from kvrouter.runtime.contracts import Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.hosting import Hosted, host
+from kvrouter.runtime.process.context import Runtime, open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.scheduler.app import running
 from kvrouter.scheduler.service import SchedulerService

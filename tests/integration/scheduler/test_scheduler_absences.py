@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from kvrouter.runtime.devstack import EtcdServer, NatsServer
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway
 from kvrouter.v1.common_pb2 import Rank, RoutingOverrides
 from kvrouter.v1.events_pb2 import LoadReport

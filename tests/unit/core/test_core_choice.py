@@ -67,8 +67,8 @@ def test_where_rust_is_the_native_core_is_loaded() -> None:
 WITHOUT_NATIVE = """
 import sys
 sys.modules["kvrouter.core._native"] = None
-from kvrouter.runtime.lifecycle import run
-from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.config.settings import ServiceSettings
 async def main(stopping): print("serving")
 run(main, ServiceSettings(), "indexer")
 """

@@ -15,7 +15,7 @@ from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend.prompts import Limits, check_request, component_of_model, describe_models
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

@@ -6,7 +6,7 @@ from typing import cast
 
 from kvrouter.frontend.schedulers import RemoteSchedulers, rendezvous
 from kvrouter.runtime.contracts import Scheduler
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 

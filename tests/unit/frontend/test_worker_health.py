@@ -7,7 +7,7 @@ from random import Random
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 from kvrouter.frontend.worker_client.health import WorkerHealth
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

@@ -9,7 +9,7 @@ import pytest
 from kvrouter.indexer import replica
 from kvrouter.indexer.component import Limits
 from kvrouter.indexer.replica import Replica
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor
 

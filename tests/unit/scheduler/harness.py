@@ -12,7 +12,7 @@ from typing import Any, cast
 from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions

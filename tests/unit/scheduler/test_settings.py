@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.runtime.settings import load
+from kvrouter.runtime.config.settings import load
 from kvrouter.scheduler.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.predictions import PredictionLimits
 from kvrouter.scheduler.settings import SchedulerSettings

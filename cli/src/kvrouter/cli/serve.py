@@ -14,11 +14,11 @@ from kvrouter.frontend.schedulers import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
 from kvrouter.indexer.settings import IndexerSettings
-from kvrouter.runtime import lifecycle
-from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings, load_all
 from kvrouter.runtime.contracts import Indexer, Scheduler
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.settings import RoutingSettings, ServiceSettings, load_all
+from kvrouter.runtime.process import lifecycle
+from kvrouter.runtime.process.context import Runtime, open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlaps import IndexerSource
 from kvrouter.scheduler.settings import SchedulerSettings

@@ -14,7 +14,7 @@ from kvrouter.cli.faults import WrongUsage
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.time_model import TimeModel
-from kvrouter.runtime.files import can_be_written
+from kvrouter.runtime.config.files import can_be_written
 from kvrouter.simulator import report, traces
 from kvrouter.simulator.generators import GENERATORS, generate
 from kvrouter.simulator.plan import NAMES, Plan, routing_options, run_plan

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.candidates import Wanted
 from kvrouter.scheduler.choosing import Chosen, book, choose
 from kvrouter.scheduler.hold_queue import HoldQueue

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2

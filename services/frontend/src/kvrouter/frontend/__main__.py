@@ -8,11 +8,11 @@ from contextlib import aclosing
 from kvrouter.frontend.app import request_limits, running, serving_http
 from kvrouter.frontend.schedulers import RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.runtime.context import open_runtime
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.lifecycle import run
-from kvrouter.runtime.settings import load
-from kvrouter.runtime.settings_sources import refuse
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.config.sources import refuse
+from kvrouter.runtime.process.context import open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
+from kvrouter.runtime.process.lifecycle import run
 from kvrouter.v1 import frontend_pb2
 
 _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]

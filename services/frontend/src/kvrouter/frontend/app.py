@@ -23,8 +23,8 @@ from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.runtime import http_server
-from kvrouter.runtime.context import Runtime
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
+from kvrouter.runtime.process.context import Runtime
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 
 log = structlog.get_logger(component="frontend")

@@ -27,7 +27,7 @@ from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.frontend.worker_client.failures import AttemptFailed, WorkerFailure
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import KvRouterError, NoWorkers
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.frontend_pb2 import (

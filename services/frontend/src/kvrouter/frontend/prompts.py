@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Role, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model

@@ -12,7 +12,7 @@ from kvrouter.frontend.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS, Schedule
 from kvrouter.frontend.scheduler_source import SchedulerSource
 from kvrouter.frontend.spreading import Spreading
 from kvrouter.runtime.contracts import Scheduler
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
 

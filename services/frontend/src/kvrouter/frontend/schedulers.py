@@ -9,7 +9,7 @@ from typing import cast
 
 import grpc.aio
 from kvrouter.runtime.contracts import Scheduler
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.names import ComponentName

@@ -19,7 +19,7 @@ from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import ComponentView, Directory
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,

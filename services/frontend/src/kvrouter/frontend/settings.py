@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from kvrouter.frontend.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
-from kvrouter.runtime.files import can_be_written
-from kvrouter.runtime.settings import Address, RoutingSettings
-from kvrouter.runtime.static_list import StaticEndpoints
+from kvrouter.runtime.config.files import can_be_written
+from kvrouter.runtime.config.settings import Address, RoutingSettings
+from kvrouter.runtime.config.static_workers import StaticEndpoints
 from pydantic import AfterValidator, AliasChoices, Field
 
 

@@ -6,10 +6,10 @@ import asyncio
 
 from kvrouter.indexer.app import running
 from kvrouter.indexer.settings import IndexerSettings
-from kvrouter.runtime import lifecycle
-from kvrouter.runtime.context import open_runtime
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.settings import load
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.process import lifecycle
+from kvrouter.runtime.process.context import open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.message_limits import MessageLimits
 

@@ -12,7 +12,7 @@ from kvrouter.indexer.replica import Replica
 from kvrouter.indexer.service import IndexerService
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.indexer.snapshots import SnapshotHome, SnapshotOptions
-from kvrouter.runtime.context import Runtime
+from kvrouter.runtime.process.context import Runtime
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from kvrouter.indexer.consumer import DurableConsumer
 from kvrouter.indexer.snapshots import SnapshotHome
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import LeasedKeys
-from kvrouter.runtime.discovery import ComponentView, Directory
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from nats.aio.client import Client
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.config.settings import ServiceSettings
 from pydantic import AliasChoices, Field
 
 

@@ -32,7 +32,7 @@ from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.backoff import Backoff
-from kvrouter.runtime.lifecycle import StartRefused
+from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.app import engine_config, running, worker_config
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.runtime.health import HealthBoard
-from kvrouter.runtime.lifecycle import run
-from kvrouter.runtime.metrics import new_registry, serving_ops
-from kvrouter.runtime.settings import load
-from kvrouter.runtime.settings_sources import refuse
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.config.sources import refuse
+from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
 from kvrouter.v1 import worker_pb2
 
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name

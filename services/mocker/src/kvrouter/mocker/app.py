@@ -18,7 +18,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
-from kvrouter.runtime.lifecycle import StartRefused
+from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry

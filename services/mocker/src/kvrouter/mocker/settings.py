@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvrouter.runtime.settings import Name, ServiceSettings
+from kvrouter.runtime.config.settings import Name, ServiceSettings
 from pydantic import Field, model_validator
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from kvrouter.runtime import lifecycle
-from kvrouter.runtime.context import open_runtime
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.settings import load
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.process import lifecycle
+from kvrouter.runtime.process.context import open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.scheduler.app import running
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import scheduler_pb2

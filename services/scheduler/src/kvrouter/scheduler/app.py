@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 import structlog
-from kvrouter.runtime.context import Runtime
+from kvrouter.runtime.process.context import Runtime
 from kvrouter.scheduler.affinity import Affinity
 from kvrouter.scheduler.bookings import Bookings
 from kvrouter.scheduler.decisions import Decisions

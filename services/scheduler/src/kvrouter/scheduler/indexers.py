@@ -8,7 +8,7 @@ from typing import cast
 import grpc.aio
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.pools import Pools
 from kvrouter.v1.names import ComponentName

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 from kvrouter.core import Rank
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.hits import Hits
@@ -20,7 +20,7 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 
 class Components(Protocol):
-    """What is registered. ``kvrouter.runtime.discovery.Directory`` is one."""
+    """What is registered. ``kvrouter.runtime.discovery.directory.Directory`` is one."""
 
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.runtime.settings import RoutingSettings
+from kvrouter.runtime.config.settings import RoutingSettings
 from kvrouter.scheduler.hold_queue import MAX_HELD
 from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions, Thresholds
 from kvrouter.scheduler.policies.catalogue import POLICIES

@@ -15,7 +15,7 @@ from contextlib import suppress
 import nats.errors
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
 from kvrouter.scheduler.messages import component_message
 from kvrouter.scheduler.replica_log import Log

@@ -15,7 +15,7 @@ from random import Random
 import structlog
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff, CircuitBreaker
 from kvrouter.frontend.worker_client.failures import WorkerFailure
-from kvrouter.runtime.discovery import ComponentView
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName

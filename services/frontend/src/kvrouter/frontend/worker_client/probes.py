@@ -11,7 +11,7 @@ from random import Random
 
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
 
 _IDLE_PROBES_PER_SECOND = 200
 """Most probes of workers without requests under way: a probe costs some 0.3 ms of processor time."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from kvrouter.runtime.context import Runtime
-from kvrouter.runtime.metrics import serving_ops
+from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import RpcServer, add_service, open_server
+from kvrouter.runtime.telemetry.metrics import serving_ops
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 

@@ -1,10 +1,10 @@
 """gRPC at the edge of a service: objects of a contract become servers, channels become objects of a contract."""
 
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
-from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.listening import BindFailed
-from kvrouter.runtime.rpc_client import open_channel, remote
-from kvrouter.runtime.rpc_server import RpcServer, add_service, open_server
+from kvrouter.runtime.rpc.client import open_channel, remote
+from kvrouter.runtime.rpc.server import RpcServer, add_service, open_server
+from kvrouter.runtime.telemetry.health import HealthBoard
 
 __all__ = [
     "CHANNEL_OPTIONS",

@@ -16,11 +16,11 @@ import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.net.etcd import Snapshot
+from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, StaticWorker
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.rpc_client import open_channel, remote
-from kvrouter.runtime.static_list import StaticComponent, StaticEndpoints, StaticWorker
+from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.v1 import scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component, Role
 from kvrouter.v1.events_pb2 import LoadReport

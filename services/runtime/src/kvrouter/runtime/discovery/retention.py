@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvrouter.runtime.rpc_client import open_channel
+from kvrouter.runtime.rpc.client import open_channel
 
 log = structlog.get_logger(component="discovery")
 

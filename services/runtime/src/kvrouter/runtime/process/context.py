@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvrouter.net.etcd import LeasedKeys
-from kvrouter.runtime.decoding import metered_quarantine
-from kvrouter.runtime.discovery import Directory, ServiceRegistrar
-from kvrouter.runtime.metrics import new_registry
+from kvrouter.runtime.config.settings import ServiceSettings
+from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
+from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
-from kvrouter.runtime.settings import ServiceSettings
-from kvrouter.runtime.static_discovery import StaticDiscovery
+from kvrouter.runtime.telemetry.metrics import new_registry
+from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 

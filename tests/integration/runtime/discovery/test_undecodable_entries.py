@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvrouter.net.etcd import connect
-from kvrouter.runtime.context import Runtime
+from kvrouter.runtime.process.context import Runtime
 from kvrouter.v1.names import ComponentName, namespace_prefix
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 
-from .test_discovery import opened, put_descriptor, put_worker, until_workers
+from .test_directory import opened, put_descriptor, put_worker, until_workers
 
 
 def quarantined(runtime: Runtime) -> float | None:

@@ -12,12 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from kvrouter.net.etcd import connect
 from kvrouter.publisher.worker_server import SERVICE
-from kvrouter.runtime import retention
-from kvrouter.runtime.context import Runtime
+from kvrouter.runtime.discovery import retention
+from kvrouter.runtime.process.context import Runtime
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration, WorkerRegistration
 
-from .test_discovery import opened, put_descriptor, until_workers
+from .test_directory import opened, put_descriptor, until_workers
 
 INDEXER = "kvrouter.v1.IndexerService"
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from kvrouter.net.etcd import Change, Put, Snapshot
-from kvrouter.runtime.discovery import Directory, build_views, differences
+from kvrouter.runtime.discovery.directory import Directory, build_views, differences
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

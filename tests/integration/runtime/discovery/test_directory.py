@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 from kvrouter.net.etcd import LeasedKeys, connect
-from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.devstack import EtcdServer
-from kvrouter.runtime.settings import ServiceSettings
+from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceRegistration, WorkerRegistration
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import structlog
 from aiohttp import web
 from kvrouter import core
-from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
+from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.version import VERSION
 from prometheus_client import (
     GC_COLLECTOR,

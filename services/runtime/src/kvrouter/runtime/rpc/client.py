@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
-from kvrouter.runtime.method_names import full_path, methods_by_python_name
+from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 
 
 def open_channel(target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from kvrouter.net.decoding import Undecodable
 from kvrouter.net.registry_entries import read_descriptor, read_service, read_worker
-from kvrouter.runtime.retention import Process
+from kvrouter.runtime.discovery.retention import Process
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.names import ComponentName, InvalidName, components_prefix, namespace_prefix, worker_id_of_key
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceKind, ServiceRegistration, WorkerRegistration

@@ -13,7 +13,7 @@ from contextlib import aclosing
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.net.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
-from kvrouter.runtime.registry_views import (
+from kvrouter.runtime.discovery.registry_views import (
     KINDS,
     ComponentView,
     DescriptorKey,
@@ -25,7 +25,7 @@ from kvrouter.runtime.registry_views import (
     process_of,
     read_entry,
 )
-from kvrouter.runtime.retention import Retention
+from kvrouter.runtime.discovery.retention import Retention
 from kvrouter.v1.names import ComponentName, namespace_prefix, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -53,7 +53,7 @@ class Directory:
         """``source`` tells the entries and their changes where they do not come from etcd.
 
         Entries that cannot be decoded go to the ``quarantine``. Those of etcd that vanish while their processes answer
-        are kept for a while (``kvrouter.runtime.retention``).
+        are kept for a while (``kvrouter.runtime.discovery.retention``).
         """
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._source = source or (

@@ -11,7 +11,7 @@ from kvrouter.runtime import errors
 from kvrouter.v1.scheduler_pb2 import SessionRequest
 from kvrouter.v1.worker_pb2 import AbortRequest
 
-from ...garbage import no_request_is_garbage
+from ....garbage import no_request_is_garbage
 from .rpc_harness import SCHEDULER, WORKER, Sessions, Worker, serving, tokens, until_idle
 
 LONG = AbortRequest(request_ids=["a" * 100])

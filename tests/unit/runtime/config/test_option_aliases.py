@@ -6,8 +6,8 @@ import pytest
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.app import worker_config
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.runtime.settings import SettingsError
-from kvrouter.runtime.settings_sources import read_all
+from kvrouter.runtime.config.settings import SettingsError
+from kvrouter.runtime.config.sources import read_all
 from kvrouter.v1.common_pb2 import Transport
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvrouter.runtime.settings import RoutingSettings, SettingsError
-from kvrouter.runtime.settings_sources import read_all
-from kvrouter.runtime.static_list import StaticEndpoints
+from kvrouter.runtime.config.settings import RoutingSettings, SettingsError
+from kvrouter.runtime.config.sources import read_all
+from kvrouter.runtime.config.static_workers import StaticEndpoints
 
 
 class RouterSettings(RoutingSettings):

@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints
 from kvrouter.runtime.contracts import Scheduler, Worker
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery import Directory
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.errors import Unimplemented
-from kvrouter.runtime.metrics import new_registry
 from kvrouter.runtime.rpc import RpcServer
-from kvrouter.runtime.static_discovery import StaticDiscovery
-from kvrouter.runtime.static_list import StaticComponent, StaticEndpoints
+from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1 import scheduler_pb2, worker_pb2
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration

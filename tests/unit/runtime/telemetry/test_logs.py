@@ -6,7 +6,7 @@ import sys
 
 SCRIPT = """
 import logging, structlog
-from kvrouter.runtime import logs
+from kvrouter.runtime.telemetry import logs
 log = structlog.get_logger()
 logs.configure("info", "json", "tester")
 log.debug("unseen")

@@ -13,12 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from kvrouter.runtime.context import Runtime, open_runtime
+from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.devstack import die_with_parent, free_port
 from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.runtime.settings import ServiceSettings
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
@@ -29,10 +29,10 @@ INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from kvrouter.runtime.context import open_runtime
-from kvrouter.runtime.hosting import Hosted, host
-from kvrouter.runtime.lifecycle import run
-from kvrouter.runtime.settings import ServiceSettings, load
+from kvrouter.runtime.process.context import open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
+from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.config.settings import ServiceSettings, load
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 

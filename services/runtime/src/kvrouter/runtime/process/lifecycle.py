@@ -13,10 +13,10 @@ import structlog
 import uvloop
 from kvrouter import core
 from kvrouter.net.etcd import InvalidEndpoint, TakenOver
-from kvrouter.runtime import logs
+from kvrouter.runtime.config.settings import ServiceSettings
+from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.listening import BindFailed
-from kvrouter.runtime.settings import ServiceSettings
-from kvrouter.runtime.settings_sources import refuse
+from kvrouter.runtime.telemetry import logs
 
 log = structlog.get_logger()
 

@@ -34,9 +34,9 @@ from kvrouter.runtime.errors import (
     PromptTooLong,
     to_status,
 )
-from kvrouter.runtime.health import HealthBoard
 from kvrouter.runtime.listening import BindFailed
-from kvrouter.runtime.method_names import full_path, methods_by_python_name
+from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage, MessageLimits, TooManyElements
 
 log = structlog.get_logger(component="rpc")

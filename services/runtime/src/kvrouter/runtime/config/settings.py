@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from kvrouter.runtime.addresses import Address, Name, OptionalAddress
-from kvrouter.runtime.settings_sources import SettingsError, load, load_all
-from kvrouter.runtime.static_list import StaticComponent, StaticEndpoints, read_static_file, static_component
+from kvrouter.runtime.config.addresses import Address, Name, OptionalAddress
+from kvrouter.runtime.config.sources import SettingsError, load, load_all
+from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvrouter.runtime.settings import ServiceSettings, SettingsError, load, load_all
-from kvrouter.runtime.settings_sources import read_all
+from kvrouter.runtime.config.settings import ServiceSettings, SettingsError, load, load_all
+from kvrouter.runtime.config.sources import read_all
 from pydantic import AliasChoices, Field, ValidationError
 
 

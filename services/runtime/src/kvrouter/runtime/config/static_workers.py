@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from kvrouter.runtime.addresses import Address, Name
+from kvrouter.runtime.config.addresses import Address, Name
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 

@@ -1,0 +1,1 @@
+"""A service process: what its services share, how they are served, start and stop."""
