@@ -19,9 +19,9 @@ import structlog
 from kvrouter.mocker.adapter import MockEngine
 from kvrouter.net.etcd import LeasedKeys, connect
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.transport import NatsLink, open_transport
 from kvrouter.publisher.registration import join_component
-from kvrouter.publisher.transport import NatsLink, open_transport
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvrouter.mocker.adapter import MockEngine
 from kvrouter.publisher.errors import UnknownParent
-from kvrouter.publisher.spill import NO_POSITION
-from kvrouter.publisher.takeover import discard, positions
+from kvrouter.publisher.journal.journal import NO_POSITION
+from kvrouter.publisher.journal.resume import discard, positions
 from kvrouter.publisher.worker import RankPublisher, Worker, running
 
 from .rig import worker_config

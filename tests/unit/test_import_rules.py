@@ -48,6 +48,16 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "discovery": ("config", "contracts", "deadline", "errors", "rpc"),
         "process": ("config", "discovery", "listening", "nats_connection", "rpc", "telemetry"),
     },
+    "publisher": {
+        "errors": (),
+        "config": ("errors",),
+        "registration": ("errors",),
+        "events": ("errors",),
+        "journal": ("config", "errors", "events"),
+        "publishing": ("errors", "events", "journal"),
+        "worker_server": ("errors", "publishing"),
+        "worker": ("config", "errors", "journal", "publishing", "registration", "worker_server"),
+    },
 }
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""
 

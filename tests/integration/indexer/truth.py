@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrouter.indexer.component import ComponentIndex
 from kvrouter.mocker.adapter import MockEngine
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.names import ComponentName

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import nats
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import WorkerConfig
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from kvrouter.v1.names import ComponentName

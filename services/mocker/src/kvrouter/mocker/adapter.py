@@ -23,7 +23,7 @@ from kvrouter.mocker.engine_types import (
 )
 from kvrouter.mocker.engine_types import RequestRefused as EngineRefused
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason

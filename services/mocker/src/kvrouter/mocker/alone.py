@@ -15,7 +15,7 @@ import structlog
 from kvrouter.mocker.adapter import MockEngine
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import load_reports
 from kvrouter.publisher.worker_server import WorkerServer
 from prometheus_client import CollectorRegistry

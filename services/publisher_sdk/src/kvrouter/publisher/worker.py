@@ -14,7 +14,16 @@ import structlog
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import UnknownRank
-from kvrouter.publisher.rank_publisher import RankPublisher, RankStats
+from kvrouter.publisher.journal.journal import Recovered
+from kvrouter.publisher.journal.resume import claimed, places, recover_worker
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher, RankStats
+from kvrouter.publisher.publishing.transport import (
+    NatsLink,
+    TransportAway,
+    check_cancelled,
+    open_transport,
+    room_for_events,
+)
 from kvrouter.publisher.registration import (
     begin_incarnation,
     companions,
@@ -23,9 +32,6 @@ from kvrouter.publisher.registration import (
     registered_incarnation,
     resume_incarnation,
 )
-from kvrouter.publisher.spill import Recovered
-from kvrouter.publisher.takeover import claimed, places, recover_worker
-from kvrouter.publisher.transport import NatsLink, TransportAway, check_cancelled, open_transport, room_for_events
 from kvrouter.publisher.worker_server import Engine, WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrouter.publisher.rank_state import NumberedEvent
+from kvrouter.publisher.events.rank_state import NumberedEvent
 from kvrouter.v1.events_pb2 import KvEventBatch
 
 MAX_BATCH_BYTES = 480 << 10

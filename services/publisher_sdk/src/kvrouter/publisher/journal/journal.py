@@ -24,7 +24,7 @@ from typing import BinaryIO
 import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.rank_state import NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.events.rank_state import NumberedEvent, RankState, state_chunks
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.events_pb2 import KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse

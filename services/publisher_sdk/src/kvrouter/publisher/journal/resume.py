@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.publisher.spill import Head, Recovered, SpillPlace, Unusable, recover
+from kvrouter.publisher.journal.journal import Head, Recovered, SpillPlace, Unusable, recover
 
 log = structlog.get_logger(__name__)
 

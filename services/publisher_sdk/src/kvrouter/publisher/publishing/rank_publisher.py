@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import structlog
 from kvrouter.core import Scope, local_hashes
-from kvrouter.publisher.batches import MAX_BATCH_BYTES, encode_batch
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
-from kvrouter.publisher.event_log import EventLog
-from kvrouter.publisher.rank_state import CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
-from kvrouter.publisher.spill import NO_POSITION, Spill, SpillPlace
-from kvrouter.publisher.transport import MessageRefused, Transport, TransportAway, check_cancelled
+from kvrouter.publisher.events.batches import MAX_BATCH_BYTES, encode_batch
+from kvrouter.publisher.events.event_log import EventLog
+from kvrouter.publisher.events.rank_state import CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.journal.journal import NO_POSITION, Spill, SpillPlace
+from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 from kvrouter.v1.worker_pb2 import GetRankStateResponse

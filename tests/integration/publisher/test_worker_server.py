@@ -14,7 +14,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.publisher.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import Worker, running
 from kvrouter.publisher.worker_server import SERVICE
 from kvrouter.v1.common_pb2 import Cursor

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import local_hashes
-from kvrouter.publisher import spill as spill_module
 from kvrouter.publisher.errors import UnknownParent
-from kvrouter.publisher.rank_publisher import RankPublisher
-from kvrouter.publisher.rank_state import RankState, state_chunks
-from kvrouter.publisher.spill import NO_POSITION, Head, Recovered, Spill, SpillPlace, Unusable, recover
+from kvrouter.publisher.events.rank_state import RankState, state_chunks
+from kvrouter.publisher.journal import journal as spill_module
+from kvrouter.publisher.journal.journal import NO_POSITION, Head, Recovered, Spill, SpillPlace, Unusable, recover
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
 

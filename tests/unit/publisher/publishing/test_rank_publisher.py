@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from kvrouter.core import Scope, local_hashes
-from kvrouter.publisher.batches import MAX_BATCH_BYTES
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
-from kvrouter.publisher.rank_publisher import RankPublisher
-from kvrouter.publisher.transport import MessageRefused, TransportAway
+from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.transport import MessageRefused, TransportAway
 from kvrouter.v1.common_pb2 import Cursor
 from kvrouter.v1.events_pb2 import KvEventBatch
 

@@ -1,0 +1,1 @@
+"""From an engine's calls to batches on NATS."""
