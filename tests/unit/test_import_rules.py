@@ -58,6 +58,14 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker_server": ("errors", "publishing"),
         "worker": ("config", "errors", "journal", "publishing", "registration", "worker_server"),
     },
+    "indexer": {
+        "index": (),
+        "ingest": ("index",),
+        "resync": ("index",),
+        "snapshots": ("index", "ingest"),
+        "replica": ("index", "ingest", "resync", "snapshots"),
+        "api": ("index", "replica", "snapshots"),
+    },
 }
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import nats
 from kvrouter.core import Rank, local_hashes
-from kvrouter.indexer.component import ComponentIndex, Limits
-from kvrouter.indexer.consumer import DurableConsumer
-from kvrouter.indexer.snapshots import SnapshotHome
+from kvrouter.indexer.ingest.jetstream import DurableConsumer
+from kvrouter.indexer.replica.component import ComponentIndex, Limits
+from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrouter.indexer.component import Limits
-from kvrouter.indexer.metrics import IndexerMetrics
-from kvrouter.indexer.replica import Replica
-from kvrouter.indexer.service import IndexerService
+from kvrouter.indexer.api.service import IndexerService
+from kvrouter.indexer.replica.component import Limits
+from kvrouter.indexer.replica.metrics import IndexerMetrics
+from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.settings import IndexerSettings
-from kvrouter.indexer.snapshots import SnapshotHome, SnapshotOptions
+from kvrouter.indexer.snapshots.coordinator import SnapshotHome, SnapshotOptions
 from kvrouter.runtime.process.context import Runtime
 
 

@@ -1,0 +1,1 @@
+"""The Indexer's contract: queries, status, operators' calls."""

@@ -1,0 +1,1 @@
+"""The index of one component, and what batches, dumps and repairs do to it."""

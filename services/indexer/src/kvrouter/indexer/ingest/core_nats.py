@@ -1,0 +1,66 @@
+"""The light transport: events over NATS Core, which promises nothing. Gaps are healed from the workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from kvrouter.indexer.index.state import IndexState, StreamMessage
+from kvrouter.v1.names import ComponentName
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+log = structlog.get_logger(component="indexer")
+
+_PENDING_MESSAGES = 8192
+_PENDING_BYTES = 128 << 20
+_TOGETHER = 256
+
+
+class LightEvents:
+    """Applies the live events of a component's light workers. Beyond the bound messages are dropped, and counted."""
+
+    def __init__(self, connection: Client, component: ComponentName, state: IndexState) -> None:
+        self._connection = connection
+        self._component = component
+        self._state = state
+        self._queue: asyncio.Queue[Msg] = asyncio.Queue(_PENDING_MESSAGES)
+        self._bytes = 0
+        self.subscribed = asyncio.Event()
+        self.dropped = 0
+        """Messages that came faster than they could be applied."""
+
+    @property
+    def queued(self) -> int:
+        """Messages that wait to be applied."""
+        return self._queue.qsize()
+
+    async def run(self) -> None:
+        """Subscribes, and applies what comes until cancelled. The subscription outlives NATS's absence."""
+        subscription = await self._connection.subscribe(
+            self._component.live_wildcard,
+            cb=self._take,
+            pending_msgs_limit=_PENDING_MESSAGES,
+            pending_bytes_limit=_PENDING_BYTES,
+        )
+        self.subscribed.set()
+        try:
+            while True:
+                messages = [await self._queue.get()]
+                while len(messages) < _TOGETHER and not self._queue.empty():
+                    messages.append(self._queue.get_nowait())
+                self._bytes -= sum(len(message.data) for message in messages)
+                batch = [StreamMessage(message.subject, 0, message.data) for message in messages]
+                await asyncio.to_thread(self._state.apply, batch)
+        finally:
+            if not self._connection.is_closed:
+                await subscription.unsubscribe()
+
+    async def _take(self, message: Msg) -> None:
+        if self._queue.full() or self._bytes + len(message.data) > _PENDING_BYTES:
+            self.dropped += 1
+            if self.dropped & (self.dropped - 1) == 0:
+                log.warning("live events dropped", of=str(self._component), dropped=self.dropped)
+            return
+        self._bytes += len(message.data)
+        self._queue.put_nowait(message)

@@ -1,0 +1,215 @@
+"""A replica's durable pull consumer on a component's stream: the only part of the Indexer that speaks JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import nats.errors
+from kvrouter.indexer.ingest.read_position import ConsumerView, DeliveryOrder, StreamIdentity, StreamView
+from kvrouter.net.event_stream import ensure_stream
+from kvrouter.v1.names import ComponentName
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, StreamInfo
+from nats.js.errors import NotFoundError
+
+AWAY = (nats.errors.Error, TimeoutError, OSError)
+"""What calls raise when NATS is away, or a stream or consumer has gone; looking again is the remedy."""
+
+_FETCH_MESSAGES = 64
+_MESSAGE_BYTES = 1 << 20  # the server's limit; the contract's is half of that
+_MAX_ACK_PENDING = 4 * _FETCH_MESSAGES
+# Longer than applying what is unacknowledged can take: what is delivered twice is wasted work, though harmless.
+_ACK_WAIT_SECONDS = 60.0
+# A replica that was away for longer starts its consumer anew anyway; the server need not keep it.
+_INACTIVE_SECONDS = 600.0
+_CLOSE_SECONDS = 1.0
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class DeliveryLost(Exception):
+    """A message that the consumer gave out did not arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Messages in the order of the stream."""
+
+    messages: list[Msg]
+    applied: int
+    """Stream sequence of the last one."""
+    pending: int
+    """Messages of the stream that come after it."""
+
+
+class DurableConsumer:
+    """Reads the stream of one component for one replica."""
+
+    def __init__(self, connection: Client, component: ComponentName, replica_id: str) -> None:
+        self.connection = connection
+        """The connection to NATS that it uses."""
+        self._js = connection.jetstream()
+        self._component = component
+        self._durable = f"indexer-{replica_id}"
+        self._subscription: JetStreamContext.PullSubscription | None = None
+        self._order = DeliveryOrder()
+        self._pending = 0
+        self._lost = True
+        self._reconnects = self.connection.stats["reconnects"]
+
+    @property
+    def reconnected(self) -> bool:
+        """Whether the connection was lost and made again since the consumer was last looked at."""
+        return bool(self.connection.stats["reconnects"] != self._reconnects)
+
+    async def view_stream(self) -> StreamView:
+        """The stream, which is created where it is missing.
+
+        Raises:
+            AWAY: NATS does not answer.
+        """
+        self._reconnects = self.connection.stats["reconnects"]
+        info = await ensure_stream(self._js, self._component)
+        identity = StreamIdentity(self._component.stream, created_unix_ns(info))
+        return StreamView(identity, info.state.last_seq, info.state.first_seq)
+
+    async def view(self) -> ConsumerView | None:
+        """The consumer, or None if there is none.
+
+        Raises:
+            AWAY: NATS does not answer.
+        """
+        if self._lost:
+            return None
+        try:
+            info = await self._js.consumer_info(self._component.stream, self._durable)
+        except NotFoundError:
+            return None
+        return self._seen(info)
+
+    def forsake(self) -> None:
+        """Takes the consumer for lost, so that ``view`` finds none."""
+        self._lost = True
+
+    async def holds(self, sequence: int, fingerprint: int) -> bool | None:
+        """Whether the message at a sequence has that ``hash``; None if it is not in the stream any more.
+
+        Raises:
+            AWAY: NATS does not answer.
+        """
+        try:
+            message = await self._js.get_msg(self._component.stream, sequence)
+        except NotFoundError:
+            return None
+        return hash(message.data or b"") == fingerprint
+
+    async def recreate(self, start_sequence: int) -> ConsumerView:
+        """Makes the consumer anew, so that it begins at a sequence: that of one that exists cannot be changed.
+
+        Raises:
+            AWAY: NATS does not answer.
+        """
+        await self._unsubscribe()
+        stream = self._component.stream
+        with contextlib.suppress(NotFoundError):
+            await self._js.delete_consumer(stream, self._durable)
+        info = await self._js.add_consumer(
+            stream,
+            ConsumerConfig(
+                durable_name=self._durable,
+                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=start_sequence,
+                ack_policy=AckPolicy.ALL,
+                ack_wait=_ACK_WAIT_SECONDS,
+                max_ack_pending=_MAX_ACK_PENDING,
+                inactive_threshold=_INACTIVE_SECONDS,
+            ),
+        )
+        self._subscription = await self._js.pull_subscribe_bind(
+            stream=stream,
+            durable=self._durable,
+            pending_msgs_limit=2 * _FETCH_MESSAGES,
+            pending_bytes_limit=2 * _FETCH_MESSAGES * _MESSAGE_BYTES,
+        )
+        self._order = DeliveryOrder()
+        self._lost = False
+        return self._seen(info)
+
+    async def fetch(self, wait_seconds: float) -> Delivery | None:
+        """The next messages, or None if none came in that time.
+
+        Raises:
+            DeliveryLost: one is missing on the way; the consumer must be made anew.
+            AWAY: NATS does not answer, or the consumer is gone.
+        """
+        if self._subscription is None:
+            raise DeliveryLost("there is no consumer")
+        # A request for many lingers until it is full, so a quiet stream is read one by one.
+        count = min(_FETCH_MESSAGES, max(1, self._pending))
+        try:
+            messages = await self._subscription.fetch(count, timeout=wait_seconds)
+        except TimeoutError:
+            self._pending = 0
+            return None
+        try:
+            deliveries = [message.metadata for message in messages]
+        except (nats.errors.NotJSMessageError, ValueError, IndexError, OverflowError) as error:
+            # Anybody can publish to the inbox that deliveries come to.
+            raise DeliveryLost(f"a message that is no delivery came: {error!r}") from None
+        for delivery in deliveries:
+            if not self._order.follows(delivery.sequence.consumer):
+                raise DeliveryLost(f"after delivery {self._order.last} came {delivery.sequence.consumer}")
+        last = deliveries[-1]
+        self._pending = last.num_pending
+        return Delivery(messages, last.sequence.stream, last.num_pending)
+
+    async def acknowledge(self, delivery: Delivery) -> None:
+        """Tells the server that everything up to the end of a delivery is applied.
+
+        Raises:
+            AWAY: the connection is lost; the next acknowledgement includes this one.
+        """
+        await delivery.messages[-1].ack()
+
+    async def close(self) -> None:
+        """Deletes the consumer, which this replica will not use again; NATS does it in time where it is away."""
+        with contextlib.suppress(*AWAY):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._unsubscribe()
+                await self._js.delete_consumer(self._component.stream, self._durable)
+
+    def _seen(self, info: ConsumerInfo) -> ConsumerView:
+        self._pending = info.num_pending or 0
+        delivered = info.delivered.stream_seq if info.delivered else 0
+        return ConsumerView(_unix_ns(info.created), delivered, self._pending)
+
+    async def _unsubscribe(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            with contextlib.suppress(*AWAY):
+                await subscription.unsubscribe()
+
+
+def created_unix_ns(info: StreamInfo) -> int:
+    """Creation time of a stream, nanoseconds since 1970, whole microseconds."""
+    return _unix_ns(info.created) if info.created else 0
+
+
+def _unix_ns(time: datetime) -> int:
+    # In whole numbers: a float of seconds since 1970 is exact to some 0.2 µs only, and identities are compared.
+    return (time - _EPOCH) // timedelta(microseconds=1) * 1000
+
+
+def heed_cancellation() -> None:
+    """Ends the task if it was cancelled and nobody noticed.
+
+    The NATS client waits with ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that comes in the
+    same turn of the loop as the answer.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

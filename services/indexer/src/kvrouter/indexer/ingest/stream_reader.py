@@ -1,0 +1,174 @@
+"""Reads the stream of a component into its index, whatever happens to NATS, the stream or the consumer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import structlog
+from kvrouter.indexer.index.state import IndexState, StreamMessage
+from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
+from kvrouter.indexer.ingest.read_position import CatchUp, Position, Recreate, StreamView, is_behind, plan
+from kvrouter.runtime.backoff import Backoff
+
+log = structlog.get_logger(component="indexer")
+
+_WAIT_SECONDS = 1.0
+_CHECK_SECONDS = 2.0
+"""A stream that is silent for so long is looked at: a consumer that is lost is silent too."""
+_RETRY_SECONDS = (0.2, 2.0)  # first and longest pause
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the stream is applied."""
+
+    position: Position | None = None
+    """None before the stream was first seen."""
+    last_sequence: int = 0
+    """Last sequence of the stream, when it was last heard of."""
+    caught_up: bool = False
+    """Whether everything is applied that the stream held when the replica started."""
+    checked_at: float | None = None
+    """When NATS last said how far the stream is, seconds of the monotonic clock; None for never."""
+
+    @property
+    def applied(self) -> int:
+        """Sequence of the last message applied; 0 for none."""
+        return self.position.applied if self.position else 0
+
+
+class Ingest:
+    """The task that keeps one index up to date. ``progress`` tells how far it is."""
+
+    def __init__(
+        self,
+        name: str,
+        state: IndexState,
+        consumer: DurableConsumer,
+        later: Callable[[StreamView], Awaitable[Position | None]] | None = None,
+    ) -> None:
+        """``later`` loads a snapshot that is further than the index, if there is one, and says where it leaves off."""
+        self._state = state
+        self._consumer = consumer
+        self._later = later
+        self._catch_up: CatchUp | None = None
+        self._caught_up = asyncio.Event()
+        self._fingerprint: int | None = None
+        self._began = 0.0
+        self._messages = 0
+        self._log = log.bind(of=name)
+        self.progress = Progress()
+        self.backoff = Backoff(*_RETRY_SECONDS)
+        """Attempts at the stream that failed in a row."""
+        self.recreations = 0
+        """Times that the consumer was made anew."""
+
+    def start_from(self, position: Position) -> None:
+        """Goes on from where a snapshot leaves off; called before ``run``."""
+        self.progress = Progress(position)
+
+    async def run(self) -> None:
+        """Reads until cancelled."""
+        # A thread of its own: applying must neither hold up the loop nor wait behind queries.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="apply")
+        try:
+            await self._keep_reading(thread)
+        finally:
+            # Without waiting for the batch that it may be at, which would hold up the loop.
+            thread.shutdown(wait=False)
+            await self._consumer.close()
+
+    async def _keep_reading(self, thread: ThreadPoolExecutor) -> None:
+        backoff = self.backoff
+        while True:
+            heed_cancellation()
+            try:
+                await self._settle()
+                if await self._read(thread):
+                    self._note_recovery()
+            except DeliveryLost as error:
+                if not backoff.failures:
+                    self._log.warning("delivery lost", detail=str(error))
+                self._consumer.forsake()
+                # One lost delivery is read again at once; a consumer that loses every delivery is not.
+                pause = backoff.failed()
+                if backoff.failures > 1:
+                    await asyncio.sleep(pause)
+            except AWAY as error:
+                if not backoff.failures:
+                    self._log.warning("stream out of reach", error=repr(error))
+                await asyncio.sleep(backoff.failed())
+
+    def _note_recovery(self) -> None:
+        if failures := self.backoff.succeeded():
+            self._log.info("reading the stream again", failures=failures)
+
+    async def wait_caught_up(self) -> None:
+        """Waits until everything is applied that the stream held when the replica started."""
+        await self._caught_up.wait()
+
+    async def _settle(self) -> None:
+        """Makes sure that the consumer gives out what comes after the replica's position."""
+        stream = await self._consumer.view_stream()
+        position = self.progress.position
+        if position is not None and self._later is not None and is_behind(position, stream):
+            later = await self._later(stream)
+            heed_cancellation()
+            if later is not None and (later.identity != position.identity or later.applied > position.applied):
+                position, self._fingerprint = later, None
+        same = None
+        if position is not None and self._fingerprint is not None:
+            same = await self._consumer.holds(position.applied, self._fingerprint)
+        consumer = await self._consumer.view()
+        decision = plan(position, stream, consumer, same_message=same)
+        if position is None or consumer is None or isinstance(decision, Recreate):
+            start = decision.start_sequence if isinstance(decision, Recreate) else 1
+            consumer = await self._consumer.recreate(start)
+            self.recreations += 1
+            applied = max(start - 1, consumer.delivered_stream_sequence)
+            if position is None or position.applied != applied:
+                self._fingerprint = None
+            position = Position(stream.identity, applied, consumer.created_unix_ns)
+            self._log.info("consumer made", start_sequence=start, last_sequence=stream.last_sequence, why=decision)
+        if self._catch_up is None:
+            self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()
+        self._advance(position, stream.last_sequence, consumer.pending)
+
+    async def _read(self, thread: ThreadPoolExecutor) -> bool:
+        """Reads until the connection was made anew, or nothing has come for a while; True for the latter."""
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
+            delivery = await self._consumer.fetch(_WAIT_SECONDS)
+            heed_cancellation()
+            if delivery is None:
+                continue
+            await self._apply(thread, delivery)
+            self._note_recovery()
+            heard = loop.time()
+        return not self._consumer.reconnected
+
+    async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
+        position = self.progress.position
+        if position is None:
+            raise DeliveryLost("there is no position yet")
+        messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
+        await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, messages)
+        self._fingerprint = hash(messages[-1].data)
+        self._messages += len(messages)
+        self._advance(
+            replace(position, applied=delivery.applied), delivery.applied + delivery.pending, delivery.pending
+        )
+        await self._consumer.acknowledge(delivery)
+
+    def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
+        caught_up = self._catch_up is not None and self._catch_up.reached(position.applied, pending)
+        self.progress = Progress(position, last_sequence, caught_up, time.monotonic())
+        if caught_up and not self._caught_up.is_set():
+            self._caught_up.set()
+            seconds = round(time.monotonic() - self._began, 3)
+            self._log.info("caught up", messages=self._messages, stream_sequence=position.applied, seconds=seconds)

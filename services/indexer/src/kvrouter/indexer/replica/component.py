@@ -1,0 +1,324 @@
+"""All that an Indexer does for one component: its index, the stream that feeds it, and the workers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+from kvrouter.core import PrefixIndex, Rank, RankInfo
+from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_limit
+from kvrouter.indexer.index.membership import Departures, ahead_of, new_lives
+from kvrouter.indexer.index.state import IndexState
+from kvrouter.indexer.ingest.core_nats import LightEvents
+from kvrouter.indexer.ingest.jetstream import DurableConsumer, heed_cancellation
+from kvrouter.indexer.ingest.read_position import Position
+from kvrouter.indexer.ingest.stream_reader import Ingest
+from kvrouter.indexer.replica.stream_repair import StreamRepair
+from kvrouter.indexer.resync.comparison import compare, unanswered
+from kvrouter.indexer.resync.fetcher import Resync
+from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
+from kvrouter.net.decoding import Quarantine
+from kvrouter.v1.common_pb2 import Component, Cursor, Transport
+from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
+from kvrouter.v1.snapshot_pb2 import SnapshotRef
+
+log = structlog.get_logger(component="indexer")
+
+_TICK_SECONDS = 1.0
+_SETTLE_SECONDS = 0.02
+_FETCHES = 8
+_VERIFY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one component's index."""
+
+    max_blocks: int = 0
+    """Blocks over all ranks; 0 is no bound."""
+    max_bytes: int = 0
+    """Memory, bytes; 0 is no bound."""
+    grace_seconds: float = 60.0
+    """How long the blocks of a worker without registration are kept."""
+    compare_seconds: float = 10.0
+    """How long readiness waits for workers to be compared with, once the transport is read."""
+
+
+class ComponentIndex:
+    """The index of one component. ``run`` keeps it up to date; ``state`` answers."""
+
+    def __init__(
+        self,
+        name: ComponentName,
+        descriptor: ComponentDescriptor,
+        consumer: DurableConsumer,
+        limits: Limits,
+        slots: asyncio.Semaphore | None = None,
+        home: SnapshotHome | None = None,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """``slots`` bounds the fetches from workers at one time, over all components of the replica.
+
+        Without a ``home`` there are no snapshots.
+        """
+        self.name = name
+        self.descriptor = descriptor
+        self.block_size = descriptor.block_size
+        self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
+        if quarantine is not None:
+            self.state.quarantine = quarantine
+        self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
+        self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home) if home else None
+        later = self.snapshots.load_later if self.snapshots else None
+        self.ingest = Ingest(str(name), self.state, consumer, later)
+        self.light = LightEvents(consumer.connection, name, self.state)
+        self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
+        self.ranks: list[RankInfo] = []
+        """Ranks of the index, about a second old at most."""
+        self.ready = False
+        """Whether its state is restored, and compared with the workers that answer."""
+        self._compare_seconds = limits.compare_seconds
+        self._departures = Departures(limits.grace_seconds)
+        self._silence = SilenceWatch()
+        self._silence_logged = False
+        self._log = log.bind(of=str(name))
+        self._workers: Mapping[int, WorkerRegistration] = {}
+        self._changed = asyncio.Event()
+        self._transport_read = asyncio.Event()
+        # Where all workers are light, JetStream need not even be there.
+        self._stream_wanted = asyncio.Event()
+        if descriptor.default_transport != Transport.TRANSPORT_LIGHT:
+            self._stream_wanted.set()
+
+    @property
+    def applied_record(self) -> AppliedRecord | None:
+        """How far the stream is applied; None before the stream was seen."""
+        position = self.ingest.progress.position
+        if position is None:
+            return None
+        return AppliedRecord(
+            stream=position.identity.name,
+            stream_created_unix_ns=position.identity.created_unix_ns,
+            stream_sequence=position.applied,
+        )
+
+    def position(self) -> Position | None:
+        """How far the stream is applied."""
+        return self.ingest.progress.position
+
+    async def verify(self, rank: Rank) -> VerifyResponse:
+        """Compares a rank with its worker's own state.
+
+        The worker's is read first and events are awaited until the index is where it was, so that what was on the way
+        does not count as a difference; the cursors tell where it was.
+        """
+        worker = await self.resync.worker_dump(rank)
+        if worker is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_VERIFY_SECONDS):
+                    while (await self.state.cursor(rank) or worker.cursor) < worker.cursor:  # noqa: ASYNC110 - polled
+                        await asyncio.sleep(_SETTLE_SECONDS)
+        index = await self.state.whole_rank(rank)
+        return await asyncio.to_thread(compare, index, worker) if worker else unanswered(rank, index)
+
+    async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
+        """Drops stream and snapshots, then the index, which refills from the workers. Returns (messages, snapshots).
+
+        Raises:
+            OthersLive: other replicas are live.
+            LockLost: a snapshot is being taken.
+            One of ``kvrouter.indexer.snapshots.coordinator.AWAY``: etcd or NATS is away.
+        """
+        dropped = await self.snapshots.reset(even_if_others_live=even_if_others_live) if self.snapshots else (0, 0)
+        await self.state.forget([(info.worker_id, info.dp_rank) for info in await self.state.ranks()])
+        for rank in self.resync.ranks():
+            self.resync.want(rank, "reset")
+        return dropped
+
+    def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
+        """Tells which workers are registered, and which are registered but differ from the component."""
+        self._workers = workers
+        self.state.unfit_workers = unfit
+        self.state.incarnations.register(self._registered())
+        self.resync.update_workers(workers)
+        if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
+            self._stream_wanted.set()
+        self._changed.set()
+
+    async def stats(self) -> ComponentStats:
+        """Figures of the component, as of this moment."""
+        figures = await self.state.figures()
+        progress = self.ingest.progress
+        snapshot = self.snapshots.current if self.snapshots else SnapshotRef()
+        return ComponentStats(
+            component=Component(namespace=self.name.namespace, name=self.name.name),
+            ready=self.ready,
+            transport=self.descriptor.default_transport or Transport.TRANSPORT_DURABLE,
+            blocks=figures.blocks,
+            memory_bytes=figures.memory_bytes,
+            applied_stream_sequence=progress.applied,
+            last_stream_sequence=progress.last_sequence,
+            lag_seconds=self.state.lag_seconds,
+            snapshot_sequence=snapshot.stream_sequence,
+            snapshot_age_seconds=max(0.0, time.time() - snapshot.taken_unix_ns / 1e9) if snapshot.object_name else 0.0,
+            events=self.state.tally.event_counts(),
+            ranks=[self._rank_stats(info) for info in figures.ranks],
+            stream_checked_age_seconds=age(progress.checked_at, time.monotonic()),
+            stream_error=self.stream_repair.error if self.stream_repair else "",
+        )
+
+    async def run(self) -> None:
+        """Keeps the index up to date until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read_stream(), name=f"ingest {self.name}")
+            group.create_task(self.light.run(), name=f"live events {self.name}")
+            group.create_task(self.resync.run(self._transport_read), name=f"resync {self.name}")
+            group.create_task(self._follow_workers(), name=f"workers of {self.name}")
+            group.create_task(self._take_snapshots(), name=f"snapshots of {self.name}")
+            group.create_task(self._become_ready(), name=f"readiness {self.name}")
+            group.create_task(self._keep_stream_working(), name=f"stream of {self.name}")
+
+    async def _read_stream(self) -> None:
+        # A stream that is wanted later is not the one that was to be reset.
+        at_start = self._stream_wanted.is_set()
+        await self._stream_wanted.wait()
+        position = await self.snapshots.restore(may_reset=at_start) if self.snapshots else None
+        heed_cancellation()
+        if position is not None:
+            self.ingest.start_from(position)
+        await self.ingest.run()
+
+    async def _take_snapshots(self) -> None:
+        if self.snapshots is not None:
+            await self._stream_wanted.wait()
+            await self._transport_read.wait()
+            await self.snapshots.keep_taking(self.position)
+
+    async def _keep_stream_working(self) -> None:
+        if self.stream_repair is not None:
+            await self._stream_wanted.wait()
+            await self._transport_read.wait()
+            await self.stream_repair.run(self._durable_rank_is_silent)
+
+    def _durable_rank_is_silent(self) -> bool:
+        workers = (self._workers.get(worker_id) for worker_id, _ in self._silence.silent)
+        return any(worker is not None and self._is_durable(worker) for worker in workers)
+
+    async def _become_ready(self) -> None:
+        await self.light.subscribed.wait()
+        if self._stream_wanted.is_set():
+            await self.ingest.wait_caught_up()
+            if self.snapshots and any(info.partial or not info.next_event_id for info in await self.state.ranks()):
+                # What another replica has kept meanwhile costs no worker anything.
+                await self.snapshots.load_later()
+        self._transport_read.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._compare_seconds):
+                while self.resync.waits_for_workers:  # noqa: ASYNC110 - many things change it, and none waits for this
+                    await asyncio.sleep(_SETTLE_SECONDS)
+        self.ready = True
+
+    async def _follow_workers(self) -> None:
+        while True:
+            self._changed.clear()
+            self.ranks = await self.state.ranks()
+            indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
+            registered = self.state.incarnations.expected()
+            await self.state.begin_lives(new_lives(registered, indexed))
+            await self._ask_about(ahead_of(registered, indexed))
+            await self.state.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
+            self._compare_silent_ranks()
+            self.resync.forgive()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_SECONDS):
+                    await self._changed.wait()
+
+    async def _ask_about(self, ranks: list[Rank]) -> None:
+        """Has workers asked whose registration contradicts the index."""
+        await self.state.mark_unverified(ranks)
+        for rank in ranks:
+            self.resync.want(rank, "incarnation")
+
+    def _compare_silent_ranks(self) -> None:
+        """Asks for a comparison of ranks whose heartbeats are missing, once what the transport keeps was read."""
+        if not self._transport_read.is_set():
+            return
+        limits = {rank: self._silence_limit(rank) for rank in self.resync.ranks()}
+        for rank in self._silence.due(limits, lambda rank: self.state.rank_tally(rank).evidence, time.monotonic()):
+            self.resync.want(rank, "silent")
+        silent = self._silence.silent
+        if silent and not self._silence_logged:
+            self._log.warning(
+                "heartbeats missing",
+                ranks=len(silent),
+                first_rank=min(silent),
+                consequence="their state is read from their workers",
+            )
+        elif self._silence_logged and not silent:
+            self._log.info("heartbeats arrive again")
+        self._silence_logged = bool(silent)
+
+    def is_silent(self, rank: Rank) -> bool:
+        """Returns whether no event or heartbeat of a registered rank came for several heartbeat intervals."""
+        return rank in self._silence.silent
+
+    def is_stale(self, rank: Rank) -> bool:
+        """Returns whether the newest evidence of a rank's state is older than several heartbeat intervals."""
+        return exceeds(self.state.rank_tally(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
+
+    def is_verified(self, rank: Rank) -> bool:
+        """Returns whether a rank was compared with its worker, nothing was lost since, and the evidence is recent."""
+        return self.state.rank_tally(rank).verified and not self.is_stale(rank)
+
+    def _silence_limit(self, rank: Rank) -> float:
+        worker = self._workers.get(rank[0])
+        return silence_limit(worker.heartbeat_ms if worker else 0)
+
+    def _rank_stats(self, info: RankInfo) -> RankStats:
+        worker = self._workers.get(info.worker_id)
+        rank: Rank = (info.worker_id, info.dp_rank)
+        tally, now = self.state.rank_tally(rank), time.monotonic()
+        repair = self.resync.repair_of(rank)
+        return RankStats(
+            rank=RankMessage(worker_id=info.worker_id, dp_rank=info.dp_rank),
+            cursor=Cursor(incarnation=info.incarnation, next_event_id=info.next_event_id),
+            blocks=info.blocks,
+            memory_bytes=info.memory_bytes,
+            partial=info.partial,
+            verified=self.is_verified(rank),
+            drifts=tally.drifts,
+            resynced_unix_ns=tally.resynced_unix_ns,
+            resync_reason=tally.resync_reason,
+            registered=worker is not None and any(rank.dp_rank == info.dp_rank for rank in worker.ranks),
+            lag_seconds=tally.lag_seconds,
+            transport=self._transport(worker) if worker else Transport.TRANSPORT_UNSPECIFIED,
+            evidence_age_seconds=age(tally.evidence.at, now),
+            heard_age_seconds=age(tally.evidence.heard_at, now),
+            stale=self.is_stale(rank),
+            silent=self.is_silent(rank),
+            repair=RankRepair(reason=repair.reason, attempts=repair.attempts, under_way=repair.under_way)
+            if repair
+            else None,
+        )
+
+    def _registered(self) -> dict[Rank, int]:
+        """Incarnation by rank, of the workers that report their cache."""
+        return {
+            (worker_id, rank.dp_rank): rank.incarnation
+            for worker_id, worker in self._workers.items()
+            if worker.publishes_events
+            for rank in worker.ranks
+        }
+
+    def _is_durable(self, worker: WorkerRegistration) -> bool:
+        return self._transport(worker) != Transport.TRANSPORT_LIGHT
+
+    def _transport(self, worker: WorkerRegistration) -> Transport:
+        return worker.transport or self.descriptor.default_transport or Transport.TRANSPORT_DURABLE

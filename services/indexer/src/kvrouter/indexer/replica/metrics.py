@@ -1,0 +1,131 @@
+"""Figures of an Indexer for Prometheus. Counts are read where they are kept, when they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from kvrouter.indexer.index.evidence import age
+from kvrouter.indexer.replica.component import ComponentIndex
+from kvrouter.v1.names import ComponentName
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_FIND_MATCHES_BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1, 1.0)
+_OUTCOMES = (
+    "applied",
+    "duplicates",
+    "fenced",
+    "gaps",
+    "unknown_parents",
+    "unknown_removals",
+    "rejected",
+    "misdirected",
+    "unparsable",
+    "drifts",
+    "unconfirmed",
+)
+
+
+class IndexerMetrics(Collector):
+    """The metrics of one replica over all its components."""
+
+    def __init__(self, registry: CollectorRegistry, components: Mapping[ComponentName, ComponentIndex]) -> None:
+        self._components = components
+        self.find_matches_seconds = Histogram(
+            "kvrouter_indexer_find_matches_seconds",
+            "Time to answer FindMatches, without the way there and back.",
+            buckets=_FIND_MATCHES_BUCKETS,
+            registry=registry,
+        )
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """The figures of each component."""
+        events = CounterMetricFamily(
+            "kvrouter_indexer_events", "Events by what became of them.", labels=["namespace", "component", "outcome"]
+        )
+        counters = {
+            "batches": "Batches given to the index.",
+            "repairs": "Ranks whose blocks were dropped, because of a gap, a fault or drift.",
+            "stored_blocks": "Blocks stored.",
+            "removed_blocks": "Blocks removed.",
+            "resyncs": "Ranks replaced by their worker's whole state.",
+            "refetches": "Ranks that lacked events, which their workers sent again.",
+            "false_alarms": "Alarms that events raised about ranks and their workers did not confirm.",
+            "live_events_dropped": "Live messages dropped because they came faster than they could be applied.",
+            "snapshots_taken": "Snapshots taken by this replica.",
+            "snapshots_unusable": "Snapshots that could not be read at a restore.",
+            "streams_recreated": "Times that a stream which took no messages was made anew by this replica.",
+            "consumers_made": "Times that the consumer of the stream was made anew, the first included.",
+        }
+        gauges = {
+            "ready": "Whether the index is restored.",
+            "blocks": "Blocks in the index, each rank counted.",
+            "ranks": "Ranks in the index.",
+            "partial_ranks": "Ranks that may hold more blocks than the index has.",
+            "memory_bytes": "Memory of the index, by the estimates of its ranks.",
+            "lag_seconds": "Time from publishing to applying, of the newest batch.",
+            "pending_messages": "Messages of the stream that are not applied.",
+            "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since, or stale.",
+            "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
+            "resyncs_backing_off": "Ranks whose repair waits after no answer, a false alarm or persistent drift.",
+            "waiting_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
+            "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
+            "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
+            "silent_ranks": "Ranks without an event or a heartbeat for several heartbeat intervals.",
+            "stale_ranks": "Ranks whose newest evidence (event, heartbeat, comparison) is older than that.",
+            "oldest_evidence_seconds": "Age of the newest evidence of the rank for which that is oldest.",
+            "stream_checked_age_seconds": "Time since NATS last said how far the stream is; the pending messages are "
+            "of that time. 0 before the first.",
+            "stream_stopped": "Whether the stream takes no messages, such as for a full disk.",
+            "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
+        }
+        labels = ["namespace", "component"]
+        counts = {n: CounterMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in counters.items()}
+        now = time.monotonic()
+        levels = {n: GaugeMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in gauges.items()}
+        for name, component in list(self._components.items()):
+            of = [name.namespace, name.name]
+            tally, progress, ranks = component.state.tally, component.ingest.progress, component.ranks
+            for outcome in _OUTCOMES:
+                events.add_metric([*of, outcome], getattr(tally, outcome))
+            counts["batches"].add_metric(of, tally.batches)
+            counts["repairs"].add_metric(of, tally.repairs)
+            counts["stored_blocks"].add_metric(of, tally.stored_blocks)
+            counts["removed_blocks"].add_metric(of, tally.removed_blocks)
+            counts["consumers_made"].add_metric(of, component.ingest.recreations)
+            counts["resyncs"].add_metric(of, component.resync.resyncs)
+            counts["refetches"].add_metric(of, component.resync.refetches)
+            counts["false_alarms"].add_metric(of, component.resync.false_alarms)
+            counts["live_events_dropped"].add_metric(of, component.light.dropped)
+            snapshots = component.snapshots
+            counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)
+            counts["snapshots_unusable"].add_metric(of, snapshots.unusable if snapshots else 0)
+            levels["snapshot_sequence"].add_metric(of, snapshots.current.stream_sequence if snapshots else 0)
+            names = [(info.worker_id, info.dp_rank) for info in ranks]
+            ages = [age(component.state.rank_tally(rank).evidence.at, now) for rank in names]
+            repair = component.stream_repair
+            levels["stream_stopped"].add_metric(of, bool(repair and repair.error))
+            counts["streams_recreated"].add_metric(of, repair.recreated if repair else 0)
+            levels["unverified_ranks"].add_metric(of, sum(not component.is_verified(rank) for rank in names))
+            levels["silent_ranks"].add_metric(of, sum(component.is_silent(rank) for rank in names))
+            levels["stale_ranks"].add_metric(of, sum(component.is_stale(rank) for rank in names))
+            levels["oldest_evidence_seconds"].add_metric(
+                of, max((each for each in ages if each is not None), default=0)
+            )
+            levels["stream_checked_age_seconds"].add_metric(of, age(progress.checked_at, now) or 0.0)
+            levels["resyncs_pending"].add_metric(of, component.resync.pending)
+            levels["resyncs_backing_off"].add_metric(of, component.resync.backing_off)
+            levels["waiting_bytes"].add_metric(of, component.state.waiting_bytes)
+            levels["live_queue_messages"].add_metric(of, component.light.queued)
+            levels["ready"].add_metric(of, component.ready)
+            levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
+            levels["ranks"].add_metric(of, len(ranks))
+            levels["partial_ranks"].add_metric(of, sum(info.partial for info in ranks))
+            levels["memory_bytes"].add_metric(of, sum(info.memory_bytes for info in ranks))
+            levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
+            levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))
+            levels["set_aside_messages"].add_metric(of, len(component.state.set_aside))
+        return [events, *counts.values(), *levels.values()]

@@ -1,0 +1,116 @@
+"""One replica: an index for every component of the namespace, and how far each is applied."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+import structlog
+from kvrouter.indexer.ingest.jetstream import DurableConsumer
+from kvrouter.indexer.replica.component import ComponentIndex, Limits
+from kvrouter.indexer.snapshots.coordinator import SnapshotHome
+from kvrouter.net.decoding import Quarantine
+from kvrouter.net.etcd import LeasedKeys
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.v1.names import ComponentName, worker_id_of_key
+from nats.aio.client import Client
+
+log = structlog.get_logger(component="indexer")
+
+_RECORD_SECONDS = 1.0
+"""How often the applied sequence is written to etcd, if it moved."""
+
+
+class Replica:
+    """Starts and ends the indexes of components as these come and go."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        directory: Directory,
+        connect: Callable[[], Awaitable[Client]],
+        keys: LeasedKeys,
+        limits: Limits,
+        *,
+        fetches: int = 8,
+        home: SnapshotHome | None = None,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """``connect`` gives the connection to NATS, once NATS is there; ``fetches`` from workers run at one time.
+
+        Without a ``home`` there are no snapshots.
+        """
+        self.id = replica_id
+        self.components: dict[ComponentName, ComponentIndex] = {}
+        self.known = False
+        """Whether the components of the namespace are known."""
+        self._directory = directory
+        self._connect = connect
+        self._keys = keys
+        self._limits = limits
+        self._home = home
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._slots = asyncio.Semaphore(fetches)
+        self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
+        self._recorded: dict[ComponentName, bytes] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether the components are known and each of them is restored."""
+        return self.known and all(component.ready for component in self.components.values())
+
+    async def run(self) -> None:
+        """Follows the components until cancelled."""
+        connection = await self._connect()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._record_applied(), name="applied records")
+            async for directory in self._directory.changes():
+                await self._follow(group, connection, directory.components)
+
+    async def _follow(
+        self, group: asyncio.TaskGroup, connection: Client, views: Mapping[ComponentName, ComponentView]
+    ) -> None:
+        for name in [name for name in self.components if not self._is_same(name, views.get(name))]:
+            await self._end(name)
+        for name, view in views.items():
+            if name not in self.components and view.descriptor.block_size:
+                log.info("component found", of=str(name), block_size=view.descriptor.block_size)
+                consumer = DurableConsumer(connection, name, self.id)
+                self.components[name] = ComponentIndex(
+                    name, view.descriptor, consumer, self._limits, self._slots, self._home, self._quarantine
+                )
+                self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
+            if name in self.components:
+                self.components[name].update_workers(view.workers, self._unfit(name))
+        self.known = True
+        if self._home is not None and self._home.options.reset:
+            # A component that comes later, or comes back, is none that was to be reset.
+            self._home = replace(self._home, options=replace(self._home.options, reset=False))
+
+    def _is_same(self, name: ComponentName, view: ComponentView | None) -> bool:
+        return view is not None and view.descriptor == self.components[name].descriptor
+
+    def _unfit(self, name: ComponentName) -> frozenset[int]:
+        """Workers that registered, but differ from their component."""
+        ids = (worker_id_of_key(key) for key in self._directory.ignored if key.startswith(name.workers_prefix))
+        return frozenset(worker_id for worker_id in ids if worker_id is not None)
+
+    async def _end(self, name: ComponentName) -> None:
+        log.info("component gone", of=str(name))
+        del self.components[name]
+        self._recorded.pop(name, None)
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.wait({task})
+        self._keys.delete(name.applied_key(self.id))
+
+    async def _record_applied(self) -> None:
+        while True:
+            for name, component in self.components.items():
+                record = component.applied_record
+                value = record.SerializeToString() if record else b""
+                if value and self._recorded.get(name) != value:
+                    self._recorded[name] = value
+                    self._keys.put(name.applied_key(self.id), value)
+            await asyncio.sleep(_RECORD_SECONDS)

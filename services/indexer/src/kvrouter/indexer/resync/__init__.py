@@ -1,0 +1,1 @@
+"""Fetches from workers what the index lacks, and compares the two."""

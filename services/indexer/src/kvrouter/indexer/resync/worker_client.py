@@ -1,0 +1,94 @@
+"""What a worker tells of its own ranks, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import cast
+
+from kvrouter.core import Rank
+from kvrouter.indexer.index.state import RankDump
+from kvrouter.runtime.contracts import Worker
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import OutOfRange
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import worker_pb2
+from kvrouter.v1.common_pb2 import Cursor
+from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.worker_pb2 import GetEventsRequest, GetRankStateRequest, GetRankStateResponse
+
+_DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+_MAX_STATE_BYTES = 1 << 30  # of one rank: some 20 million blocks
+_MAX_PART_BYTES = 4 << 20  # of one message, which takes up to forty times as much while it is parsed
+_MAX_EVENTS_BYTES = 32 << 20  # more than these, and the state is cheaper
+
+
+class StateTooLarge(Exception):
+    """A worker sends more than any rank can hold."""
+
+
+@asynccontextmanager
+async def worker_at(endpoint: str) -> AsyncIterator[Worker]:
+    """A stub of the worker at ``host:port``."""
+    async with open_channel(endpoint, max_message_bytes=_MAX_PART_BYTES) as channel:
+        yield cast(Worker, remote(_DESCRIPTOR, channel))
+
+
+async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], deadline: Deadline) -> list[bytes] | None:
+    """The rank's events from a cursor on, as encoded batches; None where only its whole state can help.
+
+    Raises:
+        KvRouterError: the worker does not answer.
+    """
+    request = GetEventsRequest(dp_rank=rank[1])
+    # The field's name is a keyword.
+    getattr(request, "from").CopyFrom(Cursor(incarnation=cursor[0], next_event_id=cursor[1]))
+    batches: list[bytes] = []
+    size = 0
+    try:
+        async with aclosing(worker.get_events(request, deadline=deadline)) as responses:
+            async for response in responses:
+                if (response.batch.worker_id, response.batch.dp_rank) != rank:
+                    return None
+                batches.append(response.batch.SerializeToString())
+                size += len(batches[-1])
+                if size > _MAX_EVENTS_BYTES:
+                    return None
+    except OutOfRange:
+        return None
+    return batches
+
+
+async def fetch_state(worker: Worker, rank: Rank, deadline: Deadline) -> RankDump:
+    """The rank's whole state. gRPC's flow control bounds what is on the way.
+
+    Raises:
+        KvRouterError: the worker does not answer.
+        StateTooLarge: it sends over 1 GiB.
+    """
+    chunks: list[bytes] = []
+    cursor = Cursor()
+    size = 0
+    async with aclosing(worker.get_rank_state(GetRankStateRequest(dp_rank=rank[1]), deadline=deadline)) as stream:
+        async for response in stream:
+            cursor = response.cursor
+            # In a thread, since a chunk takes milliseconds, and encoded at once, since a parsed one takes far more.
+            chunks.append(await asyncio.to_thread(_as_chunk, rank, response))
+            size += len(chunks[-1])
+            if size > _MAX_STATE_BYTES:
+                raise StateTooLarge(f"rank {rank} sends over {_MAX_STATE_BYTES} bytes")
+    return RankDump(rank, (cursor.incarnation, cursor.next_event_id), False, chunks)
+
+
+def _as_chunk(rank: Rank, response: GetRankStateResponse) -> bytes:
+    state = RankState(
+        rank=RankMessage(worker_id=rank[0], dp_rank=rank[1]),
+        cursor=response.cursor,
+        blocks=response.blocks,
+        last=response.last,
+        digest=response.digest,
+        copy_counting=response.copy_counting,
+    )
+    return state.SerializeToString()

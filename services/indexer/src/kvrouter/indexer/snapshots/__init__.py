@@ -1,0 +1,1 @@
+"""Takes snapshots of a component, and restores from them."""

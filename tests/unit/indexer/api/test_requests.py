@@ -1,0 +1,70 @@
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.indexer.api.requests import check_prompt, packed, scope_of
+from kvrouter.runtime.component_field import component_name
+from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
+from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes, TokenIds
+from kvrouter.v1.names import ComponentName
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=40) | st.integers(0, 3000).map(lambda n: list(range(n))))
+def test_packing_takes_every_hash_in_order(hashes: list[int]) -> None:
+    assert packed(LocalHashes(hashes=hashes)) == struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def test_packing_leaves_out_what_a_later_contract_adds() -> None:
+    unknown_field = b"\x7a\x03abc"
+    hashes = LocalHashes.FromString(LocalHashes(hashes=[1, 2]).SerializeToString() + unknown_field)
+    assert packed(hashes) == struct.pack("<2Q", 1, 2)
+
+
+def test_component_names() -> None:
+    assert component_name(Component(namespace="a", name="b")) == ComponentName("a", "b")
+    with pytest.raises(BadRequest, match="not a name"):
+        component_name(Component(namespace="a", name="b.c"))
+    with pytest.raises(BadRequest):
+        component_name(Component())
+
+
+def test_a_prompt_must_be_there() -> None:
+    with pytest.raises(BadRequest) as caught:
+        check_prompt(FindMatchesRequest(), 16, 100)
+    assert caught.value.info.field == "prompt"
+
+
+def test_an_empty_prompt_is_one_of_no_blocks() -> None:
+    check_prompt(FindMatchesRequest(token_ids=TokenIds()), 16, 100)
+    check_prompt(FindMatchesRequest(local_hashes=LocalHashes()), 16, 100)
+
+
+def test_the_block_size_must_be_the_components_where_it_is_named() -> None:
+    check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=16), 16, 100)
+    with pytest.raises(BlockSizeMismatch) as caught:
+        check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=32), 16, 100)
+    assert list(caught.value.info.known_values) == ["16"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FindMatchesRequest(token_ids=TokenIds(ids=range(101))),
+        FindMatchesRequest(local_hashes=LocalHashes(hashes=range(7))),
+    ],
+)
+def test_the_prompt_has_a_limit(request_: FindMatchesRequest) -> None:
+    check_prompt(request_, 16, 112)
+    with pytest.raises(PromptTooLong):
+        check_prompt(request_, 16, 100)
+
+
+def test_scope_and_multimodal_hashes_have_limits() -> None:
+    with pytest.raises(BadRequest) as caught:
+        scope_of(BlockScope(cache_salt="s" * 1025))
+    assert caught.value.info.field == "scope.cache_salt"
+    many = FindMatchesRequest(token_ids=TokenIds(), multimodal_hashes=[MultimodalHash()] * 4097)
+    with pytest.raises(BadRequest):
+        check_prompt(many, 16, 100)

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvrouter.core import ApplySummary, PrefixIndex, sequence_hashes
+from kvrouter.indexer.index.membership import NewLife
+from kvrouter.indexer.index.state import IndexState, RankDump, StaleDump, StreamMessage
+from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
+from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.names import ComponentName
+
+COMPONENT = ComponentName("ns", "decode")
+RANK = (1, 0)
+
+
+def state() -> IndexState:
+    return IndexState(str(COMPONENT), 4, PrefixIndex())
+
+
+def stored(event_id: int, engine: Sequence[int], local: Sequence[int], parent: int | None = None) -> KvEvent:
+    change = BlocksStored(engine_hashes=engine, local_hashes=local)
+    if parent is not None:
+        change.parent_engine_hash = parent
+    return KvEvent(event_id=event_id, tier=Tier.TIER_DEVICE, stored=change)
+
+
+def removed(event_id: int, *engine: int) -> KvEvent:
+    return KvEvent(event_id=event_id, tier=Tier.TIER_DEVICE, removed=BlocksRemoved(engine_hashes=engine))
+
+
+def cleared(event_id: int) -> KvEvent:
+    return KvEvent(event_id=event_id, cleared=BlocksCleared())
+
+
+def message(
+    *events: KvEvent, next_event_id: int | None = None, incarnation: int = 1, digest: int | None = None
+) -> StreamMessage:
+    following = events[-1].event_id + 1 if next_event_id is None else next_event_id
+    batch = KvEventBatch(
+        worker_id=1, incarnation=incarnation, block_size=4, events=events, next_event_id=following, digest=digest
+    )
+    return StreamMessage(COMPONENT.events_subject(1, 0), 1, batch.SerializeToString())
+
+
+async def held(index: IndexState) -> set[int]:
+    """Engine hashes of the rank."""
+    chunks = [RankState.FromString(chunk) async for chunk in index.dump_rank(RANK, 64)]
+    return {block.engine_hash for chunk in chunks for block in chunk.blocks}
+
+
+async def test_a_gap_inside_a_batch_keeps_only_what_follows_it() -> None:
+    index = state()
+    index.apply([message(stored(0, [1, 2], [11, 12]), stored(3, [5], [15]), stored(4, [6], [16]))])
+    assert await held(index) == {5, 6}
+    assert (index.tally.gaps, index.tally.repairs, index.tally.applied, index.tally.duplicates) == (1, 1, 3, 0)
+    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 5)
+
+
+async def test_a_batch_with_several_gaps() -> None:
+    index = state()
+    index.apply([message(stored(2, [1], [11]), stored(5, [2], [12]), stored(7, [3], [13]), next_event_id=9)])
+    assert await held(index) == set()
+    assert index.tally.gaps == 4
+    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 9)
+
+
+async def test_a_life_that_begins_with_a_gap() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]))])
+    index.incarnations.register({RANK: 2})
+    index.apply([message(stored(4, [2], [12]), incarnation=2)])
+    assert await held(index) == {2}
+    assert await index.ask(lambda core: core.cursor(RANK)) == (2, 5)
+    assert (await index.ranks())[0].partial
+
+
+async def test_a_cleared_cache_lacks_nothing_so_that_an_unknown_parent_counts_again() -> None:
+    index = state()
+    index.apply([message(stored(3, [1], [11])), message(cleared(4)), message(stored(5, [2], [12]))])
+    assert not (await index.ranks())[0].partial
+    index.apply([message(stored(6, [3], [13], parent=99))])
+    assert await held(index) == set()
+    assert index.tally.repairs == 2
+
+
+async def test_a_cleared_event_of_the_past_changes_nothing() -> None:
+    index = state()
+    index.apply([message(cleared(0)), message(stored(3, [1], [11])), message(cleared(0))])
+    index.apply([message(stored(4, [3], [13], parent=99))])
+    assert await held(index) == {1}
+
+
+async def test_a_heartbeat_whose_digest_differs_drops_the_rank_once() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]))])
+    digest = await index.ask(lambda core: core.digest(RANK))
+    assert digest is not None
+    index.apply([message(next_event_id=1, digest=digest)])
+    assert await held(index) == {1}
+    index.apply([message(next_event_id=1, digest=digest ^ 1), message(next_event_id=1, digest=digest ^ 1)])
+    assert await held(index) == set()
+    assert (index.rank_tally(RANK).drifts, index.rank_tally(RANK).resync_reason, index.tally.repairs) == (1, "drift", 1)
+
+
+async def test_events_that_break_the_contract_are_skipped_and_counted() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]), stored(1, [2], [12, 13]), KvEvent(event_id=2), stored(3, [4], [14]))])
+    assert await held(index) == set(), "a removal may have been among the refused"
+    assert (index.tally.rejected, index.tally.repairs) == (2, 1)
+    assert index.tally.event_counts().rejected == 2
+
+
+def test_what_was_set_aside_is_bounded() -> None:
+    index = state()
+    index.apply([StreamMessage(COMPONENT.events_subject(1, 0), n, b"\xff" * 100_000) for n in range(200)])
+    assert len(index.set_aside) == 64
+    assert index.set_aside[-1].sequence == 199
+    assert max(len(item.data) for item in index.set_aside) == 4096
+    assert index.tally.unparsable == 200
+
+
+async def test_a_new_life_is_never_taken_back() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]), incarnation=5)])
+    await index.begin_lives([NewLife(RANK, 4), NewLife(RANK, 5)])
+    assert await held(index) == {1}
+    await index.begin_lives([NewLife(RANK, 6)])
+    assert await held(index) == set()
+
+
+async def test_a_dump_that_is_behind_the_index_is_refused() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]))])
+    chunks = [chunk async for chunk in index.dump_rank(RANK, 64)]
+    assert await index.load_rank(RankDump(RANK, (1, 1), False, chunks)) == 1
+    index.apply([message(removed(1, 1))])
+    with pytest.raises(StaleDump):
+        await index.load_rank(RankDump(RANK, (1, 1), False, chunks))
+    assert await held(index) == set()
+
+
+class StuckIndex:
+    """Applies only when it is let."""
+
+    def __init__(self) -> None:
+        self.applying = threading.Event()
+        self.go_on = threading.Event()
+
+    def cursor(self, _rank: tuple[int, int]) -> tuple[int, int]:
+        return (1, 0)
+
+    def apply(self, _batch: bytes) -> ApplySummary:
+        self.applying.set()
+        assert self.go_on.wait(30)
+        return ApplySummary(1, 0, applied=1)
+
+
+async def test_a_query_waits_for_a_batch_without_holding_up_the_loop() -> None:
+    stuck = StuckIndex()
+    index = IndexState("c", 4, cast(PrefixIndex, stuck))
+    applying = asyncio.create_task(asyncio.to_thread(index.apply, [message(stored(0, [1], [11]))] * 3))
+    await asyncio.to_thread(stuck.applying.wait, 30)
+    query = asyncio.create_task(index.ask(lambda _: "answer"))
+    for _ in range(10):
+        await asyncio.sleep(0)  # the loop turns although the index is taken
+    assert not query.done()
+    stuck.go_on.set()
+    assert await query == "answer"
+    await applying
+
+
+class Engine:
+    """What a rank really holds: engine hash → (path of local hashes, copies)."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.next_event_id = 0
+
+    def step(self, draw: st.DataObject) -> KvEvent:
+        number = self.next_event_id
+        self.next_event_id += 1
+        kind = draw.draw(st.sampled_from(["store", "store", "store", "remove", "clear"]))
+        if kind == "clear" and draw.draw(st.integers(0, 4)) == 0:
+            self.blocks.clear()
+            return cleared(number)
+        if kind == "remove" and self.blocks:
+            gone = draw.draw(st.lists(st.sampled_from(sorted(self.blocks)), min_size=1, max_size=3, unique=True))
+            for engine in gone:
+                path, copies = self.blocks.pop(engine)
+                if copies > 1:
+                    self.blocks[engine] = (path, copies - 1)
+            return removed(number, *gone)
+        return self._store(number, draw)
+
+    def _store(self, number: int, draw: st.DataObject) -> KvEvent:
+        # The engine hash of a block is made of its place, as engines do it, so that a block never moves.
+        parent = draw.draw(st.sampled_from([None, *sorted(self.blocks)]))
+        path = () if parent is None else self.blocks[parent][0]
+        locals_ = draw.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        engines = []
+        for local in locals_:
+            path = (*path, local)
+            engines.append(place_of(path) ^ 0xABC)
+            _, copies = self.blocks.get(engines[-1], (path, 0))
+            self.blocks[engines[-1]] = (path, copies + 1)
+        return stored(number, engines, locals_, parent)
+
+
+def place_of(path: tuple[int, ...]) -> int:
+    """Sequence hash of the last block of a path of local hashes."""
+    return int.from_bytes(sequence_hashes(struct.pack(f"<{len(path)}Q", *path))[-8:], "little")
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_whatever_is_lost_or_comes_twice_the_index_claims_no_block_that_is_not_there(data: st.DataObject) -> None:
+    index, engine = state(), Engine()
+    sent: list[StreamMessage] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        events = [engine.step(data) for _ in range(data.draw(st.integers(0, 3)))]
+        sent.append(message(*events, next_event_id=engine.next_event_id))
+        fate = data.draw(st.sampled_from(["arrives", "arrives", "arrives", "lost", "twice", "again from before"]))
+        if fate == "lost":
+            continue
+        if fate == "again from before":
+            index.apply(sent[data.draw(st.integers(0, len(sent) - 1)) :])
+        index.apply([sent[-1]] * (2 if fate == "twice" else 1))
+        claimed = Counter[tuple[int, int]]()
+        for chunk in index._index.dump_rank(RANK):
+            for block in RankState.FromString(chunk).blocks:
+                claimed[block.engine_hash, block.sequence_hash] += sum(tier.copies for tier in block.copies)
+        there = Counter({(one, place_of(path)): copies for one, (path, copies) in engine.blocks.items()})
+        assert claimed <= there
+        if not index.tally.gaps:
+            assert claimed == there
+    assert index.tally.unknown_parents == 0 or index.tally.gaps
+
+
+async def test_a_batch_that_claims_a_later_incarnation_empties_no_rank() -> None:
+    index = state()
+    suspected: list[str] = []
+    index.on_suspect = lambda _rank, reason: suspected.append(reason)
+    index.incarnations.register({RANK: 5})
+    index.apply([message(stored(0, [1], [11]), incarnation=5)])
+    index.apply([message(next_event_id=0, incarnation=(1 << 64) - 1)])
+    assert await held(index) == {1}
+    assert (suspected, index.tally.unconfirmed) == (["incarnation"], 1)
+    start = await index.begin_repair(RANK)
+    assert await index.confirm_rank(RANK, 5, "incarnation", start.claims) == 1
+    index.apply([message(stored(1, [2], [12]), incarnation=5)])
+    assert await held(index) == {1, 2}
+    assert index.rank_tally(RANK).verified
+
+
+async def test_the_workers_state_replaces_a_rank_of_a_later_incarnation() -> None:
+    index, worker = state(), state()
+    index.apply([message(stored(0, [1], [11]), incarnation=(1 << 64) - 1)])
+    worker.apply([message(stored(0, [2], [12]), incarnation=5)])
+    index.incarnations.register({RANK: 5})
+    dump = await worker.whole_rank(RANK)
+    assert dump is not None
+    await index.begin_repair(RANK)
+    await index.replace_rank(dump, "incarnation")
+    assert await held(index) == {2}
+    index.apply(
+        [message(stored(7, [9], [19]), incarnation=(1 << 64) - 1), message(stored(0, [8], [18]), incarnation=4)]
+    )
+    assert await held(index) == {2}
+    assert (index.tally.unconfirmed, index.tally.fenced) == (1, 1)
+
+
+async def test_a_dump_of_an_incarnation_that_the_worker_is_not_in_is_refused() -> None:
+    index, forged = state(), state()
+    forged.apply([message(stored(0, [1], [11]), incarnation=(1 << 64) - 1)])
+    dump = await forged.whole_rank(RANK)
+    assert dump is not None
+    index.incarnations.register({RANK: 5})
+    with pytest.raises(StaleDump):
+        await index.load_rank(dump)
+
+
+async def test_event_ids_that_the_worker_has_not_reached_are_dropped_once_it_was_asked() -> None:
+    index = state()
+    suspected: list[str] = []
+    index.on_suspect = lambda _rank, reason: suspected.append(reason)
+    index.may_hold = lambda _rank: True
+    index.apply([message(stored(0, [1], [11])), message(stored(1000, [2], [12]))])
+    start = await index.begin_repair(RANK)
+    index.apply([message(stored(1, [3], [13]))])
+    assert await index.confirm_rank(RANK, 1, "gap", start.claims) == 1
+    assert await held(index) == {1, 3}
+    assert suspected == ["gap"], "the dropped batch raises no second alarm"
+    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 2)
+
+
+async def test_while_gaps_were_false_of_late_events_that_follow_are_applied_at_once() -> None:
+    index = state()
+    index.may_hold = lambda _rank: True
+    index.is_deferred = lambda _rank, reason: reason == "gap"
+    index.apply([message(stored(0, [1], [11])), message(stored(1000, [2], [12])), message(stored(1, [3], [13]))])
+    assert await held(index) == {1, 3}
+    assert (index.tally.unconfirmed, index.tally.repairs) == (1, 0)
+
+
+async def test_a_gap_while_the_worker_is_asked_does_not_drop_the_rank() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]))])
+    start = await index.begin_repair(RANK)
+    index.apply([message(stored(5, [2], [12]))])
+    assert await held(index) == {1}
+    await index.confirm_rank(RANK, 1, "registered", start.claims)
+    assert index.tally.repairs == 1, "nobody is there to fill the gap, which is no claim of before the question"
+
+
+async def test_a_dump_that_lacks_blocks_gives_way_to_a_state_that_does_not() -> None:
+    whole, lacking = state(), state()
+    whole.apply([message(stored(0, [1], [11])), message(stored(1, [2], [12]))])
+    lacking.apply([message(stored(1, [2], [12]))])
+    dump = await lacking.whole_rank(RANK)
+    assert dump is not None
+    assert dump.partial
+    with pytest.raises(StaleDump):
+        await whole.load_rank(dump)
+    assert await held(whole) == {1, 2}
+    complete = await whole.whole_rank(RANK)
+    assert complete is not None
+    await lacking.load_rank(complete)
+    assert await held(lacking) == {1, 2}
+    assert not (await lacking.ranks())[0].partial
+
+
+async def test_a_dump_that_lacks_blocks_is_loaded_where_it_is_later_and_wants_the_rest() -> None:
+    behind, lacking = state(), state()
+    behind.apply([message(stored(0, [1], [11]))])
+    lacking.apply([message(stored(1, [2], [12]))])
+    suspected: list[tuple[tuple[int, int], str]] = []
+    behind.on_suspect = lambda rank, reason: suspected.append((rank, reason))
+    dump = await lacking.whole_rank(RANK)
+    assert dump is not None
+    await behind.load_rank(dump)
+    assert await held(behind) == {2}
+    assert suspected == [(RANK, "partial")]
+
+
+async def test_where_too_much_waits_only_the_newest_of_each_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.indexer.index.state.MAX_ALL_BYTES", 1)
+    index, worker = state(), state()
+    suspected: list[str] = []
+    index.on_suspect = lambda _rank, reason: suspected.append(reason)
+    batches = [message(stored(n, [n + 1], [n + 11])) for n in range(4)]
+    index.apply(batches[:1])
+    worker.apply(batches[:1])
+    fetched = await worker.whole_rank(RANK)
+    assert fetched is not None
+    await index.begin_repair(RANK)
+    index.apply(batches[1:])
+    assert index.waiting_bytes == len(batches[-1].data)
+    await index.replace_rank(fetched, "registered")
+    assert index.waiting_bytes == 0
+    assert suspected == ["gap"], "what was let go is asked for"
+    await index.begin_repair(RANK)
+    index.apply(batches)
+    await index.forget([RANK])
+    assert index.waiting_bytes == 0

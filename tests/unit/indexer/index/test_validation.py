@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.indexer.index.validation import Refusal, rank_of_subject, screen
+from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
+from kvrouter.v1.names import ComponentName
+
+COMPONENT = ComponentName("ns", "decode")
+SUBJECT = COMPONENT.events_subject(0xABC, 3)
+
+
+def batch(worker_id: int = 0xABC, dp_rank: int = 3, block_size: int = 16) -> bytes:
+    events = [KvEvent(event_id=4)]
+    return KvEventBatch(worker_id=worker_id, dp_rank=dp_rank, block_size=block_size, events=events).SerializeToString()
+
+
+def test_a_batch_on_its_own_subject_passes() -> None:
+    screened = screen(SUBJECT, batch(), 16)
+    assert isinstance(screened, KvEventBatch)
+    assert screened.events[0].event_id == 4
+
+
+@pytest.mark.parametrize(
+    ("subject", "data", "reason"),
+    [
+        (SUBJECT, b"\xff\xff not protobuf", "unparsable"),
+        (SUBJECT, batch()[:-1], "unparsable"),
+        (SUBJECT, batch(worker_id=0xABD), "rank"),
+        (SUBJECT, batch(dp_rank=2), "rank"),
+        (SUBJECT, b"", "rank"),
+        (SUBJECT, batch(block_size=32), "block_size"),
+        (SUBJECT, batch(block_size=0), "block_size"),
+        ("kvrouter.v1.ns.decode.events.somebody", batch(), "subject"),
+        ("kvrouter.v1.ns.decode.events.0000000000000abc.-3", batch(), "subject"),
+    ],
+)
+def test_what_contradicts_its_envelope_is_set_aside(subject: str, data: bytes, reason: str) -> None:
+    refusal = screen(subject, data, 16)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == reason
+    assert refusal.detail
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+def test_the_rank_is_read_from_its_subject(worker_id: int, dp_rank: int) -> None:
+    assert rank_of_subject(COMPONENT.events_subject(worker_id, dp_rank)) == (worker_id, dp_rank)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_it(data: bytes) -> None:
+    assert isinstance(screen(SUBJECT, data, 16), Refusal | KvEventBatch)
+
+
+def test_events_of_a_worker_that_differs_from_its_component_are_set_aside() -> None:
+    refusal = screen(SUBJECT, batch(), 16, unfit_workers={0xABC})
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "unfit_worker"
+    assert isinstance(screen(SUBJECT, batch(), 16, unfit_workers={0xABD}), KvEventBatch)
