@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 from kvrouter.core import Booking, _native, reference
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.scheduler.candidates import Wanted
-from kvrouter.scheduler.choosing import choose
-from kvrouter.scheduler.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.overlaps import read_answer
-from kvrouter.scheduler.pools import Pool
-from kvrouter.scheduler.prompts import Prompt
-from kvrouter.scheduler.slots import Accounting
-from kvrouter.scheduler.survey import survey
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import read_answer
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.choice import choose
+from kvrouter.scheduler.workers.candidates import Wanted
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName

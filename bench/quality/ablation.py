@@ -18,11 +18,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvrouter.scheduler import hold_queue, pace
-from kvrouter.scheduler.policies import forecast
+from kvrouter.scheduler.load import latency_calibration as pace
+from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.forecast import policy as forecast
 from kvrouter.scheduler.policies.interface import Amounts, Choice, Facts, Hold
-from kvrouter.scheduler.slots import Accounting
+from kvrouter.scheduler.queue import hold_queue
 from kvrouter.simulator import router
 from kvrouter.simulator.workload import Prompts
 from tables import CONDITIONS, SHARED_TRACE, Cell, measure, workload_of

@@ -14,7 +14,7 @@ from importlib.resources import as_file, files
 from statistics import median
 
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator import traces
 from kvrouter.simulator.generators import generate
 from kvrouter.simulator.outcome import Figures, figures

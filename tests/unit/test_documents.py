@@ -18,7 +18,7 @@ from kvrouter.scheduler.settings import SchedulerSettings
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "protos/*.md", "services/*/*.md", "bench/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "protos/*.md", "services/**/*.md", "bench/**/*.md")
     for path in ROOT.glob(pattern)
 )
 FOREIGN = frozenset(

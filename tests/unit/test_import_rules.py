@@ -66,6 +66,24 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "replica": ("index", "ingest", "resync", "snapshots"),
         "api": ("index", "replica", "snapshots"),
     },
+    "scheduler": {
+        "identifiers": (),
+        "metrics": (),
+        "policies": (),
+        "request": ("policies",),
+        "workers": ("policies",),
+        "load": ("identifiers", "metrics", "policies", "request", "workers"),
+        "overlap": ("identifiers", "load", "policies", "request", "workers"),
+        "bookings": ("identifiers", "load", "metrics", "request"),
+        "routing": ("identifiers", "load", "overlap", "policies", "request", "workers"),
+        "queue": ("identifiers", "metrics", "policies", "routing"),
+        "replication": ("bookings", "identifiers", "load", "overlap", "request", "routing"),
+        "api": (
+            *("bookings", "identifiers", "load", "metrics", "overlap", "policies"),
+            *("queue", "replication", "request", "routing", "workers"),
+        ),
+        "settings": ("load", "overlap", "policies", "queue", "request"),
+    },
 }
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""
 
@@ -166,6 +184,17 @@ def test_every_folder_has_a_rule(part: str) -> None:
 @pytest.mark.parametrize("part", sorted(FOLDERS))
 def test_folders_import_in_one_direction(part: str) -> None:
     TopologicalSorter(FOLDERS[part]).prepare()  # raises CycleError
+
+
+def test_a_policy_imports_nothing_of_another() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources("scheduler")
+        if path.name == "policy.py"
+        for name in kvrouter_imports(path.read_text(), module_name(path))
+        if not within(name, ("kvrouter.core", "kvrouter.v1", "kvrouter.scheduler.policies.interface"))
+    ]
+    assert wrong == []
 
 
 def test_the_engine_model_shares_no_hashing_with_the_router() -> None:

@@ -22,7 +22,7 @@ from kvrouter.cli.trace import PIECE_TOKENS, TraceRequest
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.outcome import Figures, figures
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workload import Prompts, Request, Workload

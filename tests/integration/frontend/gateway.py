@@ -24,7 +24,7 @@ from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
-from kvrouter.scheduler.service import SchedulerService
+from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2, scheduler_pb2
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from kvrouter.frontend.scheduler_links import SchedulerLinks
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.scheduler import keeping_up
+from kvrouter.scheduler.load import overload as keeping_up
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 

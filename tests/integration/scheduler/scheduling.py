@@ -16,8 +16,8 @@ from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
+from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.app import running
-from kvrouter.scheduler.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import indexer_pb2, scheduler_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Role

@@ -13,22 +13,22 @@ from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.scheduler.affinity import Affinity
-from kvrouter.scheduler.bookings import Bookings
-from kvrouter.scheduler.decisions import Decisions
-from kvrouter.scheduler.ledger import Ledger
+from kvrouter.scheduler.api.selection import Selector
+from kvrouter.scheduler.api.sessions import Sessions
+from kvrouter.scheduler.bookings.leases import Ledger
+from kvrouter.scheduler.bookings.table import Life
+from kvrouter.scheduler.bookings.updates import Bookings
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.options import RoutingOptions
-from kvrouter.scheduler.pools import Pools
-from kvrouter.scheduler.predictions import PredictionLimits, Predictions
-from kvrouter.scheduler.prompts import Prompt
-from kvrouter.scheduler.records import Life
-from kvrouter.scheduler.replica_sync import ReplicaSync
-from kvrouter.scheduler.selection import Selector
-from kvrouter.scheduler.session_stream import Sessions
-from kvrouter.scheduler.slots import Accounting
-from kvrouter.scheduler.sync_metrics import SyncMetrics
-from kvrouter.scheduler.thresholds import ThresholdBoard
+from kvrouter.scheduler.overlap.predictions import PredictionLimits, Predictions
+from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes, TokenIds
 from kvrouter.v1.names import ComponentName

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.runtime.config.settings import load
-from kvrouter.scheduler.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.predictions import PredictionLimits
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.overlap.predictions import PredictionLimits
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.scheduler.slots import Accounting
 
 
 def test_defaults_are_those_of_the_documents() -> None:

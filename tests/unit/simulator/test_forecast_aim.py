@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.generators import generate
 from kvrouter.simulator.outcome import Figures, figures
 from kvrouter.simulator.simulation import Setting, simulate

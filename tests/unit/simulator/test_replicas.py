@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.outcome import Figures, Outcome, figures
 from kvrouter.simulator.replicas import HEARTBEAT_S, Link, Sync
 from kvrouter.simulator.router import Told

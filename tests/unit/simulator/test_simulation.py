@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from kvrouter.mocker import engine_choice
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import RoutingOptions
 from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator import fleet
 from kvrouter.simulator.outcome import Figures, Outcome, figures, spread
 from kvrouter.simulator.simulation import Setting, simulate

@@ -20,7 +20,7 @@ from kvrouter.runtime.process import lifecycle
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.scheduler import app as scheduler
-from kvrouter.scheduler.overlaps import IndexerSource
+from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.message_limits import MessageLimits

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
-from kvrouter.scheduler.overlaps import Overlaps
-from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.simulator.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch

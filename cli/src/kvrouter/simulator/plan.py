@@ -9,8 +9,8 @@ from typing import Any
 
 from kvrouter.cli.faults import WrongUsage
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
-from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions
 from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions
 from kvrouter.simulator.outcome import figures
 from kvrouter.simulator.report import Run
 from kvrouter.simulator.simulation import Setting, simulate

@@ -17,8 +17,8 @@ from random import Random
 from kvrouter.core import Rank
 from kvrouter.frontend.prefix_split import PrefixSplit
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import RoutingOptions
-from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.simulator.cache_events import CacheEvents
 from kvrouter.simulator.router import Router, Told, pool_of
 

@@ -9,16 +9,17 @@ from typing import NamedTuple
 from kvrouter.core import Rank
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.scheduler.candidates import Wanted
-from kvrouter.scheduler.choosing import Chosen, book, choose
-from kvrouter.scheduler.hold_queue import HoldQueue
-from kvrouter.scheduler.options import RoutingOptions
-from kvrouter.scheduler.overlaps import NOT_ASKED, Overlaps
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Hold
-from kvrouter.scheduler.pools import Pool
-from kvrouter.scheduler.prompts import Prompt
-from kvrouter.scheduler.slots import Accounting, Key
-from kvrouter.scheduler.survey import survey
+from kvrouter.scheduler.queue.hold_queue import HoldQueue
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.choice import Chosen, book, choose
+from kvrouter.scheduler.workers.candidates import Wanted
 from kvrouter.simulator.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.scheduler.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.cache_events import CacheEvents
 from kvrouter.simulator.fleet import Notice, make_fleet
 from kvrouter.simulator.hindsight import costs_ms

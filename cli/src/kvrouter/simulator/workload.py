@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kvrouter.core import local_hashes, sequence_hashes
-from kvrouter.scheduler.prompts import Prompt
+from kvrouter.scheduler.request.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,28 +10,28 @@ from random import Random
 
 import structlog
 from kvrouter.runtime.process.context import Runtime
-from kvrouter.scheduler.affinity import Affinity
-from kvrouter.scheduler.bookings import Bookings
-from kvrouter.scheduler.decisions import Decisions
-from kvrouter.scheduler.held_figures import HeldFigures
-from kvrouter.scheduler.indexers import RemoteIndexers
-from kvrouter.scheduler.keeping_up import KeepingUp
-from kvrouter.scheduler.ledger import Ledger
-from kvrouter.scheduler.load_listener import LoadListener
+from kvrouter.scheduler.api.selection import Selector
+from kvrouter.scheduler.api.service import SchedulerService
+from kvrouter.scheduler.api.sessions import Sessions
+from kvrouter.scheduler.api.status import Status
+from kvrouter.scheduler.bookings.leases import Ledger
+from kvrouter.scheduler.bookings.updates import Bookings
+from kvrouter.scheduler.load.metrics import RankFigures
+from kvrouter.scheduler.load.overload import KeepingUp
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.load.report_listener import LoadListener
+from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.overlaps import IndexerSource
-from kvrouter.scheduler.pools import Pools
-from kvrouter.scheduler.predictions import Predictions
-from kvrouter.scheduler.rank_figures import RankFigures
-from kvrouter.scheduler.replica_sync import ReplicaSync
-from kvrouter.scheduler.selection import Selector
-from kvrouter.scheduler.service import SchedulerService
-from kvrouter.scheduler.session_stream import Sessions
+from kvrouter.scheduler.overlap.indexer_query import IndexerSource
+from kvrouter.scheduler.overlap.indexers import RemoteIndexers
+from kvrouter.scheduler.overlap.predictions import Predictions
+from kvrouter.scheduler.queue.metrics import HeldFigures
+from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.scheduler.replication.nats_link import SyncLink
+from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.scheduler.status import Status
-from kvrouter.scheduler.sync_link import SyncLink
-from kvrouter.scheduler.sync_metrics import SyncMetrics
-from kvrouter.scheduler.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
 
 log = structlog.get_logger(component="scheduler")
 

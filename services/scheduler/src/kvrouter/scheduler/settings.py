@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvrouter.runtime.config.settings import RoutingSettings
-from kvrouter.scheduler.hold_queue import MAX_HELD
-from kvrouter.scheduler.options import MAX_WEIGHT, RoutingOptions, Thresholds
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.predictions import PredictionLimits
-from kvrouter.scheduler.slots import Accounting
+from kvrouter.scheduler.queue.hold_queue import MAX_HELD
+from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions, Thresholds
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 _PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_target_ratio")

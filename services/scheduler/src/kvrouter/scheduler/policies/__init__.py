@@ -1,1 +1,1 @@
-"""Ways to choose a rank, one file each. A new one is a file with a class ``Rule``; ``catalogue`` finds it."""
+"""Ways to choose a rank, a folder each. A new one is a folder with ``policy.py``; ``catalogue`` finds it."""

@@ -1,4 +1,4 @@
-"""The policies that there are, by name: every module of this package that has a class ``Rule``."""
+"""The policies by name: each folder of this package has a module ``policy`` with a class ``Rule``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvrouter.scheduler.policies.interface import Policy
 
 def _found() -> dict[str, Policy]:
     modules = [
-        importlib.import_module(f"{policies.__name__}.{info.name}")
+        importlib.import_module(f"{policies.__name__}.{info.name}.policy")
         for info in pkgutil.iter_modules(policies.__path__)
-        if info.name != "catalogue"
+        if info.ispkg
     ]
-    rules: list[Policy] = [module.Rule() for module in modules if hasattr(module, "Rule")]
+    rules: list[Policy] = [module.Rule() for module in modules]
     return {rule.name: rule for rule in sorted(rules, key=lambda rule: rule.name)}
 
 

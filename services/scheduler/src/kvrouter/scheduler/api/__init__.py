@@ -1,0 +1,1 @@
+"""The Scheduler's contract: selections, sessions, status."""

@@ -1,0 +1,351 @@
+"""A selection: the component, the prompt, the overlaps, then choice and booking in one step.
+
+Nothing is awaited between reading the loads and booking. Requests that come in one moment therefore see each other's
+load, one after another, instead of all going to the rank that was idle. A request that the policy holds is chosen for
+again, and booked, when it can go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import structlog
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import (
+    AllBusy,
+    BadRequest,
+    DeadlineExceeded,
+    KvRouterError,
+    NoWorkers,
+    RequestIdReused,
+)
+from kvrouter.scheduler.api.selection_response import answer
+from kvrouter.scheduler.bookings.leases import BookingFreed, Ledger, Record
+from kvrouter.scheduler.bookings.updates import checked_key
+from kvrouter.scheduler.identifiers import Key, stage_of
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, IndexerSource, Overlaps, ask
+from kvrouter.scheduler.overlap.predictions import Predictions
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.interface import Explanation, Hold, rank_label
+from kvrouter.scheduler.queue.hold_queue import MAX_HELD
+from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from kvrouter.scheduler.request.options import RoutingOptions, overridden
+from kvrouter.scheduler.request.prompt import read_prompt
+from kvrouter.scheduler.routing.affinity import Affinity, conversation_of
+from kvrouter.scheduler.routing.candidate_snapshot import Row, Survey, survey
+from kvrouter.scheduler.routing.choice import Chosen, book, choose
+from kvrouter.scheduler.routing.decisions import Decided, Decisions
+from kvrouter.scheduler.routing.request_context import Asked, Question, lease_seconds
+from kvrouter.scheduler.workers.candidates import Wanted, check_pinned
+from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+
+log = structlog.get_logger(component="scheduler")
+
+
+class Selector:
+    """Chooses ranks and books on them."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        ledger: Ledger,
+        decisions: Decisions,
+        thresholds: ThresholdBoard,
+        indexers: IndexerSource,
+        options: RoutingOptions,
+        metrics: SchedulerMetrics,
+        *,
+        indexer_timeout_seconds: float,
+        max_prompt_tokens: int = 1 << 32,
+        rng: Random,
+        clock: Callable[[], float],
+        predictions: Predictions | None = None,
+        affinity: Affinity | None = None,
+        max_held: int = MAX_HELD,
+        is_behind: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``predictions`` stand in for Indexers in the approximate mode; with ``max_held`` 0 nothing is held.
+
+        ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
+        """
+        self._pools = pools
+        self._ledger = ledger
+        self._decisions = decisions
+        self._thresholds = thresholds
+        self._indexers = indexers
+        self._options = options
+        self._metrics = metrics
+        self._indexer_timeout = indexer_timeout_seconds
+        self._max_prompt_tokens = max_prompt_tokens
+        self._rng = rng
+        self._clock = clock
+        self._predictions = predictions
+        self._affinity = Affinity(0) if affinity is None else affinity
+        self._is_behind = is_behind
+        self._under_way: dict[Key, asyncio.Event] = {}
+        self.held = HeldRequests(self, metrics, max_held=max_held, clock=clock) if max_held else None
+        """Those that the policy holds; ``run`` must be running. None where nothing is held."""
+
+    async def select(
+        self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline, session_token: int | None = None
+    ) -> SelectWorkerResponse:
+        """Chooses a rank, and books it where the request names a booking.
+
+        Args:
+            request: The request.
+            session_id: Session that is to own the booking; empty for a lease.
+            deadline: The caller's.
+            session_token: Stream of the session that asks; once another stream holds the session, nothing is booked.
+
+        Raises:
+            KvRouterError: the request is refused, or no rank can take it.
+        """
+        started = time.perf_counter()
+        code, mode, held_seconds = "OK", "", 0.0
+        try:
+            key = checked_key(request.booking) if request.HasField("booking") else None
+            question = self.question(request.request, None if key is None else stage_of(request.booking))
+            mode = question.options.mode
+            asked = Asked(question, request.request, key, session_id, session_token, lease_seconds(request.lease_ms))
+            if key is None:
+                response = await self._decide(asked, request, deadline)
+            else:
+                response = await self._book_once(asked, key, request, deadline)
+            held_seconds = response.held_us / 1e6
+            return response
+        except KvRouterError as error:
+            code = error.code.name
+            raise
+        finally:
+            self._metrics.selections.labels(mode=mode, code=code).inc()
+            self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - held_seconds))
+
+    def question(self, request: RoutingRequest, stage: Stage | None, *, needs_worker: bool = True) -> Question:
+        """Checks a request.
+
+        Args:
+            request: The request.
+            stage: The stage to book; None for prefill at a component of prefill workers, else for the whole request.
+            needs_worker: Whether a mode that takes the worker from the request is to insist on one.
+
+        Raises:
+            KvRouterError: it is refused.
+        """
+        pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
+        if stage is None:
+            stage = Stage.STAGE_PREFILL if pool.role == Role.ROLE_PREFILL else Stage.STAGE_WHOLE
+        # Overrides go over what is set for the model, which goes over what was given at start.
+        in_force = replace(self._options, thresholds=self._thresholds.of(pool.model))
+        options = overridden(in_force, request.overrides)
+        prompt = read_prompt(
+            request,
+            block_size=pool.slots.block_size,
+            max_model_len=pool.max_model_len,
+            max_prompt_tokens=self._max_prompt_tokens,
+        )
+        wanted = Wanted.of(request, stage)
+        if needs_worker and POLICIES[options.mode].needs_worker and wanted.worker_id is None:
+            raise BadRequest(
+                f"mode {options.mode} needs a worker",
+                field="constraints.worker_id",
+                advice="Name the worker, or choose another mode.",
+                known=sorted({candidate.rank[0] for candidate in pool.candidates}),
+            )
+        return Question(pool, prompt, wanted, options)
+
+    async def overlaps(self, question: Question, deadline: Deadline, *, wanted: bool) -> Overlaps:
+        """What the ranks hold of the prompt; nothing where that is not wanted."""
+        if not wanted:
+            return NOT_ASKED
+        if self._predictions is not None:
+            return self._predictions.overlaps(question.pool, question.prompt)
+        return await ask(
+            self._indexers,
+            question.pool.name,
+            question.prompt,
+            block_size=question.pool.slots.block_size,
+            timeout_seconds=self._indexer_timeout,
+            deadline=deadline,
+        )
+
+    def survey(self, question: Question, overlaps: Overlaps) -> Survey:
+        """Every candidate as it is at this moment."""
+        return survey(question.pool, question.prompt, question.wanted, question.options, overlaps, now=self._clock())
+
+    async def _book_once(
+        self, asked: Asked, key: Key, request: SelectWorkerRequest, deadline: Deadline
+    ) -> SelectWorkerResponse:
+        """The first outcome for a key, however often and however concurrently it is asked for."""
+        while True:
+            repeated = self._repeated(asked, key)
+            if repeated is not None:
+                return repeated
+            under_way = self._under_way.get(key)
+            if under_way is None:
+                break
+            await under_way.wait()
+        done = self._under_way[key] = asyncio.Event()
+        try:
+            return await self._decide(asked, request, deadline)
+        finally:
+            del self._under_way[key]
+            done.set()
+
+    def _repeated(self, asked: Asked, key: Key) -> SelectWorkerResponse | None:
+        now = self._clock()
+        record = self._ledger.find(key, now)
+        if record is None:
+            return None
+        question, booking = asked.question, record.slots.booking(key)
+        if (
+            booking is None
+            or record.component != question.pool.name
+            or booking.sequence_hashes != question.prompt.sequence_hashes
+            or booking.prompt_tokens != question.prompt.tokens
+        ):
+            raise RequestIdReused(key[0])
+        # Booked at another Scheduler, whose caller has come here.
+        self._ledger.claim(record, asked.session_id, asked.lease_seconds, now, asked.session_token)
+        self._metrics.repeated.inc()
+        outcome = SelectWorkerResponse()
+        outcome.CopyFrom(record.outcome)
+        outcome.repeated = True
+        return outcome
+
+    async def _decide(self, asked: Asked, request: SelectWorkerRequest, deadline: Deadline) -> SelectWorkerResponse:
+        question, key = asked.question, asked.key
+        self._check(asked)
+        asked.overlaps = await self.overlaps(question, deadline, wanted=question.options.asks_indexer)
+        if asked.overlaps.failure:
+            self._metrics.load_only.labels(reason=asked.overlaps.failure).inc()
+
+        # From here to the booking nothing is awaited.
+        chosen = self.choose(asked)
+        if self.held is None or key is None or not isinstance(chosen.decided, Hold):
+            return self.settle(asked, chosen)
+        self._keep(asked, self._decisions.next_id(), None, chosen, _holding(chosen))
+        if request.time_left_ms:
+            deadline = deadline.within(request.time_left_ms / 1e3)
+        try:
+            return await self.held.hold(
+                asked, key, chosen, chosen.decided, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
+            )
+        except (AllBusy, DeadlineExceeded) as error:
+            self._keep(asked, self._decisions.next_id(), None, chosen, Explanation(str(error)))
+            raise
+
+    def choose(self, asked: Asked) -> Chosen:
+        """Chooses by what is known at this moment.
+
+        Raises:
+            KvRouterError: the request cannot be booked any more, or no rank can take it.
+        """
+        question, pool = asked.question, asked.question.pool
+        if self._pools.get(pool.name) is not pool:
+            raise NoWorkers(f"{pool.name} has gone, or has another block size")
+        self._check(asked)
+        found = self.survey(question, asked.overlaps)
+        if not found.free:
+            refusal = found.refusal(pool.name)
+            self._keep(asked, self._decisions.next_id(), None, found, Explanation(str(refusal)))
+            raise refusal.untraced()
+        rows = self._affinity.narrowed(pool.name, asked.routing, found.free)
+        return choose(pool, question.prompt, question.options, found, rows, self._rng)
+
+    def settle(self, asked: Asked, chosen: Chosen, *, held_seconds: float = 0.0) -> SelectWorkerResponse:
+        """Books what was chosen in this same step, where the request is to be booked, and answers.
+
+        Raises:
+            KvRouterError: it cannot be booked.
+        """
+        question, key, candidate = asked.question, asked.key, chosen.row.candidate
+        pool, decision_id = question.pool, self._decisions.next_id()
+        response = answer(asked, chosen, decision_id, held_seconds)
+        response.spread_advised = self._is_behind()
+        if key is not None:
+            if not book(pool, key, question.prompt, chosen):
+                return self._booked_meanwhile(asked, key)
+            response.prefill_tokens = chosen.prefill_tokens
+            asked_indexer = question.options.asks_indexer and not asked.overlaps.failure
+            audited = asked_indexer and question.wanted.stage != Stage.STAGE_DECODE
+            record = Record(key, pool.name, pool.slots, response, audited, asked.session_id, asked.lease_seconds)
+            record.conversation = conversation_of(asked.routing)
+            if self._predictions is not None:
+                record.local_hashes = question.prompt.local_hashes
+            self._ledger.add(record, self._clock())
+            self._affinity.note(pool.name, record.conversation, candidate.rank)
+            if self._predictions is not None:
+                self._predictions.record(pool, candidate.rank, candidate.incarnation, question.prompt)
+        pool.previous[question.options.mode] = candidate.rank
+        self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, held_seconds)
+        return response
+
+    def _booked_meanwhile(self, asked: Asked, key: Key) -> SelectWorkerResponse:
+        """The outcome at another Scheduler, heard of while the request was decided here."""
+        repeated = self._repeated(asked, key)
+        if repeated is None:
+            raise BookingFreed(key[0])
+        return repeated
+
+    async def refresh(self, asked: Asked) -> None:
+        """Asks for the overlaps of a request anew; an answer that cannot be had leaves the old one."""
+        overlaps = await self.overlaps(asked.question, Deadline.never(), wanted=asked.question.options.asks_indexer)
+        if not overlaps.failure:
+            asked.overlaps = overlaps
+
+    def _check(self, asked: Asked) -> None:
+        pool = asked.question.pool
+        if asked.key is not None:
+            self._ledger.check_bookable(asked.key, asked.session_id, asked.session_token)
+        if not pool.candidates:
+            raise NoWorkers(f"{pool.name} has no live worker")
+        check_pinned(pool.candidates, asked.question.wanted)
+
+    def _keep(
+        self,
+        asked: Asked,
+        decision_id: int,
+        row: Row | None,
+        seen: Chosen | Survey,
+        explanation: Explanation,
+        held_seconds: float = 0.0,
+    ) -> None:
+        request_id, attempt = ("", 0) if asked.key is None else asked.key[:2]
+        found, facts = (seen, None) if isinstance(seen, Survey) else (seen.found, seen.facts)
+        decided = Decided(
+            decision_id=decision_id,
+            component=asked.question.pool.name,
+            request_id=request_id,
+            attempt=attempt,
+            mode=asked.question.options.mode,
+            chosen=None if row is None else row.candidate.rank,
+            facts=facts,
+            explanation=explanation,
+            excluded=partial(found.excluded, () if facts is None else facts.ranks),
+            rows=len(found.roster),
+            prompt_blocks=asked.question.prompt.blocks,
+            load_only=bool(asked.overlaps.failure),
+            decided_unix_ns=time.time_ns(),
+            held_seconds=held_seconds,
+        )
+        self._decisions.add(decided)
+        if facts is not None and log.is_enabled_for(logging.DEBUG):
+            for index in range(len(facts.ranks)):
+                formula = explanation.formula(index)
+                if formula:
+                    log.debug(formula, decision=decision_id, request_id=request_id)
+
+
+def _holding(chosen: Chosen) -> Explanation:
+    why = chosen.decided.explanation
+    return replace(why, reason=f"held for {rank_label(chosen.row.candidate.rank)}: {why.reason}")

@@ -1,0 +1,171 @@
+"""The Scheduler's contract, over selection, bookings and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import BadRequest, NotFound, UnknownModel
+from kvrouter.scheduler.api.selection import Selector
+from kvrouter.scheduler.api.sessions import Sessions
+from kvrouter.scheduler.api.status import Status
+from kvrouter.scheduler.bookings.updates import Bookings
+from kvrouter.scheduler.identifiers import rank_message
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
+from kvrouter.scheduler.request.options import ThresholdUpdate
+from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.workers.candidates import check_pinned
+from kvrouter.v1.scheduler_pb2 import (
+    ExplainRequest,
+    ExplainResponse,
+    FreeRequest,
+    FreeResponse,
+    GetPotentialLoadsRequest,
+    GetPotentialLoadsResponse,
+    GetStatusRequest,
+    GetStatusResponse,
+    ListBusyThresholdsRequest,
+    ListBusyThresholdsResponse,
+    MarkPrefillCompleteRequest,
+    MarkPrefillCompleteResponse,
+    PotentialLoad,
+    ReportOutputRequest,
+    ReportOutputResponse,
+    SelectWorkerRequest,
+    SelectWorkerResponse,
+    SessionRequest,
+    SessionResponse,
+    SetBusyThresholdRequest,
+    SetBusyThresholdResponse,
+)
+
+
+class SchedulerService:
+    """The object behind the Scheduler's gRPC API; see ``kvrouter.runtime.contracts.Scheduler``."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        selector: Selector,
+        bookings: Bookings,
+        sessions: Sessions,
+        decisions: Decisions,
+        board: ThresholdBoard,
+        shared_thresholds: SharedThresholds | OwnThresholds,
+        status: Status,
+        *,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        """``is_ready`` tells whether what is registered, and the thresholds that were set, are known."""
+        self._pools = pools
+        self._selector = selector
+        self._bookings = bookings
+        self._sessions = sessions
+        self._decisions = decisions
+        self._board = board
+        self._shared_thresholds = shared_thresholds
+        self._status = status
+        self._is_ready = is_ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be routed."""
+        return self._is_ready()
+
+    async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+        """Chooses a rank; books it for the session that is named, or under a lease."""
+        return await self._selector.select(request, session_id=request.session_id, deadline=deadline)
+
+    async def mark_prefill_complete(
+        self,
+        request: MarkPrefillCompleteRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - nothing waits
+    ) -> MarkPrefillCompleteResponse:
+        """Says that a booking's prompt is computed."""
+        return self._bookings.mark_prefill_complete(request)
+
+    async def report_output(self, request: ReportOutputRequest, *, deadline: Deadline) -> ReportOutputResponse:  # noqa: ARG002
+        """Says how many tokens a booking has generated."""
+        return self._bookings.report_output(request)
+
+    async def free(self, request: FreeRequest, *, deadline: Deadline) -> FreeResponse:  # noqa: ARG002
+        """Releases a booking."""
+        return self._bookings.free(request)
+
+    async def session(
+        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
+    ) -> AsyncGenerator[SessionResponse, None]:
+        """A session: bookings made in it live as long as the stream, and a grace after it."""
+        async with aclosing(self._sessions.serve(requests, deadline)) as responses:
+            async for response in responses:
+                yield response
+
+    async def get_potential_loads(
+        self, request: GetPotentialLoadsRequest, *, deadline: Deadline
+    ) -> GetPotentialLoadsResponse:
+        """The load that each rank would have with a request, overlaps reckoned in any mode unless the weight is 0."""
+        question = self._selector.question(request.request, None, needs_worker=False)
+        check_pinned(question.pool.candidates, question.wanted)
+        wanted = question.options.overlap_score_weight > 0
+        overlaps = await self._selector.overlaps(question, deadline, wanted=wanted)
+        rows = self._selector.survey(question, overlaps).rows
+        return GetPotentialLoadsResponse(
+            loads=[
+                PotentialLoad(
+                    rank=rank_message(row.candidate.rank),
+                    potential_prefill_tokens=row.load.prefill_tokens + row.new_prefill_tokens,
+                    potential_decode_blocks=row.load.active_blocks,
+                    overlap_blocks=row.overlap_blocks,
+                    busy=bool(row.busy),
+                    active_requests=row.load.requests,
+                )
+                for row in rows
+            ]
+        )
+
+    async def set_busy_threshold(
+        self,
+        request: SetBusyThresholdRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
+    ) -> SetBusyThresholdResponse:
+        """Sets or clears thresholds of a model, and returns those in force."""
+        if request.model not in self._pools.models():
+            raise UnknownModel(request.model, self._pools.models())
+        update = ThresholdUpdate.of(request)
+        in_force = self._board.of(request.model)
+        if update:
+            in_force = await self._shared_thresholds.update(request.model, update)
+        return SetBusyThresholdResponse(thresholds=in_force.to_message())
+
+    async def list_busy_thresholds(
+        self,
+        request: ListBusyThresholdsRequest,  # noqa: ARG002 - it asks for all
+        *,
+        deadline: Deadline,  # noqa: ARG002 - nothing waits
+    ) -> ListBusyThresholdsResponse:
+        """The thresholds of every model that has one in force."""
+        in_force = self._board.in_force(self._pools.models())
+        return ListBusyThresholdsResponse(
+            thresholds={model: thresholds.to_message() for model, thresholds in in_force.items()}
+        )
+
+    async def explain(self, request: ExplainRequest, *, deadline: Deadline) -> ExplainResponse:  # noqa: ARG002
+        """The terms of every candidate in a past decision."""
+        match request.WhichOneof("which"):
+            case "decision_id":
+                decided = self._decisions.by_id(request.decision_id)
+            case "request_id":
+                decided = self._decisions.by_request(request.request_id)
+            case _:
+                raise BadRequest("no decision is named", field="which", advice="Send its id, or a request's id.")
+        if decided is None:
+            raise NotFound("the decision is not known, or not kept any more", advice="Ask soon, of its Scheduler.")
+        return ExplainResponse(decision=decided.to_message())
+
+    async def get_status(self, request: GetStatusRequest, *, deadline: Deadline) -> GetStatusResponse:  # noqa: ARG002
+        """What the Scheduler believes of its ranks, what it holds, and what it decided last."""
+        return self._status.answer(request, ready=self.ready)

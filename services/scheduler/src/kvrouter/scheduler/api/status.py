@@ -1,0 +1,134 @@
+"""What the Scheduler believes, for people and their tools: load and hits of each rank, and the last decisions."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from kvrouter.core import Rank
+from kvrouter.scheduler.bookings.leases import Ledger
+from kvrouter.scheduler.identifiers import component_message, rank_message
+from kvrouter.scheduler.load.booked_load import RankLoad
+from kvrouter.scheduler.load.busy import why_busy
+from kvrouter.scheduler.load.pools import Pool, Pools
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.scheduler.request.options import Thresholds
+from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, HeldStatus, RankStatus
+
+MAX_LISTED = 100
+"""Most decisions, and held requests of a component, in one answer: what a person looks at, and little to send."""
+
+
+class Status:
+    """Reads the Scheduler's parts. Changes nothing."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        ledger: Ledger,
+        decisions: Decisions,
+        board: ThresholdBoard,
+        *,
+        scheduler_id: str,
+        mode: str,
+        clock: Callable[[], float],
+        held: HeldRequests | None = None,
+        sync: ReplicaSync | None = None,
+        directory_age: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds.
+
+        ``directory_age`` returns the seconds since etcd last confirmed what is registered.
+        """
+        self._pools = pools
+        self._ledger = ledger
+        self._decisions = decisions
+        self._board = board
+        self._scheduler_id = scheduler_id
+        self._mode = mode
+        self._clock = clock
+        self._held = held
+        self._sync = sync
+        self._directory_age = directory_age
+        self._started_unix_ns = time.time_ns()
+
+    def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
+        """The state of the component that is asked about, or of all.
+
+        Raises:
+            UnknownComponent: there is none of that name.
+        """
+        pools = sorted(self._pools, key=lambda pool: str(pool.name))
+        only: ComponentName | None = None
+        if request.HasField("component"):
+            pool = self._pools.named(request.component.namespace, request.component.name)
+            pools, only = [pool], pool.name
+        newest = self._decisions.newest(min(request.decisions, MAX_LISTED), only)
+        return GetStatusResponse(
+            scheduler_id=self._scheduler_id,
+            ready=ready,
+            started_unix_ns=self._started_unix_ns,
+            sessions=self._ledger.sessions,
+            bookings=len(self._ledger),
+            components=[self._component(pool, min(request.held_requests, MAX_LISTED)) for pool in pools],
+            decisions=[decided.to_short_message() for decided in newest],
+            directory_age_seconds=self._directory_age(),
+        )
+
+    def _component(self, pool: Pool, listed: int) -> ComponentStatus:
+        waiting = Counter[Rank]() if self._held is None else self._held.waiting_for(pool.name)
+        thresholds = self._board.of(pool.model)
+        loads = pool.slots.load_by_rank()
+        now = self._clock()
+        return ComponentStatus(
+            component=component_message(pool.name),
+            model=pool.model,
+            block_size=pool.slots.block_size,
+            mode=self._mode,
+            thresholds=thresholds.to_message(),
+            ranks=[
+                _rank_status(pool, rank, loads.get(rank, RankLoad()), thresholds, now, waiting[rank])
+                for rank in sorted(loads.keys() | pool.roster.ranks)
+            ],
+            held=HeldStatus() if self._held is None else self._held.status(pool.name, listed=listed),
+            replicas=() if self._sync is None else self._sync.of(pool.name).status(),
+        )
+
+
+def _rank_status(
+    pool: Pool,
+    rank: Rank,
+    load: RankLoad,
+    thresholds: Thresholds,
+    now: float,
+    waiting: int,
+) -> RankStatus:
+    candidate, report = pool.roster.candidate(rank), pool.reports.of(rank, now)
+    status = RankStatus(
+        rank=rank_message(rank),
+        active_blocks=load.active_blocks,
+        prefill_tokens=load.prefill_tokens,
+        active_requests=load.requests,
+        reported=report,
+        report_age_seconds=pool.reports.age_seconds(rank, now),
+        hits=pool.hits.of(rank),
+        held_requests=waiting,
+    )
+    if candidate is not None:
+        status.registered = True
+        status.draining = candidate.draining
+        status.endpoint = candidate.endpoint
+        status.total_blocks = candidate.total_blocks
+        status.busy = why_busy(
+            candidate,
+            thresholds,
+            active_blocks=load.active_blocks,
+            prefill_tokens=load.prefill_tokens,
+            report=report,
+        )
+    return status

@@ -1,0 +1,1 @@
+"""Live bookings: their table, their leases and sessions, their progress and end."""

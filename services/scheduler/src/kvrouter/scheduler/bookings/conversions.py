@@ -1,0 +1,65 @@
+"""Bookings as messages: what one Scheduler or a client tells of a booking, and such a booking booked here."""
+
+from __future__ import annotations
+
+import time
+
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.bookings.table import Place, Record, booking_of
+from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
+from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
+from kvrouter.v1.sync_pb2 import AddRequest
+
+
+def add_request(record: Record, place: Place, now: float) -> AddRequest:
+    """A live booking, as the Scheduler that holds it at that place tells others of it."""
+    booking = booking_of(record)
+    lease_until_unix_ns = 0 if record.session_id else time.time_ns() + int((record.lease_until - now) * 1e9)
+    return AddRequest(
+        booking=key_message(record.key),
+        rank=rank_message(place.rank),
+        sequence_hashes=memoryview(booking.sequence_hashes).cast("Q").tolist(),
+        local_hashes=memoryview(record.local_hashes).cast("Q").tolist(),
+        prompt_tokens=booking.prompt_tokens,
+        prefill_tokens=place.prefill_tokens,
+        overlap_blocks=record.outcome.overlap_blocks,
+        session_id=record.session_id,
+        lease_until_unix_ns=lease_until_unix_ns,
+        tracks_active_blocks=booking.track_blocks,
+        conversation=record.conversation,
+    )
+
+
+def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Record | None:
+    """Books what was told. Returns its record, without an owner, or None where the key is booked already.
+
+    Raises:
+        BadRequest: the hashes do not fit the prompt, as where blocks have another size.
+        TooLarge: there are as many bookings as may be.
+    """
+    hashes = pack_hashes(told.sequence_hashes)
+    block_size = pool.slots.block_size
+    if told.prompt_tokens == 0 or len(hashes) // 8 != told.prompt_tokens // block_size:
+        raise BadRequest(
+            f"{len(hashes) // 8} hashes do not fit {told.prompt_tokens} prompt tokens in blocks of {block_size}",
+            field="sequence_hashes",
+            advice="Send one hash for each full block of the prompt.",
+        )
+    prompt = Prompt(told.prompt_tokens, b"", hashes)
+    rank = rank_of(told)
+    prefill_tokens = min(told.prefill_tokens, prompt.tokens)
+    if not pool.slots.book(key, rank, prompt, prefill_tokens):
+        return None
+    candidate = pool.roster.candidate(rank)
+    outcome = SelectWorkerResponse(
+        rank=told.rank,
+        endpoint="" if candidate is None else candidate.endpoint,
+        overlap_blocks=max(0, told.prompt_tokens - told.prefill_tokens) // block_size,
+        prompt_blocks=prompt.blocks,
+        prefill_tokens=prefill_tokens,
+        component=component_message(pool.name),
+        role=pool.role,
+    )
+    return Record(key, pool.name, pool.slots, outcome, audited=False)

@@ -1,0 +1,329 @@
+"""Who owns the bookings, and when they go: with their session after a grace, at the end of a lease, or when freed.
+
+The one place that knows every owner at this Scheduler, over all components. Time is handed in, seconds of a monotonic
+clock. What happens here to a booking is told to a witness, which tells the other Schedulers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrouter.runtime.errors import RequestIdReused, SessionLost
+from kvrouter.scheduler.bookings.table import Life, Place, Record, Records
+from kvrouter.scheduler.identifiers import Key, rank_of
+from kvrouter.v1.names import ComponentName
+
+__all__ = ["BookingFreed", "EndedSession", "Expired", "Ledger", "Record", "Witness"]
+
+_LEAST_SWEEP = 1024
+"""Entries of the heap of leases below which a sweep is not worth it."""
+
+
+class BookingFreed(RequestIdReused):
+    """The booking was freed already: a selection that comes after that books nothing. Crosses the wire as its base."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.args = (f"this booking of the request id {request_id[:128]!r} was freed already",)
+
+
+class Witness(Protocol):
+    """Is told of what happens to bookings at this Scheduler, after it has happened."""
+
+    def held(self, record: Record) -> None:
+        """It was booked here, or has another owner here."""
+        ...
+
+    def prefilled(self, record: Record) -> None:
+        """Its prompt is computed."""
+        ...
+
+    def generated(self, record: Record) -> None:
+        """It has generated more tokens."""
+        ...
+
+    def freed(self, key: Key, component: ComponentName | None) -> None:
+        """It has ended; without a component where the key is unknown here."""
+        ...
+
+    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
+        """A session's grace is over; it had bookings in these components."""
+        ...
+
+
+class _NobodyListens:
+    def held(self, record: Record) -> None:
+        pass
+
+    def prefilled(self, record: Record) -> None:
+        pass
+
+    def generated(self, record: Record) -> None:
+        pass
+
+    def freed(self, key: Key, component: ComponentName | None) -> None:
+        pass
+
+    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Session:
+    client_name: str
+    token: int
+    """Which stream holds it."""
+    opening_number: int = 0
+    """The client's number of the last opening; 0 where it numbers none."""
+    open: bool = True
+    ends: float = 0.0
+    """When its bookings go, once it is closed."""
+    keys: set[Key] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSession:
+    """A session whose grace is over."""
+
+    session_id: str
+    client_name: str
+    bookings: int
+    """Bookings that it owned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What time has ended."""
+
+    leases: list[Record]
+    sessions: list[EndedSession]
+
+
+class Ledger:
+    """Bookings by key, with their owners here."""
+
+    def __init__(self, *, session_grace_seconds: float, tombstones: int = 1 << 16, life: Life = (0, "")) -> None:
+        """Nothing is booked.
+
+        Args:
+            session_grace_seconds: How long bookings outlive the stream of their session.
+            tombstones: Freed keys that are remembered, so that a late call books none of them again.
+            life: Life of this Scheduler.
+        """
+        self.records = Records(life, self._disown, tombstones=tombstones)
+        """Every live booking, those that only other Schedulers hold among them."""
+        self.witness: Witness = _NobodyListens()
+        self._grace = session_grace_seconds
+        self._sessions: dict[str, _Session] = {}
+        # An entry holds where a lease was to end when it was pushed; renewals are seen when it comes up.
+        self._leases: list[tuple[float, int, Key]] = []
+        self._order = itertools.count()
+        self._tokens = itertools.count(1)
+
+    def __len__(self) -> int:
+        """Live bookings."""
+        return len(self.records)
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that are open or in their grace."""
+        return len(self._sessions)
+
+    def find(self, key: Key, now: float) -> Record | None:
+        """The live booking of a key, its lease renewed."""
+        record = self.records.get(key)
+        if record is not None and not record.session_id:
+            record.lease_until = now + record.lease_seconds
+        return record
+
+    def was_freed(self, key: Key) -> bool:
+        """Whether the key is remembered as freed. One that went with its owner was not: that may come back."""
+        return self.records.was_freed(key)
+
+    def check_bookable(self, key: Key, session_id: str, token: int | None = None) -> None:
+        """Accepts a key that is to be booked for a session, or for a lease where ``session_id`` is empty.
+
+        A key that was dropped with its owner but never freed is bookable in an open session: the client of that session
+        vouches for it. A lease has nobody who does.
+
+        Raises:
+            BookingFreed: it was freed; or, for a lease, it went with its owner.
+            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
+        """
+        if session_id:
+            self.check_open(session_id, token)
+        if self.records.was_freed(key) or (not session_id and self.records.is_gone(key)):
+            raise BookingFreed(key[0])
+
+    def add(self, record: Record, now: float) -> None:
+        """Takes a booking in whose key passed ``check_bookable`` and is booked in its slots."""
+        self.records.add(record, self.records.here)
+        self._own(record, now)
+
+    def claim(
+        self, record: Record, session_id: str, lease_seconds: float, now: float, token: int | None = None
+    ) -> None:
+        """Makes a session, or a lease, own a booking that was known through other Schedulers only.
+
+        Raises:
+            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
+        """
+        if self.records.is_here(record):
+            return
+        self.check_bookable(record.key, session_id, token)
+        answered = record.outcome
+        self.records.hold(record, self.records.here, Place(rank_of(answered), answered.prefill_tokens))
+        record.session_id, record.lease_seconds = session_id, lease_seconds
+        self._own(record, now)
+
+    def adopt(self, record: Record, session_id: str, place: Place) -> None:
+        """Makes an open session the owner of a booking, which is at that place by its own account."""
+        here = self.records.here
+        is_same = self.records.is_here(record) and self.records.place(record, here) == place
+        if is_same and record.session_id == session_id:
+            return
+        self._disown(record)
+        self.records.hold(record, here, place)
+        record.session_id = session_id
+        self._sessions[session_id].keys.add(record.key)
+        self.witness.held(record)
+
+    def prefill_complete(self, record: Record) -> None:
+        """The prompt of a live booking is computed."""
+        self._note_told(record)
+        self.records.prefill_complete(record)
+        self.witness.prefilled(record)
+
+    def generated(self, record: Record, output_tokens: int) -> None:
+        """A live booking has generated so many tokens."""
+        self._note_told(record)
+        self.records.generated(record, output_tokens)
+        self.witness.generated(record)
+
+    def free(self, key: Key) -> Record | None:
+        """Releases a booking. A key that is unknown is remembered as freed all the same."""
+        known_before = self.records.was_freed(key)
+        record = self.records.free(key)
+        if record is not None or not known_before:
+            self.witness.freed(key, None if record is None else record.component)
+        return record
+
+    def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> int:
+        """Opens a session, or takes over one of that id with its bookings. Returns the token of its stream.
+
+        Args:
+            session_id: The session.
+            client_name: Its client, for logs.
+            opening_number: The client's number of this opening; 0 is not compared.
+
+        Raises:
+            SessionLost: a later opening came before. Streams may arrive out of order after a freeze.
+        """
+        session = self._sessions.get(session_id)
+        if session is not None and 0 < opening_number <= session.opening_number:
+            raise SessionLost(session_id)
+        token = next(self._tokens)
+        if session is None:
+            session = self._sessions[session_id] = _Session(client_name, token)
+        session.client_name, session.token, session.open = client_name, token, True
+        session.opening_number = opening_number or session.opening_number
+        return token
+
+    def free_all_but(self, session_id: str, live: Collection[Key]) -> int:
+        """Frees the bookings of a session that its client no longer lists. Returns how many.
+
+        Their frees went to another Scheduler while the session was there.
+        """
+        dead = self._sessions[session_id].keys.difference(live)
+        for key in dead:
+            self.free(key)
+        return len(dead)
+
+    def check_open(self, session_id: str, token: int | None = None) -> None:
+        """Accepts a session that is open, and held by the stream of ``token`` where one is given.
+
+        Raises:
+            SessionLost: it is not.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or not session.open or token not in (None, session.token):
+            raise SessionLost(session_id)
+
+    def holds(self, session_id: str, token: int) -> bool:
+        """Whether the stream with that token holds the session still."""
+        session = self._sessions.get(session_id)
+        return session is not None and session.token == token
+
+    def close_session(self, session_id: str, token: int, now: float) -> None:
+        """The session's stream is gone: its bookings go after the grace. A stream that was replaced changes nothing."""
+        if not self.holds(session_id, token):
+            return
+        session = self._sessions[session_id]
+        if not session.open:
+            return
+        session.open, session.ends = False, now + self._grace
+        if not session.keys:
+            del self._sessions[session_id]
+
+    def expire(self, now: float) -> Expired:
+        """Releases what leases and graces no longer hold."""
+        return Expired(self._expired_leases(now), self._ended_sessions(now))
+
+    def _expired_leases(self, now: float) -> list[Record]:
+        expired = []
+        while self._leases and self._leases[0][0] <= now:
+            _, _, key = heapq.heappop(self._leases)
+            record = self.records.get(key)
+            if record is None or not self._is_leased(key):
+                continue
+            if record.lease_until > now:
+                heapq.heappush(self._leases, (record.lease_until, next(self._order), key))
+                continue
+            self.free(key)
+            expired.append(record)
+        return expired
+
+    def _ended_sessions(self, now: float) -> list[EndedSession]:
+        due = [name for name, session in self._sessions.items() if not session.open and session.ends <= now]
+        ended = []
+        for session_id in due:
+            session = self._sessions.pop(session_id)
+            went = [self.records.let_go(key, self.records.here) for key in session.keys]
+            for record in went:
+                if record is not None:
+                    record.session_id = ""
+            if session.keys:
+                self.witness.session_ended(session_id, {record.component for record in went if record is not None})
+            ended.append(EndedSession(session_id, session.client_name, len(session.keys)))
+        return ended
+
+    def _own(self, record: Record, now: float) -> None:
+        if record.session_id:
+            self._sessions[record.session_id].keys.add(record.key)
+        else:
+            self._push_lease(record, now)
+        self.witness.held(record)
+
+    def _disown(self, record: Record) -> None:
+        session = self._sessions.get(record.session_id)
+        if session is not None:
+            session.keys.discard(record.key)
+
+    def _note_told(self, record: Record) -> None:
+        record.told = record.told or not self.records.is_here(record)
+
+    def _push_lease(self, record: Record, now: float) -> None:
+        record.lease_until = now + record.lease_seconds
+        heapq.heappush(self._leases, (record.lease_until, next(self._order), record.key))
+        # Bookings are mostly freed long before their lease ends; what they leave behind is swept out now and then.
+        if len(self._leases) > 2 * len(self.records) + _LEAST_SWEEP:
+            self._leases = [entry for entry in self._leases if self._is_leased(entry[2])]
+            heapq.heapify(self._leases)
+
+    def _is_leased(self, key: Key) -> bool:
+        record = self.records.get(key)
+        return record is not None and not record.session_id and self.records.is_here(record)

@@ -1,0 +1,1 @@
+"""The load of ranks: booked, reported, and when it makes them busy."""

@@ -1,0 +1,241 @@
+"""The load that requests in flight put on the ranks of one component."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from kvrouter.core import ActiveSequences, Booking, LoadColumns, Rank
+from kvrouter.runtime.errors import TooLarge
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.latency_calibration import Pace
+from kvrouter.scheduler.load.prefill_queues import Head, Heads, PrefillQueues
+from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.v1.common_pb2 import Stage
+from numpy.typing import NDArray
+
+# Read once: the enum looks its values up by name, at a microsecond for each candidate.
+_PREFILL, _DECODE = Stage.STAGE_PREFILL, Stage.STAGE_DECODE
+
+
+def new_prefill_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: int, stage: Stage) -> Column:
+    """Prompt tokens that each rank has to compute: none in the decode stage, which gets its blocks handed over."""
+    if stage == _DECODE:
+        return np.zeros_like(overlap_blocks)
+    return np.maximum(prompt_tokens - overlap_blocks * block_size, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """What counts as load."""
+
+    track_active_blocks: bool = True
+    """Whether blocks of requests in flight count. Never in the prefill stage, which leaves no blocks in use."""
+    assume_kv_reuse: bool = True
+    """Whether requests share their equal blocks; otherwise each request's are its own."""
+    track_output_blocks: bool = True
+    """Whether blocks that generated tokens fill count."""
+
+
+class RankLoad(NamedTuple):
+    """Load of one rank, without the request that was asked about unless said."""
+
+    active_blocks: int = 0
+    """Distinct blocks of requests in flight, with those of the request that was asked about, if any."""
+    prefill_tokens: int = 0
+    """Prefill tokens booked and not done."""
+    requests: int = 0
+    """Bookings."""
+    leading_active_blocks: int = 0
+    """Leading blocks of the request that was asked about that are active."""
+    head: Head = Head()
+    """The prompt that the rank is at."""
+
+
+def _ignored(key: Key) -> None:
+    """Stands in where nobody follows."""
+
+
+class Loads(NamedTuple):
+    """The same as columns: entry i of each speaks of the i-th registered rank."""
+
+    active_blocks: Column
+    prefill_tokens: Column
+    requests: Column
+    leading_active_blocks: Column
+    heads: Heads
+
+    def of(self, place: int) -> RankLoad:
+        """Load of one rank."""
+        active, prefill, requests, leading = (int(column[place]) for column in self[:4])
+        tokens, seconds, waiting = (column[place] for column in self.heads)
+        return RankLoad(active, prefill, requests, leading, Head(int(tokens), float(seconds), int(waiting)))
+
+
+class SlotManager:
+    """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
+
+    A rank whose registration goes keeps its load until its bookings are freed by those who own them: a lease of a
+    worker may lapse while its requests go on.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        accounting: Accounting,
+        *,
+        max_bookings: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` tells seconds."""
+        self.block_size = block_size
+        self._accounting = accounting
+        # Which keys were freed, and may not come back, is known over all components: see ``records``.
+        self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
+        self._registered: frozenset[Rank] = frozenset()
+        self._places: tuple[tuple[Rank, ...], slice | NDArray[np.intp]] | None = None
+        self._bookings: dict[Rank, int] = {}
+        self._prefills = PrefillQueues()
+        self.pace = Pace()
+        self.on_progress: Callable[[Key], None] = _ignored
+        """Told of each booking that gets its first token or is freed."""
+        self._clock = clock
+
+    def __len__(self) -> int:
+        """Live bookings."""
+        return len(self._sequences)
+
+    def set_ranks(self, registered: Iterable[Rank]) -> None:
+        """The ranks that are registered."""
+        before, self._registered = self._registered, frozenset(registered)
+        for rank in self._registered - before:
+            self._sequences.add_rank(rank)
+        for rank in before - self._registered:
+            self._forget_if_idle(rank)
+        self._prefills.show(sorted(self._registered))
+        self._places = None
+
+    def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
+        """Load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
+        columns, added = self._read(prompt, stage)
+        places = self._places_of_registered(columns.ranks)
+        active, prefill, requests, leading = (np.frombuffer(column, np.int64)[places] for column in columns[1:])
+        return Loads(
+            active + added if added else active, prefill, requests, leading, self._prefills.heads(self._clock())
+        )
+
+    def active_blocks(self) -> Column:
+        """Distinct blocks of requests in flight on each registered rank, in order of rank."""
+        columns = self._sequences.loads()
+        return np.frombuffer(columns.active_blocks, np.int64)[self._places_of_registered(columns.ranks)]
+
+    def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
+        """Load of every rank that is registered or has bookings, for those who show it."""
+        columns, added = self._read(prompt, stage)
+        now, head = self._clock(), self._prefills.head
+        return {
+            rank: RankLoad(blocks + added, tokens, requests, leading, head(rank, now))
+            for rank, blocks, tokens, requests, leading in zip(*columns, strict=True)
+        }
+
+    def _read(self, prompt: Prompt | None, stage: Stage) -> tuple[LoadColumns, int]:
+        """What the core says, and the blocks to be added on each rank."""
+        if prompt is None or not self._tracks_blocks(stage):
+            return self._sequences.loads(), 0
+        if self._accounting.assume_kv_reuse:
+            return self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
+        return self._sequences.loads(), -(-prompt.tokens // self.block_size)
+
+    def _places_of_registered(self, known: tuple[Rank, ...]) -> slice | NDArray[np.intp]:
+        """Which of the ranks that the core knows are registered: those with bookings only are left out."""
+        if self._places is None or self._places[0] is not known:
+            registered = [place for place, rank in enumerate(known) if rank in self._registered]
+            self._places = (known, slice(None) if len(registered) == len(known) else np.array(registered, np.intp))
+        return self._places[1]
+
+    def book(
+        self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None
+    ) -> bool:
+        """Books a request. Returns False, and changes nothing, if the key is booked.
+
+        ``forecast_ms`` is the time to its first token, where a forecast of it is fit to be compared.
+
+        Raises:
+            TooLarge: there are as many bookings as may be.
+        """
+        booking = Booking(
+            key=key,
+            rank=rank,
+            sequence_hashes=prompt.sequence_hashes,
+            prompt_tokens=prompt.tokens,
+            prefill_tokens=prefill_tokens,
+            track_blocks=self._tracks_blocks(key[2]),
+            unique_blocks=not self._accounting.assume_kv_reuse,
+        )
+        self._sequences.add_rank(rank)
+        try:
+            booked = self._sequences.book(booking)
+            if booked:
+                self._bookings[rank] = self._bookings.get(rank, 0) + 1
+                now = self._clock()
+                if prefill_tokens:
+                    self._prefills.enter(rank, key, prefill_tokens, now)
+                if forecast_ms is not None:
+                    self.pace.expect(key, forecast_ms, now)
+        except OverflowError as error:
+            raise TooLarge(
+                f"no more bookings are possible: {error}", advice="Free bookings that are done.", retry_after_ms=1000
+            ) from None
+        finally:
+            self._forget_if_idle(rank)
+        return booked
+
+    def booking(self, key: Key) -> Booking | None:
+        """The live booking of a key."""
+        return self._sequences.booking(key)
+
+    def prefill_complete(self, key: Key) -> bool:
+        """The prompt is computed. Returns whether the booking is live."""
+        booking = self._sequences.booking(key)
+        if booking is None:
+            return False
+        now = self._clock()
+        self._prefills.leave(booking.rank, key, now)
+        self.pace.first_token(key, now)
+        live = self._sequences.prefill_complete(key)
+        self.on_progress(key)
+        return live
+
+    def output_tokens(self, key: Key, tokens: int) -> bool:
+        """So many tokens are generated in all. Returns whether the booking is live."""
+        if not self._accounting.track_output_blocks:
+            return self._sequences.booking(key) is not None
+        return self._sequences.output_tokens(key, tokens)
+
+    def free(self, key: Key) -> bool:
+        """Releases a booking. Returns whether it was live."""
+        booking = self._sequences.booking(key)
+        if booking is None:
+            return False
+        self._sequences.free(key)
+        self._prefills.leave(booking.rank, key, self._clock())
+        self.pace.forget(key)
+        left = self._bookings[booking.rank] - 1
+        if left:
+            self._bookings[booking.rank] = left
+        else:
+            del self._bookings[booking.rank]
+            self._forget_if_idle(booking.rank)
+        self.on_progress(key)
+        return True
+
+    def _tracks_blocks(self, stage: int) -> bool:
+        return self._accounting.track_active_blocks and stage != _PREFILL
+
+    def _forget_if_idle(self, rank: Rank) -> None:
+        if rank not in self._registered and rank not in self._bookings:
+            self._sequences.remove_rank(rank)

@@ -1,0 +1,77 @@
+"""Which ranks are busy: those whose load is strictly above a threshold.
+
+A rank's load is the greater of what is booked and what it reports, of its blocks by share. One whose number of blocks
+is unknown is not judged by them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from kvrouter.scheduler.load.reported_load import Reported
+from kvrouter.scheduler.policies.interface import Amounts, Column
+from kvrouter.scheduler.request.options import Thresholds
+from kvrouter.scheduler.workers.candidates import Candidate
+from kvrouter.scheduler.workers.worker_set import Mask
+from kvrouter.v1.events_pb2 import LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What ranks are judged by: columns, entry i of each speaking of the candidate at place i."""
+
+    shares: Amounts
+    """Share of the blocks that is active."""
+    prefill_tokens: Column
+
+    @classmethod
+    def of(cls, active_blocks: Column, prefill_tokens: Column, total_blocks: Column, reported: Reported) -> Load:
+        """The greater of what is booked, without the request in question, and what is reported."""
+        booked = np.where(total_blocks > 0, active_blocks / np.maximum(total_blocks, 1), 0.0)
+        return cls(np.maximum(booked, reported.shares), np.maximum(prefill_tokens, reported.prefill_tokens))
+
+    def above(self, thresholds: Thresholds) -> Mask:
+        """Which are busy."""
+        busy = np.zeros(len(self.shares), np.bool_)
+        if thresholds.decode_blocks is not None:
+            busy |= self.shares > thresholds.decode_blocks
+        if thresholds.prefill_tokens is not None:
+            busy |= self.prefill_tokens > thresholds.prefill_tokens
+        return busy
+
+    def why(self, thresholds: Thresholds, place: int) -> str:
+        """Why a rank is busy; empty if it is not."""
+        return _why(thresholds, float(self.shares[place]), int(self.prefill_tokens[place]))
+
+
+def why_busy(
+    candidate: Candidate,
+    thresholds: Thresholds,
+    *,
+    active_blocks: int,
+    prefill_tokens: int,
+    report: LoadReport | None,
+) -> str:
+    """Why one rank is busy; empty if it is not.
+
+    Args:
+        candidate: The rank.
+        thresholds: Those in force.
+        active_blocks: Distinct blocks of requests booked, without the request in question.
+        prefill_tokens: Prefill tokens booked and not done.
+        report: What the rank last said of its load; None if it has said nothing of late.
+    """
+    shares = [active_blocks / candidate.total_blocks] if candidate.total_blocks else []
+    if report is not None and report.total_blocks:
+        shares.append(report.active_blocks / report.total_blocks)
+    tokens = max(prefill_tokens, 0 if report is None else report.prefill_tokens)
+    return _why(thresholds, max(shares, default=0.0), tokens)
+
+
+def _why(thresholds: Thresholds, share: float, tokens: int) -> str:
+    if thresholds.decode_blocks is not None and share > thresholds.decode_blocks:
+        return f"busy: {share:.3f} of its blocks are active, above {thresholds.decode_blocks:g}"
+    if thresholds.prefill_tokens is not None and tokens > thresholds.prefill_tokens:
+        return f"busy: {tokens} prefill tokens, above {thresholds.prefill_tokens}"
+    return ""

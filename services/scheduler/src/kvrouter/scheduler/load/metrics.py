@@ -1,0 +1,40 @@
+"""Load of each rank, as metrics: read from the slots whenever they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.scheduler.load.pools import Pools
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_LABELS = ("component", "worker_id", "dp_rank")
+
+
+class RankFigures(Collector):
+    """Active blocks, prefill tokens and requests of every rank that is registered or has bookings."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """The families without samples, so that registering reads nothing."""
+        return iter(_families())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The families with a sample for each rank."""
+        families = _families()
+        for pool in self._pools:
+            for (worker_id, dp_rank), load in pool.slots.load_by_rank().items():
+                labels = (str(pool.name), str(worker_id), str(dp_rank))
+                for family, value in zip(families, load[:3], strict=True):
+                    family.add_metric(labels, value)
+        return iter(families)
+
+
+def _families() -> list[GaugeMetricFamily]:
+    return [
+        GaugeMetricFamily("kvrouter_scheduler_active_blocks", "Distinct blocks of requests booked.", labels=_LABELS),
+        GaugeMetricFamily("kvrouter_scheduler_prefill_tokens", "Prefill tokens booked and not done.", labels=_LABELS),
+        GaugeMetricFamily("kvrouter_scheduler_active_requests", "Requests booked.", labels=_LABELS),
+    ]

@@ -1,0 +1,148 @@
+"""The components that requests can go to, each with its candidates, its load and what its ranks report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
+
+from kvrouter.core import Rank
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import UnknownComponent, UnknownModel
+from kvrouter.scheduler.load.booked_load import Accounting, SlotManager
+from kvrouter.scheduler.load.cache_hits import Hits
+from kvrouter.scheduler.load.reported_load import LoadReports
+from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
+from kvrouter.scheduler.workers.worker_set import Roster
+from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+
+class Components(Protocol):
+    """What is registered. ``kvrouter.runtime.discovery.directory.Directory`` is one."""
+
+    @property
+    def components(self) -> Mapping[ComponentName, ComponentView]:
+        """The components; a new mapping, with new views, after each change."""
+        ...
+
+
+class Pool:
+    """One component."""
+
+    def __init__(
+        self,
+        view: ComponentView,
+        accounting: Accounting,
+        report_age_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = view.name
+        self.slots = SlotManager(view.descriptor.block_size, accounting, clock=clock)
+        self.reports = LoadReports(report_age_seconds)
+        self.hits = Hits()
+        self.previous: dict[str, Rank] = {}
+        """The rank that each policy chose last, by the policy's name."""
+        self.roster = Roster(())
+        """Every rank that is registered."""
+        self.view: ComponentView | None = None
+        self.follow(view)
+
+    def follow(self, view: ComponentView) -> None:
+        """Takes over what is registered."""
+        if view is self.view:
+            return
+        self.view = view
+        self.roster = Roster(candidates_of(view.workers.values()))
+        self.slots.set_ranks(self.roster.ranks)
+        self.hits.set_ranks(self.roster.ranks)
+        self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every rank that is registered, in order of rank."""
+        return self.roster.candidates
+
+    @property
+    def model(self) -> str:
+        """The model that it serves."""
+        return self.view.descriptor.model if self.view is not None else ""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens in prompt and output together; 0 for no limit."""
+        return self.view.descriptor.max_model_len if self.view is not None else 0
+
+    @property
+    def role(self) -> Role:
+        """What its workers do."""
+        return self.view.descriptor.role if self.view is not None else Role.ROLE_UNSPECIFIED
+
+
+class Pools:
+    """Every component of the namespace, as it is registered at the time of asking."""
+
+    def __init__(self, directory: Components, accounting: Accounting, *, report_age_seconds: float) -> None:
+        self._directory = directory
+        self._accounting = accounting
+        self._report_age = report_age_seconds
+        self._pools: dict[ComponentName, Pool] = {}
+
+    def __iter__(self) -> Iterator[Pool]:
+        """Every component that is registered."""
+        return iter([self._current(view) for view in self._views()])
+
+    def models(self) -> Collection[str]:
+        """The models that are served."""
+        return {view.descriptor.model for view in self._views()}
+
+    def get(self, name: ComponentName) -> Pool | None:
+        """A component by name."""
+        view = self._directory.components.get(name)
+        return self._current(view) if view is not None and view.descriptor.block_size else None
+
+    def named(self, namespace: str, name: str) -> Pool:
+        """A component by name.
+
+        Raises:
+            UnknownComponent: there is none of that name.
+        """
+        for view in self._views():
+            if (view.name.namespace, view.name.name) == (namespace, name):
+                return self._current(view)
+        raise UnknownComponent(f"{namespace}/{name}", [view.name for view in self._views()])
+
+    def find(self, request: RoutingRequest, stage: Stage) -> Pool:
+        """The component of a request: the one that it names, or the one that serves its model and stage.
+
+        Of several, that with the most live workers.
+
+        Raises:
+            UnknownComponent: the request names a component that there is not.
+            UnknownModel: no component serves the model in that stage.
+        """
+        if request.HasField("component"):
+            return self.named(request.component.namespace, request.component.name)
+        serving = [
+            view
+            for view in self._views()
+            if view.descriptor.model == request.model and serves(view.descriptor.role, stage)
+        ]
+        if not serving:
+            raise UnknownModel(request.model, self.models())
+        return self._current(max(serving, key=lambda view: (len(view.workers), str(view.name))))
+
+    def _views(self) -> list[ComponentView]:
+        # A descriptor without a block size describes nothing that could be booked.
+        return [view for view in self._directory.components.values() if view.descriptor.block_size]
+
+    def _current(self, view: ComponentView) -> Pool:
+        pool = self._pools.get(view.name)
+        # Another block size makes it another component: what is booked in the old one is freed by its owners.
+        if pool is None or pool.slots.block_size != view.descriptor.block_size:
+            pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
+        else:
+            pool.follow(view)
+        return pool

@@ -1,0 +1,70 @@
+"""Hears what the ranks report of their load, over NATS: while that is away, what is booked is all that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import structlog
+from kvrouter.net.decoding import Quarantine, Undecodable
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.v1.names import ComponentName
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+log = structlog.get_logger(component="scheduler")
+
+
+class LoadListener:
+    """Subscribes to the reports of every component. ``run`` must be running."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Client]],
+        directory: Directory,
+        pools: Pools,
+        metrics: SchedulerMetrics,
+        clock: Callable[[], float],
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """``connect`` gives the connection to NATS, once NATS is there."""
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._connect = connect
+        self._directory = directory
+        self._pools = pools
+        self._metrics = metrics
+        self._clock = clock
+        self._subscriptions: dict[ComponentName, Subscription] = {}
+
+    @property
+    def listening(self) -> bool:
+        """Whether the reports of every component are subscribed to."""
+        return all(pool.name in self._subscriptions for pool in self._pools)
+
+    async def run(self) -> None:
+        """Follows the components until cancelled."""
+        client = await self._connect()
+        async for directory in self._directory.changes():
+            for gone in self._subscriptions.keys() - directory.components.keys():
+                await self._subscriptions.pop(gone).unsubscribe()
+            for name in directory.components.keys() - self._subscriptions.keys():
+                self._subscriptions[name] = await client.subscribe(name.load_wildcard, cb=self._taker(name))
+                log.debug("load reports subscribed", of=str(name))
+
+    def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
+        """Takes in what a rank of a component says; ``subject`` is where it came from."""
+        pool = self._pools.get(name)
+        refused = pool.reports.take(encoded, self._clock()) if pool is not None else "unknown_component"
+        if refused:
+            self._metrics.reports_set_aside.labels(reason=refused).inc()
+            log.debug("load report set aside", reason=refused, of=str(name))
+            if refused == "unparsable":
+                self._quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
+
+    def _taker(self, name: ComponentName) -> Callable[[Msg], Awaitable[None]]:
+        async def take(message: Msg) -> None:
+            self.take(name, message.data, message.subject)
+
+        return take

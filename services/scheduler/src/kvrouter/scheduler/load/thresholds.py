@@ -1,0 +1,151 @@
+"""The busy thresholds in force, by model: those that were set, over those given at start.
+
+etcd holds what was set, so that all Schedulers have the same and a restart forgets nothing; without etcd each process
+has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+
+import structlog
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.net.etcd import AWAY, Delete, Put, Snapshot, connect, watch_prefix
+from kvrouter.runtime.errors import BadRequest, DependencyAway
+from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
+from kvrouter.v1.names import namespace_prefix, threshold_key
+from kvrouter.v1.registry_pb2 import BusyThresholdsRecord
+
+log = structlog.get_logger(component="scheduler")
+
+_TRIES = 16
+"""Tries to write a key that others write at the same time."""
+
+
+class ThresholdBoard:
+    """Thresholds by model, as this process knows them."""
+
+    def __init__(self, at_start: Thresholds) -> None:
+        self._at_start = at_start
+        self._set: dict[str, Thresholds] = {}
+
+    def of(self, model: str) -> Thresholds:
+        """Those in force for a model."""
+        return self.was_set(model).over(self._at_start)
+
+    def was_set(self, model: str) -> Thresholds:
+        """Those that were set for a model, without those given at start."""
+        return self._set.get(model, Thresholds())
+
+    def in_force(self, models: Iterable[str]) -> dict[str, Thresholds]:
+        """Those of every model that has one, among those given and those that were set."""
+        every = {model: self.of(model) for model in sorted({*models, *self._set})}
+        return {model: thresholds for model, thresholds in every.items() if thresholds.any_set}
+
+    def replace(self, thresholds: Mapping[str, Thresholds]) -> None:
+        """Takes over all that was set."""
+        self._set = dict(thresholds)
+
+    def put(self, model: str, thresholds: Thresholds | None) -> None:
+        """Takes over what was set for one model; None where that is gone."""
+        if thresholds is None:
+            self._set.pop(model, None)
+        else:
+            self._set[model] = thresholds
+
+
+class OwnThresholds:
+    """A board of this process alone, where there is no etcd."""
+
+    synced = True
+    """There is nothing to read."""
+
+    def __init__(self, board: ThresholdBoard) -> None:
+        self._board = board
+
+    async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
+        """Applies an update. Returns the thresholds in force."""
+        self._board.put(model, update.apply(self._board.was_set(model)))
+        log.info("busy thresholds set", model=model, **_shown(self._board.was_set(model)))
+        return self._board.of(model)
+
+
+class SharedThresholds:
+    """Keeps a board as etcd has it, and writes to etcd. ``run`` must be running."""
+
+    def __init__(
+        self, board: ThresholdBoard, etcd_endpoints: str, namespace: str, quarantine: Quarantine | None = None
+    ) -> None:
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._board = board
+        self._endpoints = etcd_endpoints
+        self._namespace = namespace
+        self._prefix = f"{namespace_prefix(namespace)}thresholds/"
+        self.synced = False
+        """Whether etcd has been read once."""
+
+    async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
+        """Applies an update. Returns the thresholds in force.
+
+        Raises:
+            DependencyAway: etcd is away; nothing is set.
+        """
+        key = threshold_key(self._namespace, model).encode()
+        try:
+            async with connect(self._endpoints) as client:
+                for _ in range(_TRIES):
+                    found = await client.get(key)
+                    before = None if found is None else self._read(key.decode(), found.value)
+                    merged = update.apply(before or Thresholds())
+                    record = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
+                    revision = 0 if found is None else found.mod_revision
+                    written, _responses = await client.transaction(
+                        compare=[client.transactions.mod(key) == revision],
+                        success=[client.transactions.put(key, record.SerializeToString())],
+                        failure=[],
+                    )
+                    if written:
+                        self._board.put(model, merged)
+                        log.info("busy thresholds set", model=model, **_shown(merged))
+                        return self._board.of(model)
+        except AWAY as error:
+            raise DependencyAway(f"etcd is away, the thresholds are unchanged: {error}") from None
+        raise DependencyAway("others set the thresholds of this model at the same time")
+
+    async def run(self) -> None:
+        """Follows etcd until cancelled."""
+        watch = watch_prefix(self._endpoints, self._prefix, quarantine=self._quarantine)
+        async with aclosing(watch) as changes:
+            async for change in changes:
+                match change:
+                    case Snapshot(entries):
+                        read = {self._model(key): self._read(key, value) for key, value in entries.items()}
+                        self._board.replace({model: value for model, value in read.items() if value is not None})
+                        self.synced = True
+                    case Put(key, value):
+                        read_value = self._read(key, value)
+                        if read_value is not None:
+                            self._board.put(self._model(key), read_value)
+                    case Delete(key):
+                        self._board.put(self._model(key), None)
+
+    def _model(self, key: str) -> str:
+        return key.removeprefix(self._prefix)
+
+    def _read(self, key: str, value: bytes) -> Thresholds | None:
+        """The thresholds in a record; None, and quarantined, where it cannot be used."""
+        try:
+            try:
+                thresholds = Thresholds.of(decode_message(BusyThresholdsRecord, value).thresholds)
+            except BadRequest as error:
+                raise Undecodable("invalid", str(error)) from None
+        except Undecodable as error:
+            self._quarantine.reject("etcd", key, error)
+            return None
+        self._quarantine.release("etcd", key)
+        return thresholds
+
+
+def _shown(thresholds: Thresholds) -> dict[str, float | int | None]:
+    return {"decode_blocks": thresholds.decode_blocks, "prefill_tokens": thresholds.prefill_tokens}

@@ -1,0 +1,1 @@
+"""How much of a prompt each rank holds: asked of an Indexer, or predicted."""

@@ -1,0 +1,86 @@
+"""What ranks hold as far as this Scheduler can tell by itself: the approximate mode, without events.
+
+A rank that a request was booked on is taken to hold the request's blocks for a while. A worker that restarts holds
+nothing of what its earlier life did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrouter.core import PredictedIndex, Rank
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.v1.names import ComponentName
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionLimits:
+    """How much is predicted, and for how long."""
+
+    ttl_seconds: float = 120.0
+    """Time for which a block counts as held after the last request that had it."""
+    max_blocks: int = 1 << 20
+    """Blocks, over all ranks of a component, above which the least recently used go."""
+    prune_ratio: float = 0.8
+    """Share of ``max_blocks`` that is left then."""
+
+
+@dataclass(slots=True)
+class _Prediction:
+    block_size: int
+    index: PredictedIndex = field(repr=False)
+    incarnations: dict[Rank, int] = field(default_factory=dict)
+    """Life of each rank that its blocks belong to."""
+
+
+class Predictions:
+    """Predicted overlaps of every component. ``clock`` tells seconds."""
+
+    def __init__(self, limits: PredictionLimits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._predicted: dict[ComponentName, _Prediction] = {}
+
+    def __len__(self) -> int:
+        """Blocks that are taken to be held, over all ranks."""
+        return sum(len(each.index) for each in self._predicted.values())
+
+    def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
+        """Leading blocks of a prompt that each rank is taken to hold."""
+        predicted = self._of(pool)
+        found = predicted.index.overlaps(prompt.local_hashes, self._clock())
+        return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
+
+    def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
+        """A request was booked on a rank, in that life of it."""
+        predicted = self._of(pool)
+        if predicted.incarnations.get(rank, incarnation) != incarnation:
+            predicted.index.remove_rank(rank)
+        predicted.incarnations[rank] = incarnation
+        predicted.index.record(rank, prompt.local_hashes, self._clock())
+
+    def expire(self) -> None:
+        """Drops what is too old."""
+        now = self._clock()
+        for predicted in self._predicted.values():
+            predicted.index.expire(now)
+
+    def _of(self, pool: Pool) -> _Prediction:
+        predicted = self._predicted.get(pool.name)
+        # Blocks of another size are other blocks.
+        if predicted is None or predicted.block_size != pool.slots.block_size:
+            limits = self._limits
+            index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)
+            predicted = self._predicted[pool.name] = _Prediction(pool.slots.block_size, index)
+        self._forget_gone(pool, predicted)
+        return predicted
+
+    def _forget_gone(self, pool: Pool, predicted: _Prediction) -> None:
+        if len(predicted.incarnations) <= 2 * len(pool.candidates):
+            return
+        for rank in predicted.incarnations.keys() - {candidate.rank for candidate in pool.candidates}:
+            predicted.index.remove_rank(rank)
+            del predicted.incarnations[rank]

@@ -1,0 +1,1 @@
+"""Requests that wait at the Scheduler for a rank with room."""

@@ -1,0 +1,38 @@
+"""Requests that are held, as metrics: read whenever they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+
+class HeldFigures(Collector):
+    """Depth and oldest age of every component's queue."""
+
+    def __init__(self, held: HeldRequests) -> None:
+        self._held = held
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """The families without samples, so that registering reads nothing."""
+        return iter(_families())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The families with a sample for each component that has held any."""
+        families = _families()
+        for name, depth in self._held.depths().items():
+            for family, value in zip(families, depth, strict=True):
+                family.add_metric([str(name)], value)
+        return iter(families)
+
+
+def _families() -> list[GaugeMetricFamily]:
+    labels = ["component"]
+    return [
+        GaugeMetricFamily("kvrouter_scheduler_held", "Requests that are held.", labels=labels),
+        GaugeMetricFamily(
+            "kvrouter_scheduler_held_oldest_seconds", "Time since the oldest of them arrived.", labels=labels
+        ),
+    ]

@@ -1,0 +1,290 @@
+"""Requests that the policy holds, with their callers: one bounded queue for each component.
+
+What is held is looked at again when a booking gets its first token or is freed, and every LOOK_S in any case, which is
+how other changes are noticed (a rank that joins, a threshold). Overlaps are those of the first question, asked for anew
+once they are FRESH_S old: where requests are held caches are full, and what is in them changes within seconds. Where
+many are held that is less often, for ASKS_PER_S in all. A new question that fails leaves the old answer.
+
+A caller that goes away takes its request with it. The one case in between is answered: a request that was booked in
+the moment of its cancel, so that the caller, who owns the booking, can free it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import structlog
+from kvrouter.core import Rank
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
+from kvrouter.scheduler.identifiers import Key, rank_message
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Hold
+from kvrouter.scheduler.queue.hold_queue import INTERVAL_S, HoldQueue
+from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
+from kvrouter.scheduler.routing.choice import Chosen
+from kvrouter.scheduler.routing.request_context import Asked
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import HeldRequest, HeldStatus, SelectWorkerResponse
+
+log = structlog.get_logger(component="scheduler")
+
+LOOK_S = 1.0
+"""Longest time between two looks while any request is held, seconds."""
+
+FRESH_S, ASKS_PER_S = 2.0, 100.0
+"""Age at which overlaps are asked for anew, seconds, and how often that may be in all."""
+
+_MAX_WAITED_S = 3600.0
+"""Most that a caller may claim to have waited: its clock may be wrong."""
+
+
+class Decider(Protocol):
+    """What decides; see ``kvrouter.scheduler.api.selection``."""
+
+    def choose(self, asked: Asked) -> Chosen:
+        """Chooses by what is known at this moment, or raises KvRouterError."""
+        ...
+
+    def settle(self, asked: Asked, chosen: Chosen, *, held_seconds: float = 0.0) -> SelectWorkerResponse:
+        """Books what was chosen, and answers, or raises KvRouterError."""
+        ...
+
+    async def refresh(self, asked: Asked) -> None:
+        """Asks for the overlaps anew. Never raises for what an Indexer does."""
+        ...
+
+
+class Depth(NamedTuple):
+    """How full a component's queue is."""
+
+    requests: int
+    oldest_seconds: float
+    """Time since the arrival of the one that has waited longest; 0 where none waits."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    asked: Asked
+    rank: Rank
+    reason: str
+    arrived: float
+    held_from: float
+    outcome: asyncio.Future[SelectWorkerResponse | KvRouterError]
+
+
+@dataclass(slots=True)
+class _Component:
+    queue: HoldQueue[Key]
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+
+class HeldRequests:
+    """Every request that is held. ``run`` must be running. ``clock`` tells seconds."""
+
+    def __init__(
+        self, decider: Decider, metrics: SchedulerMetrics, *, max_held: int, clock: Callable[[], float]
+    ) -> None:
+        """``max_held`` is the most of one component; the next is refused."""
+        self._decider = decider
+        self._metrics = metrics
+        self._max_held = max_held
+        self._clock = clock
+        self._components: dict[ComponentName, _Component] = {}
+        self._waiting: dict[Key, _Waiting] = {}
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Requests held, over all components."""
+        return len(self._waiting)
+
+    async def hold(
+        self, asked: Asked, key: Key, chosen: Chosen, hold: Hold, *, arrived_unix_ns: int, deadline: Deadline
+    ) -> SelectWorkerResponse:
+        """Waits until the request can go, books it and answers.
+
+        Args:
+            asked: The request.
+            key: What is to be booked.
+            chosen: What the policy made of it.
+            hold: Its decision.
+            arrived_unix_ns: When the request came to the caller, nanoseconds since 1970; 0 for this moment.
+            deadline: By when its first token must come.
+
+        Raises:
+            AllBusy: as many requests wait as may.
+            DeadlineExceeded: it could not make its deadline.
+            KvRouterError: nothing that it may go to is left.
+        """
+        pool = asked.question.pool
+        component = self._components.setdefault(pool.name, _Component(HoldQueue(self._max_held)))
+        now = self._clock()
+        waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
+        remaining = deadline.remaining()
+        if not component.queue.add(
+            key,
+            hold,
+            now,
+            since=now - waited,
+            deadline=math.inf if remaining is None else now + remaining,
+            priority=asked.routing.priority,
+        ):
+            self._count(component, "full")
+            raise AllBusy(RETRY_AFTER_MS, f"no worker has room, and {self._max_held} requests wait already")
+        outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
+        rank, reason = chosen.row.candidate.rank, hold.explanation.reason
+        self._waiting[key] = waiting = _Waiting(asked, rank, reason, now - waited, now, outcome)
+        pool.slots.on_progress = self._progressed
+        if component.queue.is_late(key, now):
+            self._refuse_late(component, key)
+        self._wake.set()
+        try:
+            return await self._outcome(waiting)
+        finally:
+            # One that went is not removed, so that it counts as under way until its first token or its end.
+            if key in component.queue:
+                component.queue.remove(key)
+                self._count(component, "cancelled")
+            self._waiting.pop(key, None)
+
+    async def _outcome(self, waiting: _Waiting) -> SelectWorkerResponse:
+        try:
+            while True:
+                await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / ASKS_PER_S))
+                if waiting.outcome.done():
+                    return _answered(waiting.outcome.result())
+                await self._decider.refresh(waiting.asked)
+        except asyncio.CancelledError:
+            if waiting.outcome.done():
+                return _answered(waiting.outcome.result())
+            raise
+
+    async def run(self) -> None:
+        """Looks at what is held whenever that is due, until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._pause()):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            self.look()
+            await asyncio.sleep(INTERVAL_S)
+
+    def look(self) -> None:
+        """Sends what can go, and refuses what is late."""
+        for component in self._components.values():
+            for key in component.queue.late(self._clock()):
+                self._refuse_late(component, key)
+            self._release(component)
+
+    def depths(self) -> Mapping[ComponentName, Depth]:
+        """How full each component's queue is."""
+        return {name: self._depth(component) for name, component in self._components.items()}
+
+    def waiting_for(self, name: ComponentName) -> Counter[Rank]:
+        """How many wait for each rank of a component."""
+        return Counter(waiting.rank for waiting in self._of(name))
+
+    def status(self, name: ComponentName, *, listed: int) -> HeldStatus:
+        """What waits in a component; of single requests ``listed``, those that have waited longest."""
+        component = self._components.get(name)
+        if component is None:
+            return HeldStatus(capacity=self._max_held)
+        now = self._clock()
+        depth = self._depth(component)
+        longest = sorted(self._of(name), key=lambda waiting: waiting.arrived)[:listed]
+        return HeldStatus(
+            requests=depth.requests,
+            capacity=self._max_held,
+            oldest_age_ms=int(depth.oldest_seconds * 1e3),
+            refused_full=component.outcomes["full"],
+            refused_late=component.outcomes["late"],
+            released=component.outcomes["room"] + component.outcomes["patience"],
+            longest=[
+                HeldRequest(
+                    request_id=waiting.asked.key[0] if waiting.asked.key else "",
+                    rank=rank_message(waiting.rank),
+                    age_ms=int((now - waiting.arrived) * 1e3),
+                    reason=waiting.reason,
+                )
+                for waiting in longest
+            ],
+        )
+
+    def _of(self, name: ComponentName) -> Iterator[_Waiting]:
+        return (waiting for waiting in self._waiting.values() if waiting.asked.question.pool.name == name)
+
+    def _depth(self, component: _Component) -> Depth:
+        oldest = component.queue.oldest
+        age = 0.0 if oldest is None else max(0.0, self._clock() - self._waiting[oldest].arrived)
+        return Depth(len(component.queue), age)
+
+    def _pause(self) -> float | None:
+        if not self._waiting:
+            return None
+        due = min(component.queue.next_due() for component in self._components.values())
+        return min(max(0.0, due - self._clock()), LOOK_S)
+
+    def _progressed(self, key: Key) -> None:
+        """A booking got its first token, or is freed."""
+        for component in self._components.values():
+            component.queue.started(key)
+        if self._waiting:
+            self._wake.set()
+
+    def _refuse_late(self, component: _Component, key: Key) -> None:
+        component.queue.remove(key)
+        self._end(component, key, "late", DeadlineExceeded("no worker has room for the request before its deadline"))
+
+    def _release(self, component: _Component) -> None:
+        chosen: Chosen
+
+        def decide(key: Key) -> Choice | Hold:
+            nonlocal chosen
+            waiting = self._waiting[key]
+            try:
+                chosen = self._decider.choose(waiting.asked)
+            except Exception as error:
+                component.queue.remove(key)
+                self._end(component, key, "refused", error)
+                return Hold(0, Explanation(""))
+            waiting.rank, waiting.reason = chosen.row.candidate.rank, chosen.decided.explanation.reason
+            return chosen.decided
+
+        now = self._clock()
+        for key, decided in component.queue.release(now, decide):
+            waiting = self._waiting[key]
+            try:
+                response = self._decider.settle(waiting.asked, chosen, held_seconds=now - waiting.held_from)
+            except Exception as error:
+                component.queue.started(key)
+                self._end(component, key, "refused", error)
+            else:
+                self._end(component, key, "patience" if isinstance(decided, Hold) else "room", response)
+            self._metrics.held_seconds.observe(now - waiting.held_from)
+
+    def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:
+        self._count(component, outcome)
+        future = self._waiting[key].outcome
+        if isinstance(answer, SelectWorkerResponse | KvRouterError):
+            future.set_result(answer)
+        else:
+            log.error("held request failed", request_id=key[0], exc_info=answer)
+            future.set_result(Internal("internal error", advice="The Scheduler's log has the cause."))
+
+    def _count(self, component: _Component, outcome: str) -> None:
+        component.outcomes[outcome] += 1
+        self._metrics.held.labels(outcome=outcome).inc()
+
+
+def _answered(outcome: SelectWorkerResponse | KvRouterError) -> SelectWorkerResponse:
+    if isinstance(outcome, KvRouterError):
+        raise outcome.untraced()
+    return outcome

@@ -1,0 +1,1 @@
+"""Bookings of the other Schedulers of a component, over NATS."""

@@ -1,0 +1,311 @@
+"""Replica sync over NATS Core: one channel for each component.
+
+NATS Core promises nothing: what a slow reader, a lost connection or a full buffer costs shows as a gap in a Scheduler's
+sequence, or in its next heartbeat, and is repaired by asking that Scheduler for its state. So nothing here waits for
+NATS, and nothing is kept for a NATS that is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import nats.errors
+import structlog
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
+from kvrouter.scheduler.identifiers import component_message
+from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.replicas import Replicas
+from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
+from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.v1.names import ComponentName, InvalidName, check_name
+from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncStateRequest, SyncStateResponse
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+log = structlog.get_logger(component="scheduler")
+
+_MAX_OUTGOING = 65_536
+"""Events that wait to be handed to NATS: the loop would have to stand still for seconds to fill that."""
+_MAX_ANSWERS = 256
+"""Requests for this Scheduler's state that wait; those beyond are dropped, and come again."""
+_CHUNK_SECONDS = 5.0
+"""Time to wait for the next chunk of a state: its Scheduler makes one in milliseconds."""
+_CHUNKS_IN_FLIGHT = 8
+"""Chunks that are sent before NATS must have taken them: 1 MiB, so that events find room beside a state."""
+_SETTLE_SECONDS = 3.0
+"""Time that a start waits for the other Schedulers' states before it takes requests without them."""
+_EPOCH_AHEAD_NS = 24 * 3600 * 10**9
+"""How far another clock may be ahead: an epoch of next year would fence its Scheduler out for as long."""
+
+
+class SyncLink:
+    """Connects a ReplicaSync to NATS. ``run`` must be running."""
+
+    def __init__(
+        self,
+        sync: ReplicaSync,
+        connect: Callable[[], Awaitable[Client]],
+        directory: Directory,
+        *,
+        heartbeat_seconds: float,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """``connect`` gives the connection to NATS, once NATS is there."""
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._sync = sync
+        self._connect = connect
+        self._directory = directory
+        self._heartbeat_seconds = heartbeat_seconds
+        self._channels: dict[ComponentName, _Channel] = {}
+        self._give_up_settling = time.monotonic() + _SETTLE_SECONDS
+        self._settled = False
+        sync.send = self._send
+        sync.metrics.remote_bookings.set_function(sync.remote_bookings)
+        sync.metrics.replicas.set_function(sync.replicas)
+        sync.metrics.incomplete.set_function(sync.incomplete)
+        sync.metrics.unsent_waiting.set_function(lambda: self.outgoing)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the states of the other Schedulers that are ready have come, or have been waited for."""
+        if not self._settled:
+            self._settled = time.monotonic() >= self._give_up_settling or self._has_all()
+        return self._settled
+
+    @property
+    def outgoing(self) -> int:
+        """Events that wait to be sent."""
+        return sum(channel.outgoing.qsize() for channel in self._channels.values())
+
+    async def run(self) -> None:
+        """Follows the components until cancelled."""
+        client = await self._connect()
+        running: dict[ComponentName, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            async for directory in self._directory.changes():
+                for gone in running.keys() - directory.components.keys():
+                    del self._channels[gone]
+                    running.pop(gone).cancel()
+                for name in directory.components.keys() - running.keys():
+                    channel = self._channels[name] = _Channel(
+                        self._sync, name, client, self._heartbeat_seconds, self._quarantine
+                    )
+                    running[name] = group.create_task(channel.run(), name=f"sync of {name}")
+
+    def expire(self) -> None:
+        """Drops what Schedulers held that are gone."""
+        self._sync.expire(self._directory.services("scheduler").keys())
+
+    def _send(self, component: ComponentName, event: ReplicaSyncEvent) -> None:
+        channel = self._channels.get(component)
+        if channel is None or not channel.put(event):
+            self._sync.metrics.unsent.inc()
+
+    def _has_all(self) -> bool:
+        _, own_id = self._sync.records.here
+        services = self._directory.services("scheduler")
+        others = {router_id for router_id, service in services.items() if service.ready} - {own_id}
+        return self._directory.is_synced and all(
+            name in self._channels
+            and others <= {heard.life[1] for heard in self._sync.of(name).logs if not heard.wanted}
+            for name in self._directory.components
+        )
+
+
+class _Channel:
+    """Sync of one component."""
+
+    def __init__(
+        self,
+        sync: ReplicaSync,
+        component: ComponentName,
+        client: Client,
+        heartbeat_seconds: float,
+        quarantine: Quarantine,
+    ) -> None:
+        self._component = component
+        self._quarantine = quarantine
+        self._replicas: Replicas = sync.of(component)
+        self._metrics = sync.metrics
+        self._client = client
+        self._heartbeat_seconds = heartbeat_seconds
+        self._here = sync.records.here
+        self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
+        self._wanted = asyncio.Event()
+        self._announce = asyncio.Event()
+        # Encoded, and whether it counts as an event: heartbeats do not.
+        self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(_MAX_OUTGOING)
+
+    def put(self, event: ReplicaSyncEvent) -> bool:
+        """Takes an event to send. Returns False where there is no room, or no NATS."""
+        if not self._client.is_connected or self.outgoing.full():
+            return False
+        self.outgoing.put_nowait((event.SerializeToString(), not event.HasField("heartbeat")))
+        return True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        events = await self._client.subscribe(
+            self._component.sync_subject,
+            cb=self._take,
+            pending_msgs_limit=MAX_PENDING_MESSAGES,
+            pending_bytes_limit=MAX_PENDING_BYTES,
+        )
+        state_subject = self._component.sync_state_subject(self._here[1])
+        requests = await self._client.subscribe(state_subject, cb=self._take_request)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(), name="sync: send")
+                group.create_task(self._beat(), name="sync: heartbeat")
+                group.create_task(self._repair(), name="sync: repair")
+                group.create_task(self._answer(), name="sync: answer")
+        finally:
+            with suppress(nats.errors.Error):
+                await events.unsubscribe()
+                await requests.unsubscribe()
+
+    async def _take(self, message: Msg) -> None:
+        known = len(self._replicas.logs)
+        try:
+            event = decode_message(ReplicaSyncEvent, message.data)
+            if (event.router_epoch, event.router_id) == self._here:
+                return
+            refusal = self._refusal(event)
+            if refusal:
+                self._set_aside(refusal, message)
+            else:
+                self._replicas.hear(event)
+        except Undecodable as error:
+            self._quarantine.reject("nats", message.subject, error)
+            self._set_aside("unparsable", message)
+        except Exception:
+            # Whatever is wrong with one message, those that come after it are taken.
+            self._metrics.set_aside.labels(reason="internal").inc()
+            log.exception("sync message failed", subject=message.subject)
+        if self._replicas.pause() is not None:
+            self._wanted.set()
+        if len(self._replicas.logs) > known:
+            self._announce.set()
+        # Messages that wait would keep the loop to themselves.
+        await asyncio.sleep(0)
+
+    def _refusal(self, event: ReplicaSyncEvent) -> str:
+        """Why an event is not for this component's replicas; empty if it is."""
+        if event.component != component_message(self._component):
+            return "other_component"
+        if event.router_id == self._here[1]:
+            return "own_id"
+        try:
+            check_name(event.router_id)
+        except InvalidName:
+            return "bad_id"
+        is_far_ahead = event.router_epoch > time.time_ns() + _EPOCH_AHEAD_NS
+        epochs = self._replicas.epochs
+        if is_far_ahead and epochs.current(event.router_id) != event.router_epoch:
+            # If that is its clock, it says so itself.
+            epochs.dispute(event.router_id, self._replicas.now())
+        elif event.router_epoch:
+            return ""
+        return "bad_epoch"
+
+    async def _take_request(self, message: Msg) -> None:
+        if not message.reply or self._asked.full():
+            self._set_aside("state_request", message)
+        else:
+            self._asked.put_nowait(message.reply)
+
+    async def _send(self) -> None:
+        while True:
+            encoded, counts = await self.outgoing.get()
+            try:
+                await self._client.publish(self._component.sync_subject, encoded)
+                self._metrics.sent.inc(counts)
+            except nats.errors.Error as error:
+                self._metrics.unsent.inc(counts)
+                log.debug("sync event not sent", routed=str(self._component), cause=str(error))
+
+    async def _beat(self) -> None:
+        while True:
+            # In the queue of the events, so that it does not overtake those that it counts.
+            self.put(self._replicas.heartbeat())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    # A Scheduler that has just come should not have to wait to hear of this one.
+                    await self._announce.wait()
+            self._announce.clear()
+
+    async def _repair(self) -> None:
+        while True:
+            self._wanted.clear()
+            lacking, disputed = self._replicas.due()
+            async with asyncio.TaskGroup() as group:
+                for heard in lacking:
+                    group.create_task(self._fetch(heard), name=f"state of {heard.life[1]}")
+                for router_id in disputed:
+                    group.create_task(self._ask_epoch(router_id), name=f"epoch of {router_id}")
+            if not lacking and not disputed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._replicas.pause()):
+                        await self._wanted.wait()
+
+    async def _ask_epoch(self, router_id: str) -> None:
+        """Asks a Scheduler for its epoch: the first chunk of its state has it."""
+        request = SyncStateRequest(router_id=self._here[1]).SerializeToString()
+        subject = self._component.sync_state_subject(router_id)
+        try:
+            answer = await self._client.request(subject, request, timeout=_CHUNK_SECONDS)
+            chunk = decode_message(SyncStateResponse, answer.data)
+            if chunk.router_id != router_id or not chunk.router_epoch:
+                raise StateBroken(f"{chunk.router_id[:64]!r} answered")
+        except (StateBroken, Undecodable, nats.errors.Error) as error:
+            self._replicas.epochs.unanswered(router_id, self._replicas.now())
+            log.info("epoch not confirmed", of=router_id, routed=str(self._component), cause=str(error))
+        else:
+            self._replicas.settle(router_id, chunk.router_epoch)
+
+    async def _fetch(self, heard: Log) -> None:
+        """Fetches the state of a life. Where it cannot be had, that is tried again as long as it is wanted."""
+        inbox = self._client.new_inbox()
+        answers = await self._client.subscribe(inbox)
+        fetch = Fetch(self._replicas, heard)
+        try:
+            subject = self._component.sync_state_subject(heard.life[1])
+            await self._client.publish(subject, SyncStateRequest(router_id=self._here[1]).SerializeToString(), inbox)
+            while True:
+                answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
+                if answer.headers and answer.headers.get("Status"):
+                    raise StateBroken("it does not answer")
+                if fetch.take(decode_message(SyncStateResponse, answer.data)):
+                    break
+                await asyncio.sleep(0)
+            outcome, cause = "done", ""
+        except (StateBroken, Undecodable, nats.errors.Error) as error:
+            fetch.give_up()
+            outcome, cause = "failed", str(error)
+        finally:
+            with suppress(nats.errors.Error):
+                await answers.unsubscribe()
+        self._metrics.repairs.labels(outcome=outcome).inc()
+        log.info("state of a Scheduler fetched", of=heard.life[1], outcome=outcome, cause=cause)
+
+    async def _answer(self) -> None:
+        while True:
+            reply = await self._asked.get()
+            try:
+                for number, chunk in enumerate(chunks(self._replicas)):
+                    await self._client.publish(reply, chunk.SerializeToString())
+                    if number % _CHUNKS_IN_FLIGHT == _CHUNKS_IN_FLIGHT - 1:
+                        await self._client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
+                    await asyncio.sleep(0)
+            except (nats.errors.Error, ValueError) as error:
+                # A reply subject can be anything.
+                log.info("state not sent", routed=str(self._component), cause=str(error))
+
+    def _set_aside(self, reason: str, message: Msg) -> None:
+        self._metrics.set_aside.labels(reason=reason).inc()
+        log.debug("sync message set aside", reason=reason, subject=message.subject)

@@ -1,0 +1,99 @@
+"""The bookings that one life of a Scheduler holds in one component, with a digest that replicas compare.
+
+    digest = sum over the bookings of XXH3-64(request id, attempt, stage, state)  mod 2^64
+
+as SyncHeartbeat encodes it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+from kvrouter.scheduler.identifiers import Key
+
+_SEED = 1337
+_AFTER_ID = struct.Struct("<IIB")
+_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _Claim:
+    session_id: str
+    prefilled: bool
+
+
+class Claims:
+    """Keys, each with its session and whether its prompt is computed."""
+
+    def __init__(self) -> None:
+        self._claims: dict[Key, _Claim] = {}
+        self._sessions: dict[str, set[Key]] = {}
+        self._digest = 0
+
+    def __len__(self) -> int:
+        """Bookings."""
+        return len(self._claims)
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether it is among them."""
+        return key in self._claims
+
+    def __iter__(self) -> Iterator[Key]:
+        """The bookings, as they are at this moment."""
+        return iter(list(self._claims))
+
+    @property
+    def digest(self) -> int:
+        """Their digest."""
+        return self._digest
+
+    def put(self, key: Key, session_id: str) -> None:
+        """It is held by a session, or by a lease where that is empty. One that is there moves to it."""
+        claim = self._claims.get(key)
+        if claim is None:
+            self._claims[key] = _Claim(session_id, prefilled=False)
+            self._count(key, 1, prefilled=False)
+        else:
+            self._leave_session(key, claim)
+            claim.session_id = session_id
+        if session_id:
+            self._sessions.setdefault(session_id, set()).add(key)
+
+    def prefilled(self, key: Key) -> bool:
+        """Its prompt is computed. Returns whether that changes anything."""
+        claim = self._claims.get(key)
+        if claim is None or claim.prefilled:
+            return False
+        claim.prefilled = True
+        self._count(key, -1, prefilled=False)
+        self._count(key, 1, prefilled=True)
+        return True
+
+    def drop(self, key: Key) -> bool:
+        """It is held no longer. Returns whether it was."""
+        claim = self._claims.pop(key, None)
+        if claim is None:
+            return False
+        self._leave_session(key, claim)
+        self._count(key, -1, prefilled=claim.prefilled)
+        return True
+
+    def of_session(self, session_id: str) -> list[Key]:
+        """Those of a session."""
+        return list(self._sessions.get(session_id, ()))
+
+    def _leave_session(self, key: Key, claim: _Claim) -> None:
+        keys = self._sessions.get(claim.session_id)
+        if keys is None:
+            return
+        keys.discard(key)
+        if not keys:
+            del self._sessions[claim.session_id]
+
+    def _count(self, key: Key, sign: int, *, prefilled: bool) -> None:
+        request_id, attempt, stage = key
+        encoded = request_id.encode() + _AFTER_ID.pack(attempt, stage, prefilled)
+        self._digest = (self._digest + sign * xxhash.xxh3_64_intdigest(encoded, seed=_SEED)) & _MASK

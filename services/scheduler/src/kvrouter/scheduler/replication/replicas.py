@@ -1,0 +1,363 @@
+"""What the Schedulers of one component tell each other, merged into the bookings that this one counts.
+
+Each Scheduler tells which bookings it holds: those that its sessions and leases own. A booking lives while one of them
+holds it and none has freed it. Whoever is told of its progress or its end tells the others, and its holders tell it
+again under their own sequence: what a Scheduler holds then follows from its own events alone, and its digest can be
+compared.
+
+    booked here, moved here      AddRequest             the sender holds it
+    prompt computed              MarkPrefillCompleted   by maximum
+    tokens generated             OutputProgress         by maximum
+    freed                        FreeBooking            nobody holds it, and nobody books it again
+    session's grace over         SessionEnded           the sender holds that session's bookings no longer
+    the sender is gone           (nothing)              its bookings are orphans: dropped after the grace, but for those
+                                                        that another Scheduler has taken over by then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import structlog
+from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
+from kvrouter.scheduler.bookings.conversions import add_request, book_told
+from kvrouter.scheduler.bookings.table import Life, Place, Record, Records, booking_of
+from kvrouter.scheduler.bookings.updates import checked_key
+from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_of
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.overlap.predictions import Predictions
+from kvrouter.scheduler.replication.epochs import Epochs, Verdict
+from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.scheduler.replication.owned_bookings import Claims
+from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
+from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ReplicaStatus
+from kvrouter.v1.sync_pb2 import (
+    AddRequest,
+    FreeBooking,
+    MarkPrefillCompleted,
+    OutputProgress,
+    ReplicaSyncEvent,
+    SessionEnded,
+    SyncHeartbeat,
+)
+
+log = structlog.get_logger(component="scheduler")
+
+MAX_LIVES = 64
+"""Lives of other Schedulers that are followed: far more than a component has."""
+MAX_TOLD_BYTES = 768 << 10
+"""Size beyond which a booking is not told: with a chunk's other bookings it must be below what NATS takes (1 MiB). It
+is that of a prompt of 98,000 blocks, 49,000 in the approximate mode."""
+
+
+class Replicas:
+    """The Schedulers of one component. Pure but for the clock; it is handed every message, and hands over its own."""
+
+    def __init__(
+        self,
+        component: ComponentName,
+        records: Records,
+        pools: Pools,
+        metrics: SyncMetrics,
+        send: Callable[[ReplicaSyncEvent], None],
+        *,
+        grace_seconds: float,
+        clock: Callable[[], float],
+        predictions: Predictions | None = None,
+        affinity: Affinity | None = None,
+    ) -> None:
+        """``send`` takes this Scheduler's events in their order; ``grace_seconds`` is how long orphans are kept."""
+        self.component = component
+        self.records = records
+        self.own = Claims()
+        """What this Scheduler holds."""
+        self.next_sequence = 0
+        self._pools = pools
+        self._metrics = metrics
+        self._send = send
+        self._grace = grace_seconds
+        self.now = clock
+        """Seconds of a monotonic clock."""
+        self._predictions = predictions
+        self._affinity = affinity
+        self._logs: dict[Life, Log] = {}
+        self.epochs = Epochs()
+
+    @property
+    def logs(self) -> Collection[Log]:
+        """The lives that are followed, those of Schedulers that are gone among them until the grace is over."""
+        return self._logs.values()
+
+    # What happens here.
+
+    def told(self, record: Record) -> AddRequest:
+        """A booking that is held here, as the others are told of it."""
+        return add_request(record, self.records.place(record, self.records.here), self.now())
+
+    def held(self, record: Record) -> None:
+        """A booking is held here, or by another owner here."""
+        told = self.told(record)
+        if told.ByteSize() > MAX_TOLD_BYTES:
+            self._set_aside("too_large")
+            return
+        self.own.put(record.key, record.session_id)
+        self._tell(add_request=told)
+        if record.prefilled:
+            self.prefilled(record)
+        if record.output_tokens:
+            self.generated(record)
+
+    def prefilled(self, record: Record) -> None:
+        """A booking's prompt is computed."""
+        # Where others hold it their leases live by being told, however often.
+        if self.own.prefilled(record.key) or record.key not in self.own:
+            self._tell(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(record.key)))
+
+    def generated(self, record: Record) -> None:
+        """A booking has generated tokens."""
+        progress = OutputProgress(booking=key_message(record.key), output_tokens=record.output_tokens)
+        self._tell(output_progress=progress)
+
+    def freed(self, key: Key) -> None:
+        """A booking has ended."""
+        self.own.drop(key)
+        self._tell(free=FreeBooking(booking=key_message(key)))
+
+    def session_ended(self, session_id: str) -> None:
+        """A session's grace is over."""
+        for key in self.own.of_session(session_id):
+            self.own.drop(key)
+        self._tell(session_ended=SessionEnded(session_id=session_id))
+
+    def heartbeat(self) -> ReplicaSyncEvent:
+        """What tells the others where the sequence is, and what they should make of it."""
+        digest = SyncHeartbeat(digest=self.own.digest, bookings=len(self.own))
+        return self._event(heartbeat=digest)
+
+    # What others tell.
+
+    def hear(self, event: ReplicaSyncEvent) -> None:
+        """Applies an event, with those that waited for it. What cannot be used is counted."""
+        now = self.now()
+        found = self._log_of(event, now)
+        if found is None:
+            return
+        if not event.HasField("heartbeat"):
+            self._metrics.received.inc()
+        if found.is_known(event):
+            self._set_aside("duplicate")
+            return
+        wanted = found.wanted
+        for each in found.hear(event, now):
+            self.apply(found, each)
+        if found.wanted and not wanted:
+            counter = self._metrics.digest_mismatches if found.wanted == "digest" else self._metrics.gaps
+            counter.inc()
+            log.info("state of a Scheduler wanted", of=found.life[1], routed=str(self.component), why=found.wanted)
+
+    def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
+        """Applies the next event of a life. One that makes no sense is counted, and changes nothing."""
+        try:
+            match event.WhichOneof("event"):
+                case "add_request":
+                    self.hear_held(heard, event.add_request)
+                case "mark_prefill_completed":
+                    self.hear_prefilled(heard, checked_key(event.mark_prefill_completed.booking))
+                case "output_progress":
+                    progress = event.output_progress
+                    self.hear_generated(checked_key(progress.booking), progress.output_tokens)
+                case "free":
+                    self.hear_freed(heard, checked_key(event.free.booking))
+                case "session_ended":
+                    for key in heard.claims.of_session(event.session_ended.session_id):
+                        self.hear_let_go(heard, key)
+                case _:
+                    self._set_aside("unknown_event")
+        except KvRouterError as error:
+            self._set_aside(error.code.name.lower())
+            log.debug("sync event set aside", of=heard.life[1], routed=str(self.component), cause=str(error))
+
+    def hear_held(self, heard: Log, told: AddRequest) -> Key:
+        """A life holds a booking.
+
+        Raises:
+            KvRouterError: it cannot be counted here; the life holds it all the same.
+        """
+        key = checked_key(told.booking)
+        heard.claims.put(key, told.session_id)
+        if not self.records.was_freed(key):
+            self._hold(heard.life, key, told)
+        return key
+
+    def hear_prefilled(self, heard: Log, key: Key) -> None:
+        """A life was told, or has heard, that a prompt is computed."""
+        heard.claims.prefilled(key)
+        record = self._find(key)
+        if record is not None and not record.prefilled:
+            self.records.prefill_complete(record)
+        if record is not None and self.own.prefilled(key):
+            self._tell(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
+
+    def hear_generated(self, key: Key, output_tokens: int) -> None:
+        """Somebody was told that so many tokens are generated."""
+        record = self._find(key)
+        if record is not None and output_tokens > record.output_tokens:
+            self.records.generated(record, output_tokens)
+            if key in self.own:
+                self.generated(record)
+
+    def hear_freed(self, heard: Log, key: Key) -> None:
+        """A life was told, or has heard, that a booking has ended."""
+        heard.claims.drop(key)
+        self.records.free(key)
+        if self.own.drop(key):
+            self._tell(free=FreeBooking(booking=key_message(key)))
+
+    def hear_let_go(self, heard: Log, key: Key) -> None:
+        """A life holds a booking no longer."""
+        heard.claims.drop(key)
+        self.records.let_go(key, heard.life)
+
+    def expire(self, registered: Collection[str]) -> None:
+        """Drops what Schedulers held that are gone for the grace.
+
+        Args:
+            registered: Ids of the Schedulers that are registered. One of those is not gone however silent it is, but
+                for its earlier lives.
+        """
+        now = self.now()
+        for life, heard in list(self._logs.items()):
+            epoch, router_id = life
+            is_gone = router_id not in registered or epoch != self.epochs.current(router_id)
+            if is_gone and now - heard.heard_at >= self._grace:
+                self._forget(heard)
+        self.epochs.forget_quiet(now)
+
+    def status(self) -> Iterator[ReplicaStatus]:
+        """What is known of each Scheduler, this one first."""
+        epoch, router_id = self.records.here
+        yield ReplicaStatus(
+            router_id=router_id,
+            router_epoch=epoch,
+            next_sequence=self.next_sequence,
+            bookings=len(self.own),
+            digest=self.own.digest,
+            complete=True,
+        )
+        now = self.now()
+        for (epoch, router_id), heard in sorted(self._logs.items()):
+            yield ReplicaStatus(
+                router_id=router_id,
+                router_epoch=epoch,
+                next_sequence=heard.next_sequence,
+                bookings=len(heard.claims),
+                digest=heard.claims.digest,
+                heard_ms_ago=max(0, int((now - heard.heard_at) * 1000)),
+                complete=not heard.wanted,
+            )
+
+    def _log_of(self, event: ReplicaSyncEvent, now: float) -> Log | None:
+        life = (event.router_epoch, event.router_id)
+        known = self._logs.get(life)
+        if known is None and len(self._logs) >= MAX_LIVES:
+            self._set_aside("too_many_replicas")
+            return None
+        verdict = self.epochs.judge(event.router_id, event.router_epoch, now)
+        if verdict is not Verdict.APPLY:
+            self._set_aside("old_epoch" if verdict is Verdict.OLD else "unconfirmed_epoch")
+            return None
+        return known or self._follow(life)
+
+    def _follow(self, life: Life) -> Log:
+        followed = self._logs[life] = Log(life, self.now())
+        log.info("Scheduler heard", of=life[1], routed=str(self.component))
+        return followed
+
+    def settle(self, router_id: str, epoch: int) -> None:
+        """Takes a Scheduler's own answer for its epoch. Where another one counted, its state is fetched anew."""
+        before = self.epochs.current(router_id)
+        if not self.epochs.settle(router_id, epoch, self.now()):
+            return
+        life = (epoch, router_id)
+        (self._logs.get(life) or self._follow(life)).join()
+        for other, heard in list(self._logs.items()):
+            if other[1] == router_id and other[0] > epoch:
+                self._forget(heard)
+        log.warning(
+            "epoch corrected", of=router_id, routed=str(self.component), router_epoch=epoch, refuted_epoch=before
+        )
+
+    def due(self) -> tuple[list[Log], list[str]]:
+        """Returns the logs whose state is to be fetched at once, and the Schedulers to ask for their epoch."""
+        now = self.now()
+        return [heard for heard in self._logs.values() if heard.wanted and heard.due <= now], self.epochs.due(now)
+
+    def pause(self) -> float | None:
+        """Returns the seconds until something is due; None if nothing is wanted."""
+        times = [heard.due for heard in self._logs.values() if heard.wanted]
+        if (disputed := self.epochs.next_due()) is not None:
+            times.append(disputed)
+        return max(0.0, min(times) - self.now()) if times else None
+
+    def _forget(self, heard: Log) -> None:
+        dropped = 0
+        for key in heard.claims:
+            record = self.records.let_go(key, heard.life)
+            dropped += record is not None and not record.holders
+        del self._logs[heard.life]
+        # A fence stays as long as any life of its Scheduler is followed.
+        if not any(router_id == heard.life[1] for _, router_id in self._logs):
+            self.epochs.forget(heard.life[1])
+        self._metrics.orphans.inc(dropped)
+        log.info("Scheduler gone", of=heard.life[1], routed=str(self.component), bookings=dropped)
+
+    def _hold(self, life: Life, key: Key, told: AddRequest) -> None:
+        pool = self._pools.get(self.component)
+        if pool is None:
+            raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
+        record = self.records.get(key)
+        rank = rank_of(told)
+        if record is None:
+            record = book_told(pool, key, told)
+            if record is None:
+                raise RequestIdReused(key[0])
+            record.local_hashes, record.conversation = pack_hashes(told.local_hashes), told.conversation
+            self.records.add(record, life)
+        else:
+            same_prompt = booking_of(record).sequence_hashes == pack_hashes(told.sequence_hashes)
+            if record.component != self.component or not same_prompt:
+                raise RequestIdReused(key[0])
+            self.records.hold(record, life, Place(rank, min(told.prefill_tokens, told.prompt_tokens)))
+        if self._affinity is not None and record.conversation:
+            self._affinity.note(self.component, record.conversation, rank)
+        if self._predictions is not None and record.local_hashes:
+            candidate = pool.roster.candidate(rank)
+            if candidate is not None and len(record.local_hashes) == 8 * record.outcome.prompt_blocks:
+                prompt = Prompt(told.prompt_tokens, record.local_hashes, booking_of(record).sequence_hashes)
+                self._predictions.record(pool, rank, candidate.incarnation, prompt)
+
+    def _find(self, key: Key) -> Record | None:
+        record = self.records.get(key)
+        if record is not None and self.records.is_here(record) and not record.session_id:
+            record.lease_until = self.now() + record.lease_seconds
+        return record
+
+    def _tell(self, **event: object) -> None:
+        self._send(self._event(**event))
+        self.next_sequence += 1
+
+    def _event(self, **event: object) -> ReplicaSyncEvent:
+        epoch, router_id = self.records.here
+        return ReplicaSyncEvent(
+            router_id=router_id,
+            router_epoch=epoch,
+            sequence=self.next_sequence,
+            component=component_message(self.component),
+            **event,  # type: ignore[arg-type]  # one of the events
+        )
+
+    def _set_aside(self, reason: str) -> None:
+        self._metrics.set_aside.labels(reason=reason).inc()

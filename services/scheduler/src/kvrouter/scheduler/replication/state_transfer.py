@@ -1,0 +1,139 @@
+"""States as Schedulers hand them to each other: in chunks, made and taken one at a time, so that other work goes on.
+
+A state holds for the sequence that its first chunk names. What changes while it is made may be in it already: the
+events that tell of it come after it, and change nothing then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from google.protobuf.message import Message
+from kvrouter.scheduler.bookings.table import Record
+from kvrouter.scheduler.identifiers import Key, key_message, key_of
+from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.replicas import Replicas
+from kvrouter.v1.sync_pb2 import (
+    AddRequest,
+    BookingState,
+    FreeBooking,
+    MarkPrefillCompleted,
+    OutputProgress,
+    ReplicaSyncEvent,
+    SyncStateResponse,
+)
+
+CHUNK_BYTES = 128 << 10
+"""Size at which a chunk is sent: a few milliseconds of work, and far below what NATS takes (1 MiB)."""
+MAX_BOOKINGS = 1 << 20
+"""Bookings in a state beyond which it is not believed: the bound on a component's."""
+
+
+class StateBroken(Exception):
+    """A state did not come whole, or is not the one that was asked for."""
+
+
+def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
+    """The state of this Scheduler."""
+    epoch, router_id = replicas.records.here
+    next_sequence = replicas.next_sequence
+    numbers = itertools.count()
+    chunk, size = SyncStateResponse(), 0
+
+    def finished(*, last: bool) -> SyncStateResponse:
+        chunk.router_id, chunk.router_epoch, chunk.next_sequence = router_id, epoch, next_sequence
+        chunk.chunk, chunk.last = next(numbers), last
+        return chunk
+
+    for name, item in _items(replicas):
+        getattr(chunk, name).append(item)
+        size += item.ByteSize()
+        if size >= CHUNK_BYTES:
+            yield finished(last=False)
+            chunk, size = SyncStateResponse(), 0
+    yield finished(last=True)
+
+
+def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
+    records = replicas.records
+    own, all_records, freed = list(replicas.own), list(records), records.freed()
+    for key in own:
+        record = records.get(key)
+        if record is not None:
+            yield "bookings", _state(record, replicas.told(record))
+    for record in all_records:
+        if record.told and record.component == replicas.component and not records.is_here(record):
+            yield "progress", _state(record, AddRequest(booking=key_message(record.key)))
+    for key in freed:
+        yield "tombstones", key_message(key)
+
+
+def _state(record: Record, told: AddRequest) -> BookingState:
+    return BookingState(request=told, prefill_complete=record.prefilled, output_tokens=record.output_tokens)
+
+
+class Fetch:
+    """Takes the state of one life in. Events of it wait meanwhile."""
+
+    def __init__(self, replicas: Replicas, heard: Log) -> None:
+        self._replicas = replicas
+        self._heard = heard
+        self._held = set[Key]()
+        self._next_chunk = 0
+        self._next_sequence = 0
+        self._before = (heard.next_sequence, heard.claims.digest)
+        heard.fetch()
+
+    def take(self, chunk: SyncStateResponse) -> bool:
+        """Applies a chunk. Returns whether it was the last.
+
+        Raises:
+            StateBroken: it is not the next one of the life's state.
+        """
+        heard = self._heard
+        if heard not in self._replicas.logs:
+            raise StateBroken("its Scheduler has gone")
+        heard.heard_at = self._replicas.now()
+        if chunk.router_id == heard.life[1] and chunk.router_epoch != heard.life[0]:
+            self._replicas.settle(chunk.router_id, chunk.router_epoch)
+            raise StateBroken(f"it is in epoch {chunk.router_epoch}, not {heard.life[0]}")
+        if chunk.router_id != heard.life[1] or chunk.chunk != self._next_chunk:
+            raise StateBroken(f"chunk {chunk.chunk} of {chunk.router_id[:64]!r} came instead of {self._next_chunk}")
+        if self._next_chunk == 0:
+            self._next_sequence = chunk.next_sequence
+        self._next_chunk += 1
+        self._held.update(key_of(state.request.booking) for state in chunk.bookings)
+        for event in _as_events(chunk):
+            self._replicas.apply(heard, event)
+        if len(self._held) > MAX_BOOKINGS:
+            raise StateBroken(f"it has more than {MAX_BOOKINGS} bookings")
+        if chunk.last:
+            self._finish()
+        return chunk.last
+
+    def give_up(self) -> None:
+        """Ends the fetch: the rest does not come. What came is kept: it is true."""
+        self._heard.give_up(self._replicas.now())
+
+    def _finish(self) -> None:
+        for key in self._heard.claims:
+            if key not in self._held:
+                self._replicas.hear_let_go(self._heard, key)
+        founded = self._before != (self._next_sequence, self._heard.claims.digest)
+        self._heard.note_fetched(self._replicas.now(), founded=founded)
+        for event in self._heard.fetched(self._next_sequence):
+            self._replicas.apply(self._heard, event)
+
+
+def _as_events(chunk: SyncStateResponse) -> Iterator[ReplicaSyncEvent]:
+    for state in itertools.chain(chunk.bookings, chunk.progress):
+        key = state.request.booking
+        if state.request.HasField("rank"):
+            yield ReplicaSyncEvent(add_request=state.request)
+        if state.prefill_complete:
+            yield ReplicaSyncEvent(mark_prefill_completed=MarkPrefillCompleted(booking=key))
+        if state.output_tokens:
+            yield ReplicaSyncEvent(output_progress=OutputProgress(booking=key, output_tokens=state.output_tokens))
+    for key in chunk.tombstones:
+        yield ReplicaSyncEvent(free=FreeBooking(booking=key))

@@ -1,0 +1,112 @@
+"""Replica sync of all components: hands what happens here to each component's replicas, and expires what they held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from kvrouter.scheduler.bookings.table import Record, Records
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.overlap.predictions import Predictions
+from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.scheduler.replication.replicas import Replicas
+from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.sync_pb2 import ReplicaSyncEvent
+
+Outgoing = Callable[[ComponentName, ReplicaSyncEvent], None]
+
+
+class ReplicaSync:
+    """The replicas of every component.
+
+    It is the witness of a ledger (``kvrouter.scheduler.bookings.leases.Witness``).
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        pools: Pools,
+        metrics: SyncMetrics,
+        *,
+        grace_seconds: float,
+        clock: Callable[[], float],
+        predictions: Predictions | None = None,
+        affinity: Affinity | None = None,
+    ) -> None:
+        """``grace_seconds`` is how long bookings outlive the Scheduler that held them."""
+        self.records = records
+        self.metrics = metrics
+        self._clock = clock
+        self.send: Outgoing = _drop
+        """Takes this Scheduler's events, each component's in their order."""
+        self._pools = pools
+        self._grace = grace_seconds
+        self._predictions = predictions
+        self._affinity = affinity
+        self._components: dict[ComponentName, Replicas] = {}
+
+    def __iter__(self) -> Iterator[Replicas]:
+        """The replicas of every component that was asked for, or had a booking."""
+        return iter(list(self._components.values()))
+
+    def of(self, component: ComponentName) -> Replicas:
+        """The replicas of one component."""
+        replicas = self._components.get(component)
+        if replicas is None:
+            replicas = self._components[component] = Replicas(
+                component,
+                self.records,
+                self._pools,
+                self.metrics,
+                lambda event: self.send(component, event),
+                grace_seconds=self._grace,
+                clock=self._clock,
+                predictions=self._predictions,
+                affinity=self._affinity,
+            )
+        return replicas
+
+    def held(self, record: Record) -> None:
+        """A booking is held here, or by another owner here."""
+        self.of(record.component).held(record)
+
+    def prefilled(self, record: Record) -> None:
+        """A booking's prompt is computed."""
+        self.of(record.component).prefilled(record)
+
+    def generated(self, record: Record) -> None:
+        """A booking has generated tokens."""
+        self.of(record.component).generated(record)
+
+    def freed(self, key: Key, component: ComponentName | None) -> None:
+        """A booking has ended. Where it is unknown here, each component's Schedulers are told: one may hold it."""
+        for replicas in self if component is None else [self.of(component)]:
+            replicas.freed(key)
+
+    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
+        """A session's grace is over."""
+        for component in components:
+            self.of(component).session_ended(session_id)
+
+    def expire(self, registered: Collection[str]) -> None:
+        """Drops what Schedulers held that are gone for the grace; ``registered`` has the ids of those that are not."""
+        for replicas in self:
+            replicas.expire(registered)
+
+    def remote_bookings(self) -> int:
+        """Bookings that only other Schedulers hold."""
+        own = sum(len(replicas.own) for replicas in self)
+        return max(0, len(self.records) - own)
+
+    def replicas(self) -> int:
+        """Other Schedulers that are heard, over all components."""
+        return sum(len(replicas.logs) for replicas in self)
+
+    def incomplete(self) -> int:
+        """Those of them whose state is being fetched."""
+        return sum(bool(log.wanted) for replicas in self for log in replicas.logs)
+
+
+def _drop(component: ComponentName, event: ReplicaSyncEvent) -> None:
+    """Where nothing is sent, the others find it missing when something is."""

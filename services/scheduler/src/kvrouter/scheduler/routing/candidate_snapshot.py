@@ -1,0 +1,189 @@
+"""The candidates of one request as columns, each with what speaks for and against it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvrouter.core import Rank
+from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
+from kvrouter.scheduler.load.booked_load import Loads, RankLoad, new_prefill_tokens
+from kvrouter.scheduler.load.busy import Load
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.policies.interface import Amounts, Column, Facts
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.workers.candidates import Candidate, Wanted, why_unfit
+from kvrouter.scheduler.workers.worker_set import Places, Roster
+
+_Numbers = TypeVar("_Numbers", Column, Amounts)
+
+RETRY_AFTER_MS = 1000
+"""When to try again where all are busy: load changes at the pace of requests, and HTTP counts in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A candidate that fits the request."""
+
+    candidate: Candidate
+    load: RankLoad
+    """With the blocks of the request."""
+    overlap_blocks: int
+    new_prefill_tokens: int
+    busy: str
+    """Why it counts as busy; empty if it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All candidates of a request at one moment: entry i of each column speaks of the candidate at place i."""
+
+    roster: Roster
+    wanted: Wanted
+    thresholds: Thresholds
+    loads: Loads
+    """With the blocks of the request."""
+    overlap_blocks: Column
+    new_prefill_tokens: Column
+    judged: Load | None
+    """What they are judged by; None where nobody can be busy."""
+    fit: Places
+    """Those that fit, busy or not."""
+    free_places: Places
+    """Those of them that are not busy."""
+
+    @property
+    def rows(self) -> Rows:
+        """Those that fit, busy or not, in order of rank."""
+        return Rows(self, self.fit)
+
+    @property
+    def free(self) -> Rows:
+        """Those that the request may go to."""
+        return Rows(self, self.free_places)
+
+    def row(self, place: int) -> Row:
+        """One candidate."""
+        return Row(
+            candidate=self.roster.candidates[place],
+            load=self.loads.of(place),
+            overlap_blocks=int(self.overlap_blocks[place]),
+            new_prefill_tokens=int(self.new_prefill_tokens[place]),
+            busy=self.why_busy(place),
+        )
+
+    def why_busy(self, place: int) -> str:
+        """Why a candidate counts as busy; empty if it does not."""
+        return "" if self.judged is None else self.judged.why(self.thresholds, place)
+
+    def excluded(self, weighed: Collection[Rank] = ()) -> dict[Rank, str]:
+        """Those that were not weighed, and why."""
+        left_out = set(self.roster.ranks).difference(weighed)
+        return {
+            candidate.rank: why_unfit(candidate, self.wanted)
+            or self._why_avoided(candidate, place)
+            or self.why_busy(place)
+            or "the conversation is at another rank"
+            for place, candidate in enumerate(self.roster.candidates)
+            if candidate.rank in left_out
+        }
+
+    def _why_avoided(self, candidate: Candidate, place: int) -> str:
+        """Why a candidate that fits gave way to others; empty if it did not."""
+        gave_way = candidate.rank[0] in self.wanted.avoided and place not in self.fit
+        return "the caller avoids this worker, and another one fits" if gave_way else ""
+
+    def refusal(self, component: object) -> KvRouterError:
+        """Why none is left."""
+        if len(self.fit):
+            return AllBusy(RETRY_AFTER_MS)
+        if not len(self.roster):
+            return NoWorkers(f"{component} has no live worker")
+        reasons = sorted(set(self.excluded().values()))
+        return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some of a survey's candidates, in order of rank."""
+
+    found: Survey
+    places: Places
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Row:
+        """One of them."""
+        return self.found.row(int(self.places[index]))
+
+    def __iter__(self) -> Iterator[Row]:
+        """Each."""
+        return (self.found.row(place) for place in self.places.tolist())
+
+    def at(self, rank: Rank) -> Rows:
+        """That of one rank alone; none if it is not among them."""
+        place = self.found.roster.place(rank)
+        return Rows(self.found, self.places[self.places == (-1 if place is None else place)])
+
+
+def survey(
+    pool: Pool, prompt: Prompt, wanted: Wanted, options: RoutingOptions, overlaps: Overlaps, *, now: float
+) -> Survey:
+    """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
+    roster, thresholds = pool.roster, options.thresholds
+    fit = free = roster.preferred(roster.fit(wanted), wanted.avoided)
+    loads = pool.slots.loads(prompt, wanted.stage)
+    judged: Load | None = None
+    if thresholds.any_set:
+        # Judged without the request, whose blocks would make every rank busy by itself.
+        judged = Load.of(
+            pool.slots.active_blocks(), loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now)
+        )
+        free = fit[~judged.above(thresholds)[fit]]
+    overlap_blocks = overlaps.on(roster)
+    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.slots.block_size, wanted.stage)
+    return Survey(roster, wanted, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
+
+
+def facts_of(
+    rows: Rows,
+    prompt: Prompt,
+    options: RoutingOptions,
+    *,
+    block_size: int,
+    previous: Rank | None,
+    pace: float = 1.0,
+) -> Facts:
+    """The rows as a policy sees them."""
+    found, places = rows.found, rows.places
+    roster, loads, ranks = found.roster, found.loads, found.roster.ranks
+    every = len(places) == len(roster)
+
+    def take(column: _Numbers) -> _Numbers:
+        return column if every else column[places]
+
+    return Facts(
+        prompt_tokens=prompt.tokens,
+        block_size=block_size,
+        overlap_score_weight=options.overlap_score_weight,
+        temperature=options.temperature,
+        previous=previous,
+        ranks=ranks if every else tuple(map(ranks.__getitem__, places.tolist())),
+        overlap_blocks=take(found.overlap_blocks),
+        new_prefill_tokens=take(found.new_prefill_tokens),
+        prefill_tokens=take(loads.prefill_tokens),
+        active_blocks=take(loads.active_blocks),
+        leading_active_blocks=take(loads.leading_active_blocks),
+        active_requests=take(loads.requests),
+        total_blocks=take(roster.total_blocks),
+        max_batched_tokens=take(roster.max_batched_tokens),
+        head_prefill_tokens=take(loads.heads.tokens),
+        head_prefill_seconds=take(loads.heads.seconds),
+        prefill_requests=take(loads.heads.requests),
+        pace=pace,
+    )

@@ -1,0 +1,68 @@
+"""One choice and its booking: what a Scheduler and the simulator do alike, without waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.interface import Choice, Facts, Hold
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.candidate_snapshot import Row, Rows, Survey, facts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a policy made of a request, and of what."""
+
+    found: Survey
+    facts: Facts
+    row: Row
+    """The rank that the request goes to, or had better wait for."""
+    decided: Choice | Hold
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that the rank has to compute."""
+        tokens = self.decided.prefill_tokens
+        return self.row.new_prefill_tokens if tokens is None else tokens
+
+
+def choose(
+    pool: Pool,
+    prompt: Prompt,
+    options: RoutingOptions,
+    found: Survey,
+    rows: Rows,
+    rng: Random,
+    *,
+    pace_error: float = 1.0,
+) -> Chosen:
+    """Has the policy choose among ``rows``, one at least, of those that were found.
+
+    ``pace_error`` is how wrong the policy's time model is made; a simulation asks what comes of that.
+    """
+    facts = facts_of(
+        rows,
+        prompt,
+        options,
+        block_size=pool.slots.block_size,
+        previous=pool.previous.get(options.mode),
+        pace=pace_error * pool.slots.pace.value,
+    )
+    decided = POLICIES[options.mode].decide(facts, rng)
+    return Chosen(found, facts, rows[decided.index], decided)
+
+
+def book(pool: Pool, key: Key, prompt: Prompt, chosen: Chosen) -> bool:
+    """Books a request where it was chosen to go. Returns False, and changes nothing, if the key was booked or freed.
+
+    Raises:
+        TooLarge: there are as many bookings as may be.
+    """
+    # A request that had better wait, and goes all the same, finds more on its way than the forecast knows.
+    forecast_ms = chosen.decided.forecast_ms if isinstance(chosen.decided, Choice) else None
+    return pool.slots.book(key, chosen.row.candidate.rank, prompt, chosen.prefill_tokens, forecast_ms=forecast_ms)

@@ -1,0 +1,116 @@
+"""The ranks of a component, and what is registered of them, as columns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from kvrouter.core import Rank
+from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.workers.candidates import Candidate, Wanted, serves
+from kvrouter.v1.common_pb2 import Stage
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+"""Whether, for each candidate."""
+
+Places = NDArray[np.intp]
+"""Candidates, by their places in the roster, rising."""
+
+
+class Roster:
+    """Entry i of each column speaks of ``candidates[i]``. It never changes: other registrations make another one."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        """``candidates`` are in order of rank."""
+        self.candidates = tuple(candidates)
+        self.ranks: tuple[Rank, ...] = tuple(candidate.rank for candidate in candidates)
+        self.zeros: Column = np.zeros(len(candidates), np.int64)
+        self.total_blocks = self._column(candidate.total_blocks for candidate in candidates)
+        self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
+        self.incarnations = np.array([candidate.incarnation for candidate in candidates], np.uint64)
+        self._worker_ids = np.array([worker_id for worker_id, _ in self.ranks], np.uint64)
+        self._dp_ranks = np.array([dp_rank for _, dp_rank in self.ranks], np.uint32)
+        self._place_of = {rank: place for place, rank in enumerate(self.ranks)}
+        self._draining = self._those_where(candidate.draining for candidate in candidates)
+        self._labelled: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self._adapted: dict[str, list[int]] = defaultdict(list)
+        for place, candidate in enumerate(candidates):
+            for label in candidate.labels.items():
+                self._labelled[label].append(place)
+            for lora_name in candidate.lora_names:
+                self._adapted[lora_name].append(place)
+        self._serving: dict[Stage, tuple[Mask, Places]] = {}
+        self._sources: tuple[tuple[bytes, bytes], Places] | None = None
+
+    def __len__(self) -> int:
+        """Candidates."""
+        return len(self.candidates)
+
+    def place(self, rank: Rank) -> int | None:
+        """Where a rank is; None if it is not registered."""
+        return self._place_of.get(rank)
+
+    def candidate(self, rank: Rank) -> Candidate | None:
+        """What is registered of a rank; None if it is not registered."""
+        place = self.place(rank)
+        return None if place is None else self.candidates[place]
+
+    def fit(self, wanted: Wanted) -> Places:
+        """Those that a request can go to, whatever their load: those for whom ``why_unfit`` has no reason."""
+        serving, places = self._that_serve(wanted.stage)
+        if wanted.anywhere:
+            return places
+        mask = serving.copy()
+        if wanted.worker_id is not None:
+            mask &= self._worker_ids == wanted.worker_id
+        if wanted.dp_rank is not None:
+            mask &= self._dp_ranks == wanted.dp_rank
+        if wanted.allowed:
+            mask &= np.isin(self._worker_ids, np.array(list(wanted.allowed), np.uint64))
+        if wanted.excluded:
+            mask &= ~np.isin(self._worker_ids, np.array(list(wanted.excluded), np.uint64))
+        for label in wanted.labels.items():
+            mask &= self._those_at(self._labelled.get(label, []))
+        if wanted.lora_name:
+            mask &= self._those_at(self._adapted.get(wanted.lora_name, []))
+        return np.flatnonzero(mask)
+
+    def preferred(self, places: Places, avoided: Collection[int]) -> Places:
+        """Returns the places without those of avoided workers; all of the places where nothing else is left."""
+        if not avoided:
+            return places
+        others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
+        return others if len(others) else places
+
+    def sources(self, worker_ids: NDArray[np.uint64], dp_ranks: NDArray[np.uint32]) -> Places:
+        """Where each candidate is in another list of ranks; -1 where it is not.
+
+        The last answer is kept: an Indexer lists the same ranks until one comes or goes.
+        """
+        key = (worker_ids.tobytes(), dp_ranks.tobytes())
+        if self._sources is None or self._sources[0] != key:
+            listed = zip(worker_ids.tolist(), dp_ranks.tolist(), strict=True)
+            place_of = {rank: place for place, rank in enumerate(listed)}
+            places = np.array([place_of.get(rank, -1) for rank in self.ranks], np.intp)
+            self._sources = (key, places)
+        return self._sources[1]
+
+    def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
+        found = self._serving.get(stage)
+        if found is None:
+            mask = ~self._draining & self._those_where(serves(each.role, stage) for each in self.candidates)
+            found = self._serving[stage] = (mask, np.flatnonzero(mask))
+        return found
+
+    def _column(self, values: Iterable[int]) -> Column:
+        return np.fromiter(values, np.int64, len(self.candidates))
+
+    def _those_where(self, values: Iterable[bool]) -> Mask:
+        return np.fromiter(values, np.bool_, len(self.candidates))
+
+    def _those_at(self, places: Sequence[int]) -> Mask:
+        mask = np.zeros(len(self.candidates), np.bool_)
+        mask[np.array(places, np.intp)] = True
+        return mask

@@ -1,0 +1,68 @@
+"""``kvrouter explain`` against a Scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from unittest.mock import ANY
+
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import FreeRequest
+
+from ..scheduler.scheduling import eventually, routing, scheduling, selecting, soon
+
+
+async def run(*arguments: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrouter.cli.main", "explain", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    return process.returncode, out.decode(), errors.decode()
+
+
+async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats_url: str, namespace: str) -> None:
+    component = ComponentName(namespace, "decode")
+    async with scheduling(component, etcd_endpoint, nats_url, kv_events=False) as stack:
+        await stack.register(1, 2, 3)
+        without = routing(6, constraints=RoutingConstraints(excluded_worker_ids=[3]))
+        answer = await stack.select(selecting("talk~1", without))
+        at = f"127.0.0.1:{stack.server.port}"
+        dead = ("--scheduler", "127.0.0.1:1")
+        for which, others in (("talk", ()), ("talk~1", dead), (str(answer.decision_id), ())):
+            status, out, errors = await run(which, *others, "--scheduler", at)
+            assert status == 0, errors
+            assert f"decision {answer.decision_id}" in out
+            assert f"rank {answer.rank.worker_id}:0 by mode kv" in out
+            assert f"{answer.rank.worker_id}:0 *" in out
+            assert "12.0 = 1.0 * 6.0 + 6.0 (cached_blocks: 0)" in out
+            assert "left out" in out
+        found = ("--etcd", etcd_endpoint, "--namespace", namespace)
+        _, out, _ = await eventually(lambda: run("cmpl-talk", *found), lambda shown: shown[0] == 0)
+        assert f"decision {answer.decision_id}" in out
+        status, out, errors = await run("nobody", "--scheduler", at)
+        assert (status, out) == (1, "")
+        assert "no decision on nobody" in errors
+        assert await run("talk", *dead, "--seconds", "5") == (1, "", ANY)
+
+
+async def test_why_a_request_waits_is_shown_and_how_long_it_did(
+    etcd_endpoint: str, nats_url: str, namespace: str
+) -> None:
+    component = ComponentName(namespace, "decode")
+    async with scheduling(component, etcd_endpoint, nats_url, kv_events=False, router_mode="forecast") as stack:
+        await stack.register(1)
+        at = f"127.0.0.1:{stack.server.port}"
+        await stack.select(selecting("first", routing(600)))
+        waiting = asyncio.create_task(stack.select(selecting("second", routing(600, seed=1))))
+        await eventually(lambda: run("second", "--scheduler", at), lambda shown: shown[0] == 0)
+        _, out, _ = await run("second", "--scheduler", at)
+        assert "no rank by mode forecast" in out
+        assert "held for worker_1: cheapest once it has room" in out
+        await stack.scheduler.free(FreeRequest(booking=BookingKey(request_id="first")), deadline=soon())
+        assert (await waiting).held_us > 0
+        _, out, _ = await run("second", "--scheduler", at)
+        assert re.search(r"rank 1:0 by mode forecast.*\nheld for \d+\.\d\d s before", out)

@@ -1,0 +1,105 @@
+"""What selections make of overlaps: when an Indexer is asked, and what it costs where none answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvrouter.runtime.errors import (
+    DependencyAway,
+    Internal,
+    NotReady,
+)
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.v1.scheduler_pb2 import MarkPrefillCompleteRequest
+
+from ..harness import HeldBlocks, Parts, constraints, key, overrides, routing, selecting, view, worker
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (NotReady("restoring"), "unavailable"),
+        (DependencyAway("gone"), "unavailable"),
+        (Internal("broken"), "internal"),
+        (ValueError("a bug"), "internal"),
+    ],
+)
+async def test_a_failing_indexer_costs_the_overlap_only(failure: Exception, reason: str) -> None:
+    parts = Parts(view(worker(1)), indexer=HeldBlocks({(1, 0): 4}, failure=failure))
+    chosen = await parts.select(selecting("a"))
+    assert chosen.load_only
+    assert chosen.overlap_blocks == 0
+    assert not chosen.HasField("cursor")
+    assert parts.figure("kvrouter_scheduler_load_only_total", reason=reason) == 1
+    assert parts.decisions.by_request("a").load_only  # type: ignore[union-attr]
+
+
+async def test_a_missing_indexer_costs_the_overlap_only() -> None:
+    parts = Parts(view(worker(1)))
+    assert (await parts.select(selecting("a"))).load_only
+    assert parts.figure("kvrouter_scheduler_load_only_total", reason="no_indexer") == 1
+
+
+async def test_a_silent_indexer_is_not_waited_for() -> None:
+    indexer = HeldBlocks()
+    indexer.may_answer.clear()
+    parts = Parts(view(worker(1)), indexer=indexer, indexer_timeout=0.01)
+    assert (await parts.select(selecting("a"))).load_only
+    assert parts.figure("kvrouter_scheduler_load_only_total", reason="timeout") == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overlap_score_weight": 0},
+        {"mode": "random"},
+        {"mode": "round-robin"},
+        {"mode": "power-of-two"},
+    ],
+)
+async def test_no_indexer_is_asked_where_overlaps_do_not_matter(changes: dict[str, Any]) -> None:
+    indexer = HeldBlocks({(1, 0): 4})
+    parts = Parts(view(worker(1)), indexer=indexer)
+    chosen = await parts.select(selecting("a", routing(overrides=overrides(**changes))))
+    assert (chosen.load_only, chosen.overlap_blocks, indexer.asked) == (False, 0, [])
+
+
+async def test_an_override_asks_where_the_option_does_not() -> None:
+    indexer = HeldBlocks({(1, 0): 4})
+    parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions(overlap_score_weight=0))
+    chosen = await parts.select(selecting("a", routing(overrides=overrides(overlap_score_weight=1))))
+    assert chosen.overlap_blocks == 4
+
+
+async def test_the_weight_of_one_request_is_for_that_request_alone() -> None:
+    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(1, 0): 4}))
+    await parts.select(selecting("a", routing(6, seed=1, constraints=constraints(worker_id=1))))
+    parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
+    # By weight 1 it is 0 + 10 blocks against 4 + 4; by weight 2 the cached ones count for more.
+    heavy = routing(overrides=overrides(overlap_score_weight=2))
+    chosen = [(await parts.select(selecting(None, each))).rank.worker_id for each in (routing(), heavy, routing())]
+    assert chosen == [2, 1, 2]
+
+
+async def test_the_temperature_of_one_request_is_for_that_request_alone() -> None:
+    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(1, 0): 4}))
+    hot = routing(overrides=overrides(router_temperature=10))
+    drawn = {(await parts.select(selecting(None, hot))).rank.worker_id for _ in range(50)}
+    lowest = {(await parts.select(selecting(None))).rank.worker_id for _ in range(50)}
+    assert (drawn, lowest) == ({1, 2}, {1})
+
+
+async def test_blocks_of_an_earlier_life_do_not_count() -> None:
+    parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=4))
+    assert (await parts.select(selecting("a"))).overlap_blocks == 0
+
+
+async def test_blocks_of_an_incarnation_that_nobody_registered_do_not_count() -> None:
+    parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=(1 << 64) - 1))
+    assert (await parts.select(selecting("a"))).overlap_blocks == 0
+
+
+async def test_blocks_of_a_worker_whose_incarnation_is_unknown_count() -> None:
+    parts = Parts(view(worker(1, incarnation=0)), indexer=HeldBlocks({(1, 0): 4}, incarnation=7))
+    assert (await parts.select(selecting("a"))).overlap_blocks == 4

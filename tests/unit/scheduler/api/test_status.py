@@ -1,0 +1,92 @@
+"""The Scheduler's status: load, busy and hits of every rank, and the last decisions."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.runtime.errors import UnknownComponent
+from kvrouter.scheduler.api.status import Status
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.v1.common_pb2 import BookingKey, Component
+from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, GetStatusResponse, RankStatus
+
+from ..harness import BLOCK, HeldBlocks, Parts, routing, selecting, view, worker
+
+
+def ask(parts: Parts, **fields: object) -> GetStatusResponse:
+    status = Status(
+        parts.pools,
+        parts.ledger,
+        parts.decisions,
+        parts.board,
+        scheduler_id="s",
+        mode=parts.options.mode,
+        clock=lambda: parts.now,
+    )
+    return status.answer(GetStatusRequest(**fields), ready=True)
+
+
+def ranks(parts: Parts) -> list[RankStatus]:
+    return list(ask(parts).components[0].ranks)
+
+
+async def test_load_is_told_rank_by_rank_with_what_makes_it_busy() -> None:
+    options = RoutingOptions(thresholds=Thresholds(prefill_tokens=4 * BLOCK - 1))
+    parts = Parts(view(worker(1), worker(2, total_blocks=50)), options=options)
+    chosen = await parts.select(selecting("a"))
+    component = ask(parts).components[0]
+    assert (component.model, component.block_size, component.mode) == ("m", BLOCK, "kv")
+    assert component.thresholds.active_prefill_tokens_threshold == 4 * BLOCK - 1
+    told = {each.rank.worker_id: each for each in component.ranks}
+    loaded, idle = told[chosen.rank.worker_id], told[3 - chosen.rank.worker_id]
+    assert (loaded.active_blocks, loaded.prefill_tokens, loaded.active_requests) == (4, 4 * BLOCK, 1)
+    assert "prefill tokens" in loaded.busy
+    assert (idle.active_blocks, idle.active_requests, idle.busy) == (0, 0, "")
+    assert (told[1].total_blocks, told[2].total_blocks) == (100, 50)
+    assert told[1].registered
+    assert told[1].endpoint == "host:1"
+    assert not told[1].HasField("reported")
+
+
+async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:
+    parts = Parts(view(worker(1)))
+    await parts.select(selecting("a"))
+    parts.registered.register(view())
+    assert [(each.registered, each.active_blocks, each.endpoint) for each in ranks(parts)] == [(False, 4, "")]
+    parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a")))
+    assert ranks(parts) == []
+
+
+async def test_hits_are_summed_as_predicted_and_as_told() -> None:
+    parts = Parts(view(worker(1)), indexer=HeldBlocks({(1, 0): 4}))
+    for request_id, cached in (("a", 3 * BLOCK), ("b", 0), ("says nothing", None)):
+        await parts.select(selecting(request_id))
+        parts.bookings.free(FreeRequest(booking=BookingKey(request_id=request_id), cached_tokens=cached))
+    hits = ranks(parts)[0].hits
+    assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (2, 8 * BLOCK, 3 * BLOCK)
+    # The block of the last token is computed even where it is cached.
+    assert (hits.predicted_prompt_tokens, hits.predicted_cached_tokens) == (8 * BLOCK, 6 * BLOCK)
+
+
+async def test_hits_are_told_where_nothing_was_predicted() -> None:
+    parts = Parts(view(worker(1)), options=RoutingOptions(mode="random"))
+    await parts.select(selecting("a"))
+    parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a"), cached_tokens=2 * BLOCK))
+    hits = ranks(parts)[0].hits
+    assert (hits.requests, hits.cached_tokens, hits.predicted_prompt_tokens) == (1, 2 * BLOCK, 0)
+
+
+async def test_decisions_are_as_many_as_asked_for() -> None:
+    parts = Parts(view(worker(1), worker(2), worker(3)))
+    for number in range(3):
+        await parts.select(selecting(f"r{number}", routing(seed=number)))
+    assert list(ask(parts).decisions) == []
+    newest = ask(parts, decisions=2).decisions
+    assert [each.request_id for each in newest] == ["r2", "r1"]
+    assert [len(each.candidates) for each in newest] == [2, 2]
+    assert len(ask(parts, decisions=1000).decisions) == 3
+    assert ask(parts).bookings == 3
+
+
+async def test_an_unknown_component_is_refused() -> None:
+    with pytest.raises(UnknownComponent):
+        ask(Parts(view(worker(1))), component=Component(namespace="ns", name="elsewhere"))

@@ -1,0 +1,172 @@
+"""Load is exact whatever happens to bookings, in whatever order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kvrouter.core import Rank
+from kvrouter.runtime.errors import TooLarge
+from kvrouter.scheduler.identifiers import Key, key_of
+from kvrouter.scheduler.load.booked_load import Accounting, SlotManager, new_prefill_tokens
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.v1.common_pb2 import BookingKey, Stage
+
+from ..harness import BLOCK, prompt
+
+WHOLE = Stage.STAGE_WHOLE
+
+
+def key(number: int, stage: Stage = WHOLE) -> Key:
+    return (f"r{number}", 0, stage)
+
+
+def slots(accounting: Accounting | None = None, **limits: int) -> SlotManager:
+    manager = SlotManager(BLOCK, accounting or Accounting(), **limits)
+    manager.set_ranks([(1, 0), (2, 0)])
+    return manager
+
+
+@dataclass
+class Booked:
+    rank: Rank
+    prompt: Prompt
+    prefill: int
+    output: int = 0
+
+
+class Load(RuleBasedStateMachine):
+    """The slots against sums over a list of what is booked."""
+
+    keys = st.integers(0, 12)
+    ranks = st.sampled_from([(1, 0), (1, 1), (2, 0)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = SlotManager(BLOCK, Accounting())
+        self.live: dict[Key, Booked] = {}
+        self.registered: set[Rank] = set()
+
+    @rule(ranks=st.sets(ranks))
+    def register(self, ranks: set[Rank]) -> None:
+        self.registered = ranks
+        self.slots.set_ranks(ranks)
+
+    @rule(number=keys, rank=ranks, blocks=st.integers(0, 4), seed=st.integers(0, 1), tail=st.integers(1, BLOCK - 1))
+    def book(self, number: int, rank: Rank, blocks: int, seed: int, tail: int) -> None:
+        wanted = prompt(blocks, seed=seed, tail=tail)
+        fresh = key(number) not in self.live
+        assert self.slots.book(key(number), rank, wanted, wanted.tokens) == fresh
+        if fresh:
+            self.live[key(number)] = Booked(rank, wanted, wanted.tokens)
+
+    @rule(number=keys)
+    def prefill(self, number: int) -> None:
+        booked = self.live.get(key(number))
+        assert self.slots.prefill_complete(key(number)) == (booked is not None)
+        if booked:
+            booked.prefill = 0
+
+    @rule(number=keys, count=st.integers(0, 100))
+    def output(self, number: int, count: int) -> None:
+        booked = self.live.get(key(number))
+        assert self.slots.output_tokens(key(number), count) == (booked is not None)
+        if booked:
+            booked.output = max(booked.output, count)
+
+    @rule(number=keys)
+    def free(self, number: int) -> None:
+        booked = self.live.pop(key(number), None)
+        assert self.slots.free(key(number)) == (booked is not None)
+
+    @invariant()
+    def loads_are_sums(self) -> None:
+        loads = self.slots.load_by_rank()
+        assert set(loads) == self.registered | {booked.rank for booked in self.live.values()}
+        for rank, load in loads.items():
+            here = [booked for booked in self.live.values() if booked.rank == rank]
+            shared = {
+                booked.prompt.sequence_hashes[at : at + 8]
+                for booked in here
+                for at in range(0, len(booked.prompt.sequence_hashes), 8)
+            }
+            private = sum(-(-(b.prompt.tokens + b.output) // BLOCK) - b.prompt.blocks for b in here)
+            assert load[:3] == (len(shared) + private, sum(b.prefill for b in here), len(here))
+        assert len(self.slots) == len(self.live)
+
+
+Load.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestLoad = Load.TestCase
+
+
+def test_blocks_of_the_request_are_added_where_they_are_not_in_use() -> None:
+    manager = slots()
+    manager.book(key(1), (1, 0), prompt(4), 64)
+    loads = manager.load_by_rank(prompt(6, tail=3))
+    assert loads[1, 0][0] == 7
+    assert loads[1, 0].leading_active_blocks == 4
+    assert loads[2, 0][0] == 7
+    assert loads[2, 0].leading_active_blocks == 0
+
+
+def test_without_reuse_every_request_has_blocks_of_its_own() -> None:
+    manager = slots(Accounting(assume_kv_reuse=False))
+    manager.book(key(1), (1, 0), prompt(4, tail=1), 65)
+    manager.book(key(2), (1, 0), prompt(4, tail=1), 65)
+    assert manager.load_by_rank()[1, 0].active_blocks == 10
+    asked = manager.load_by_rank(prompt(4, tail=1))
+    assert (asked[1, 0].active_blocks, asked[2, 0].active_blocks) == (15, 5)
+
+
+def test_untracked_blocks_do_not_count() -> None:
+    manager = slots(Accounting(track_active_blocks=False))
+    manager.book(key(1), (1, 0), prompt(4), 64)
+    assert manager.load_by_rank(prompt(4))[1, 0][:3] == (0, 64, 1)
+
+
+def test_prefill_stages_leave_no_blocks_in_use() -> None:
+    manager = slots()
+    manager.book(key(1, Stage.STAGE_PREFILL), (1, 0), prompt(4), 64)
+    assert manager.load_by_rank()[1, 0][:3] == (0, 64, 1)
+    assert manager.load_by_rank(prompt(4), Stage.STAGE_PREFILL)[2, 0].active_blocks == 0
+
+
+def test_output_counts_only_where_it_is_tracked() -> None:
+    for tracked, blocks in ((True, 6), (False, 4)):
+        manager = slots(Accounting(track_output_blocks=tracked))
+        manager.book(key(1), (1, 0), prompt(4), 64)
+        assert manager.output_tokens(key(1), 17)
+        assert not manager.output_tokens(key(2), 17)
+        assert manager.load_by_rank()[1, 0].active_blocks == blocks
+
+
+def test_bookings_have_a_bound() -> None:
+    manager = slots(max_bookings=1)
+    manager.book(key(1), (1, 0), prompt(1), 16)
+    with pytest.raises(TooLarge):
+        manager.book(key(2), (1, 0), prompt(1), 16)
+    manager.free(key(1))
+    assert manager.book(key(2), (1, 0), prompt(1), 16)
+
+
+def test_a_failed_booking_leaves_no_rank_behind() -> None:
+    manager = slots(max_bookings=1)
+    manager.book(key(1), (1, 0), prompt(1), 16)
+    with pytest.raises(TooLarge):
+        manager.book(key(2), (9, 0), prompt(1), 16)
+    assert (9, 0) not in manager.load_by_rank()
+
+
+def test_new_prefill_tokens() -> None:
+    overlaps = np.array([0, 3, 5])
+    assert new_prefill_tokens(65, overlaps, BLOCK, WHOLE).tolist() == [65, 17, 0]
+    assert new_prefill_tokens(65, overlaps, BLOCK, Stage.STAGE_PREFILL).tolist() == [65, 17, 0]
+    assert new_prefill_tokens(65, overlaps, BLOCK, Stage.STAGE_DECODE).tolist() == [0, 0, 0]
+
+
+def test_an_unspecified_stage_is_the_whole_request() -> None:
+    assert key_of(BookingKey(request_id="a", attempt=2)) == ("a", 2, Stage.STAGE_WHOLE)

@@ -1,0 +1,28 @@
+"""Busy thresholds that are set, left and cleared by a request."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.load.thresholds import OwnThresholds, ThresholdBoard
+from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
+from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
+
+
+async def test_a_cleared_threshold_falls_back_to_the_option() -> None:
+    board = ThresholdBoard(Thresholds(decode_blocks=0.9))
+    own = OwnThresholds(board)
+    assert await own.update("m", ThresholdUpdate(Thresholds(0.5, 100))) == Thresholds(0.5, 100)
+    assert await own.update("m", ThresholdUpdate(Thresholds(), clear_decode_blocks=True)) == Thresholds(0.9, 100)
+    assert await own.update("m", ThresholdUpdate(Thresholds(), clear_prefill_tokens=True)) == Thresholds(0.9, None)
+
+
+def test_a_threshold_that_is_set_and_cleared_at_once_is_refused() -> None:
+    thresholds = BusyThresholds(active_prefill_tokens_threshold=5)
+    request = SetBusyThresholdRequest(thresholds=thresholds, clear_active_prefill_tokens_threshold=True)
+    with pytest.raises(BadRequest, match="both set and cleared"):
+        ThresholdUpdate.of(request)
+
+
+def test_a_request_without_fields_changes_nothing() -> None:
+    assert not ThresholdUpdate.of(SetBusyThresholdRequest())

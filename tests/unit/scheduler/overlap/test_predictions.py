@@ -1,0 +1,84 @@
+"""The approximate mode: a rank is taken to hold what was booked on it, for a while."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.scheduler.overlap.predictions import PredictionLimits
+from kvrouter.scheduler.request.options import RoutingOptions
+
+from ..harness import HeldBlocks, Parts, overrides, routing, selecting, view, worker
+
+
+def predicting(*, workers: int = 3, indexer: HeldBlocks | None = None, **limits: float) -> Parts:
+    views = view(*(worker(each + 1) for each in range(workers)))
+    return Parts(views, predicts=PredictionLimits(**limits), indexer=indexer)  # type: ignore[arg-type]
+
+
+async def test_a_prompt_goes_where_its_prefix_went_and_no_indexer_is_asked() -> None:
+    indexer = HeldBlocks()
+    parts = predicting(indexer=indexer)
+    first = await parts.select(selecting("a", routing(6)))
+    assert (first.overlap_blocks, first.load_only) == (0, False)
+    parts.ledger.free(("a", 0, 1))
+    second = await parts.select(selecting("b", routing(8)))
+    assert (second.rank, second.overlap_blocks, second.load_only) == (first.rank, 6, False)
+    assert not second.HasField("cursor"), "there are no events"
+    assert indexer.asked == []
+    other = await parts.select(selecting("c", routing(8, seed=1)))
+    assert other.overlap_blocks == 0
+
+
+async def test_what_is_only_asked_about_is_not_predicted() -> None:
+    parts = predicting(workers=1)
+    await parts.select(selecting(None, routing(6)))
+    assert (await parts.select(selecting("a", routing(6)))).overlap_blocks == 0
+
+
+async def test_a_prediction_lapses_after_its_time() -> None:
+    parts = predicting(workers=1, ttl_seconds=30.0)
+    await parts.select(selecting("a", routing(6)))
+    parts.now += 29
+    assert (await parts.select(selecting("b", routing(4)))).overlap_blocks == 4
+    parts.now += 29
+    assert (await parts.select(selecting("c", routing(6)))).overlap_blocks == 4, "only those used again are left"
+    parts.now += 31
+    assert (await parts.select(selecting("d", routing(6)))).overlap_blocks == 0
+
+
+async def test_predictions_are_bounded() -> None:
+    parts = predicting(workers=1, max_blocks=10, prune_ratio=0.5)
+    for number in range(5):
+        parts.now += 1
+        await parts.select(selecting(f"r{number}", routing(4, seed=number)))
+    parts.now += 1
+    held = [(await parts.select(selecting(None, routing(4, seed=number)))).overlap_blocks for number in range(5)]
+    assert held[0] == 0
+    assert held[4] == 4
+    assert sum(held) <= 10
+
+
+@pytest.mark.parametrize("booked_since", [False, True])
+async def test_a_worker_that_restarts_holds_nothing_of_before(booked_since: bool) -> None:
+    parts = predicting(workers=1)
+    await parts.select(selecting("a", routing(6)))
+    parts.registered.register(view(worker(1, incarnation=2)))
+    if booked_since:
+        await parts.select(selecting("b", routing(2)))
+    answer = await parts.select(selecting("c", routing(6)))
+    assert answer.overlap_blocks == (2 if booked_since else 0)
+
+
+async def test_blocks_of_another_size_are_other_blocks() -> None:
+    parts = predicting(workers=1)
+    await parts.select(selecting("a", routing(6)))
+    parts.registered.register(view(worker(1), block_size=32))
+    assert (await parts.select(selecting("b", routing(6)))).overlap_blocks == 0
+
+
+async def test_weight_0_predicts_but_does_not_use_it() -> None:
+    parts = predicting(workers=1)
+    parts.options = RoutingOptions()
+    await parts.select(selecting("a", routing(6, overrides=overrides(overlap_score_weight=0.0))))
+    unused = await parts.select(selecting("b", routing(6, overrides=overrides(overlap_score_weight=0.0))))
+    assert unused.overlap_blocks == 0
+    assert (await parts.select(selecting("c", routing(6)))).overlap_blocks == 6

@@ -1,0 +1,154 @@
+"""Mode forecast, product and sticky: what each weighs, and what they do where a signal is missing."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.forecast.policy import decode_ms, prefill_ms
+from kvrouter.scheduler.policies.interface import Choice, Hold
+
+from ..facts_maker import facts
+
+# Two ranks of 1,000 blocks of 16 tokens; a prompt of 100 blocks, that both hold nothing of.
+TWO: dict[str, Any] = {
+    "prompt_tokens": 1600,
+    "total_blocks": [1000, 1000],
+    "max_batched_tokens": [8192, 8192],
+    "active_blocks": [100, 100],
+    "new_prefill_tokens": [1600, 1600],
+}
+
+
+def decide(mode: str, **changes: Any) -> Choice | Hold:
+    return POLICIES[mode].decide(facts(2, **(TWO | changes)), Random(7))
+
+
+def test_prefill_time_is_a_full_step_for_each_budget_and_one_for_the_rest() -> None:
+    assert prefill_ms(0, 8192, 5.0) == 0
+    assert prefill_ms(16384, 8192, 5.0) == pytest.approx(2 * prefill_ms(8192, 8192, 5.0))
+    assert prefill_ms(8193, 8192, 5.0) == pytest.approx(prefill_ms(8192, 8192, 5.0) + prefill_ms(1, 8192, 5.0))
+    assert decode_ms(0.5) == pytest.approx(-25.74 / 4 + 54.01 / 2 + 5.74)
+
+
+def test_of_equal_ranks_either_is_taken() -> None:
+    taken = {POLICIES["forecast"].decide(facts(2, **TWO), Random(seed)).index for seed in range(20)}
+    assert taken == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        {"prefill_tokens": [4000, 0], "head_prefill_tokens": [4000, 0]},
+        {"active_requests": [30, 0], "active_blocks": [400, 100]},
+        {"overlap_blocks": [0, 50]},
+        {"leading_active_blocks": [0, 50], "active_requests": [1, 1]},
+        {"active_blocks": [990, 900], "active_requests": [3, 3]},
+        {"active_blocks": [7600, 1030], "active_requests": [25, 3], "prefill_tokens": [10_000, 0]},
+    ],
+    ids=[
+        "a longer queue",
+        "more to decode",
+        "less cached",
+        "less on its way into the cache",
+        "short of blocks",
+        "seven times the bookings that it has blocks for",
+    ],
+)
+def test_forecast_avoids_the_rank_with(worse: dict[str, Any]) -> None:
+    assert decide("forecast", **worse).index == 1
+
+
+def test_time_spent_on_the_prompt_under_way_counts() -> None:
+    queue = {"prefill_tokens": [4000, 4000], "head_prefill_tokens": [4000, 4000], "prefill_requests": [1, 1]}
+    assert decide("forecast", **queue, head_prefill_seconds=[0.01, 0.05]).index == 1
+
+
+def test_a_prompt_that_would_be_computed_in_the_step_of_another_pays_for_its_waiting() -> None:
+    short_waits = {"prefill_tokens": [200, 200], "head_prefill_tokens": [200, 200], "prefill_requests": [1, 1]}
+    terms = decide("forecast", **short_waits, head_prefill_seconds=[0.0, 0.01]).explanation.terms
+    joint = prefill_ms(1800, 8192, 0.0) - prefill_ms(200, 8192, 0.0)
+    assert terms["batch_ms"] == pytest.approx([joint, 0.0])
+
+
+def test_only_what_fits_into_that_step_is_paid_for() -> None:
+    changes = {"prefill_tokens": [8000, 0], "head_prefill_tokens": [4000, 0], "prefill_requests": [2, 0]}
+    terms = decide("forecast", **changes).explanation.terms
+    assert terms["batch_ms"][0] == pytest.approx(2 * (prefill_ms(8192, 8192, 0.0) - prefill_ms(8000, 8192, 0.0)))
+
+
+def test_no_more_time_counts_than_that_prompt_takes() -> None:
+    queue = {"prefill_tokens": [3000, 2900], "head_prefill_tokens": [10, 10], "prefill_requests": [2, 2]}
+    assert decide("forecast", **queue, head_prefill_seconds=[60.0, 0.03]).index == 1
+
+
+def test_a_request_without_room_is_held_for_its_cheapest_rank() -> None:
+    held = decide("forecast", active_blocks=[1001, 1300], overlap_blocks=[0, 0])
+    assert isinstance(held, Hold)
+    assert held.index == 0
+    assert held.work_ms == pytest.approx(prefill_ms(1600, 8192, 0.0))
+    assert held.room_tokens == 1600
+
+
+def test_what_requests_in_flight_have_there_needs_no_more_room() -> None:
+    held = decide("forecast", active_blocks=[1001, 1300], leading_active_blocks=[60, 0], active_requests=[1, 1])
+    assert isinstance(held, Hold)
+    assert held.room_tokens == 1600 - 60 * 16
+
+
+def test_a_rank_of_unknown_size_never_lacks_room() -> None:
+    assert isinstance(decide("forecast", active_blocks=[5000, 9000], total_blocks=[0, 0]), Choice)
+
+
+def test_an_unknown_budget_is_taken_to_be_the_usual_one() -> None:
+    known, unknown = decide("forecast"), decide("forecast", max_batched_tokens=[0, 0])
+    assert list(known.explanation.costs) == list(unknown.explanation.costs)
+
+
+def test_a_prompt_that_is_wholly_cached_computes_its_last_block() -> None:
+    assert decide("forecast", overlap_blocks=[100, 100]).prefill_tokens == 16
+
+
+def test_the_pace_scales_the_forecast() -> None:
+    slow, usual = decide("forecast", pace=3.0), decide("forecast")
+    assert slow.explanation.terms["forecast_ms"][0] == pytest.approx(3 * usual.explanation.terms["forecast_ms"][0])
+
+
+def test_a_forecast_behind_a_queue_teaches_no_pace() -> None:
+    queue = {"prefill_tokens": [10, 10], "head_prefill_tokens": [10, 10]}
+    alone, behind = decide("forecast"), decide("forecast", **queue)
+    assert isinstance(alone, Choice)
+    assert alone.forecast_ms is not None
+    assert isinstance(behind, Choice)
+    assert behind.forecast_ms is None
+
+
+def test_forecast_explains_itself() -> None:
+    decided = decide("forecast", overlap_blocks=[50, 0])
+    assert decided.explanation.formula(0).startswith("Formula for worker_1: ")
+    assert "(800 tokens to compute)" in decided.explanation.formula(0)
+
+
+def test_product_weighs_tokens_by_requests() -> None:
+    costs = decide("product", new_prefill_tokens=[800, 1600], active_requests=[1, 0]).explanation.costs
+    assert list(costs) == [1600, 1600]
+    assert decide("product", new_prefill_tokens=[799, 1600], active_requests=[1, 0]).index == 0
+    assert decide("product", prefill_tokens=[10, 0]).index == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "index"),
+    [
+        ({"overlap_blocks": [9, 10], "active_requests": [0, 50]}, 1),
+        ({"active_requests": [2, 1]}, 1),
+        ({"overlap_blocks": [10, 9], "active_blocks": [951, 100]}, 1),
+        ({"overlap_blocks": [10, 9], "prefill_tokens": [8193, 0]}, 1),
+        ({"overlap_blocks": [10, 9], "prefill_tokens": [8193, 0], "max_batched_tokens": [0, 0]}, 0),
+        ({"overlap_blocks": [10, 9], "active_blocks": [951, 100], "total_blocks": [0, 0]}, 0),
+    ],
+    ids=["reuse first", "then load", "full", "behind", "budget unknown", "size unknown"],
+)
+def test_sticky(changes: dict[str, Any], index: int) -> None:
+    assert decide("sticky", **changes).index == index

@@ -1,0 +1,330 @@
+"""What Schedulers tell each other: sequences, gaps, digests, states, and who holds a booking where."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from kvrouter.core import Rank
+from kvrouter.scheduler.bookings.table import Life, booking_of
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.replication import event_log as replica_log
+from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.owned_bookings import Claims
+from kvrouter.scheduler.replication.replicas import Replicas
+from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
+from kvrouter.v1 import common_pb2
+from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
+from kvrouter.v1.scheduler_pb2 import MarkPrefillCompleteRequest
+from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent, SyncHeartbeat
+
+from ..harness import BLOCK, POOL, Parts, prompt, routing, selecting, view, worker
+
+OTHER: Life = (7, "other")
+
+
+def key(number: int) -> Key:
+    return (f"r{number}", 0, int(Stage.STAGE_WHOLE))
+
+
+class Node:
+    """A Scheduler that syncs, with what it has sent."""
+
+    def __init__(self, name: str, epoch: int = 1) -> None:
+        self.parts = Parts(view(worker(1), worker(2)), life=(epoch, name))
+        self.sent: list[ReplicaSyncEvent] = []
+        self.parts.sync.send = lambda _, event: self.sent.append(event)
+
+    @property
+    def replicas(self) -> Replicas:
+        return self.parts.sync.of(POOL)
+
+    def hear(self, *events: ReplicaSyncEvent) -> None:
+        for event in events:
+            self.replicas.hear(ReplicaSyncEvent.FromString(event.SerializeToString()))
+
+    def log(self) -> Log:
+        (only,) = self.replicas.logs
+        return only
+
+    def rank(self, number: int) -> Rank:
+        record = self.parts.ledger.records.get(key(number))
+        assert record is not None
+        return booking_of(record).rank
+
+    def set_aside(self, reason: str) -> float:
+        return self.parts.figure("kvrouter_scheduler_sync_set_aside_total", reason=reason)
+
+
+def event(sequence: int, life: Life = OTHER, **fields: object) -> ReplicaSyncEvent:
+    return ReplicaSyncEvent(
+        router_id=life[1],
+        router_epoch=life[0],
+        sequence=sequence,
+        component=Component(namespace=POOL.namespace, name=POOL.name),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def added(sequence: int, number: int, *, rank: int = 1, seed: int = 0, life: Life = OTHER) -> ReplicaSyncEvent:
+    hashes = memoryview(prompt(2, seed=seed).sequence_hashes).cast("Q").tolist()
+    told = AddRequest(
+        booking=BookingKey(request_id=f"r{number}"),
+        rank=common_pb2.Rank(worker_id=rank),
+        sequence_hashes=hashes,
+        prompt_tokens=2 * BLOCK,
+        prefill_tokens=2 * BLOCK,
+        session_id="theirs",
+    )
+    return event(sequence, life, add_request=told)
+
+
+def heartbeat(sequence: int, claims: Claims) -> ReplicaSyncEvent:
+    return event(sequence, heartbeat=SyncHeartbeat(digest=claims.digest, bookings=len(claims)))
+
+
+def test_the_digest_is_the_sum_over_what_is_held() -> None:
+    claims = Claims()
+    keys: list[Key] = [("a", 0, 1), ("b", 2, 2), ("\u00e9", 1, 3)]
+    for each in keys:
+        claims.put(each, "s")
+    claims.prefilled(keys[0])
+    assert not claims.prefilled(keys[0])
+    claims.prefilled(keys[1])
+    claims.put(keys[1], "another")
+    assert claims.of_session("another") == [keys[1]]
+
+    def term(each: Key, state: int) -> int:
+        encoded = each[0].encode() + struct.pack("<IIB", each[1], each[2], state)
+        return xxhash.xxh3_64_intdigest(encoded, seed=1337)
+
+    states = {keys[0]: 1, keys[1]: 1, keys[2]: 0}
+    while states:
+        assert claims.digest == sum(term(each, state) for each, state in states.items()) % 2**64
+        assert len(claims) == len(states)
+        dropped, _ = states.popitem()
+        assert claims.drop(dropped)
+        assert not claims.drop(dropped)
+    assert claims.digest == 0
+    assert claims.of_session("s") == []
+
+
+def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
+    node = Node("n")
+    node.hear(added(0, 0), added(0, 0), added(2, 2))
+    assert node.log().wanted == "gap"
+    assert len(node.parts.ledger) == 1
+    node.hear(added(1, 1), added(2, 2))
+    assert len(node.parts.ledger) == 3
+    assert node.log().next_sequence == 3
+    assert node.set_aside("duplicate") == 2
+    assert node.parts.figure("kvrouter_scheduler_sync_gaps_total") == 1
+
+
+def test_a_heartbeat_shows_what_was_lost_and_what_has_drifted() -> None:
+    node = Node("n")
+    node.hear(added(0, 0))
+    node.hear(heartbeat(1, node.log().claims))
+    assert node.log().wanted == ""
+    other = Claims()
+    node.hear(heartbeat(1, other))
+    assert node.log().wanted == "digest"
+    assert node.parts.figure("kvrouter_scheduler_sync_digest_mismatches_total") == 1
+    lagging = Node("m")
+    lagging.hear(heartbeat(0, other), heartbeat(4, other))
+    assert lagging.log().wanted == "join"
+
+
+def test_a_digest_that_stays_wrong_is_asked_about_once() -> None:
+    log, wrong = Log(OTHER, 0.0), Claims()
+    wrong.put(key(1), "")
+    for _ in range(3):
+        assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
+    assert log.wanted == "digest"
+    log.fetch()
+    assert list(log.fetched(0)) == []
+    assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
+    assert log.wanted == ""
+
+
+def test_events_that_wait_for_a_state_are_bounded_and_those_after_it_are_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_log, "MAX_WAITING", 3)
+    log = Log(OTHER, 0.0)
+    log.fetch()
+    for sequence in (5, 6, 7):
+        assert list(log.hear(added(sequence, sequence), 0.0)) == []
+    assert [each.sequence for each in log.fetched(6)] == [6, 7]
+    assert log.next_sequence == 8
+    for sequence in (10, 11, 12, 13):
+        assert list(log.hear(added(sequence, sequence), 0.0)) == []
+    log.fetch()
+    assert list(log.fetched(10)) == []
+    assert list(log.hear(added(10, 10), 0.0)) != []
+
+
+def test_events_of_an_earlier_life_are_fenced() -> None:
+    node = Node("n")
+    node.hear(added(0, 0, life=(1, "other")), added(0, 1, life=(2, "other")), added(1, 2, life=(1, "other")))
+    assert node.set_aside("old_epoch") == 1
+    assert node.parts.ledger.records.get(key(2)) is None
+    # The earlier life's bookings are orphans: registered or not, their Scheduler is gone.
+    node.parts.now += 11
+    node.parts.sync.expire({"other"})
+    assert [record.key for record in node.parts.ledger.records] == [key(1)]
+
+
+async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
+    node = Node("n")
+    node.hear(added(0, 0))
+    node.parts.now += 1000
+    node.parts.sync.expire({"other"})
+    assert len(node.parts.ledger) == 1
+    node.parts.sync.expire(set())
+    assert node.parts.idle()
+    assert node.parts.figure("kvrouter_scheduler_sync_orphans_dropped_total") == 1
+
+
+def test_of_two_places_the_one_of_the_greater_life_counts_until_it_goes() -> None:
+    node = Node("n")
+    node.hear(added(0, 0, rank=1, life=(1, "a")), added(0, 0, rank=2, life=(2, "b")))
+    assert node.rank(0) == (2, 0)
+    late = Node("m")
+    late.hear(added(0, 0, rank=2, life=(2, "b")), added(0, 0, rank=1, life=(1, "a")))
+    assert late.rank(0) == (2, 0)
+    for each in (node, late):
+        each.hear(event(1, (1, "a"), mark_prefill_completed={"booking": {"request_id": "r0"}}))
+        assert each.parts.load(2) == (2, 0, 1)
+        each.hear(event(1, (2, "b"), session_ended={"session_id": "theirs"}))
+        assert (each.rank(0), each.parts.load(1), each.parts.load(2)) == ((1, 0), (2, 0, 1), (0, 0, 0))
+
+
+async def test_a_reused_id_with_another_prompt_is_set_aside_and_does_not_disturb_the_digest() -> None:
+    node = Node("n")
+    await node.parts.select(selecting("r0", routing(2)))
+    node.hear(added(0, 0, seed=5))
+    assert node.set_aside("already_exists") + node.set_aside("invalid_argument") == 1
+    assert len(node.parts.ledger) == 1
+    node.hear(heartbeat(1, node.log().claims))
+    assert node.log().wanted == ""
+
+
+async def test_a_free_that_overtakes_its_booking_holds() -> None:
+    node = Node("n")
+    node.hear(event(0, (1, "b"), free={"booking": {"request_id": "r0"}}), added(0, 0))
+    assert node.parts.idle()
+
+
+async def test_what_is_told_elsewhere_is_told_again_by_the_holder() -> None:
+    node = Node("n")
+    await node.parts.select(selecting("r0", routing(2)))
+    node.hear(event(0, mark_prefill_completed={"booking": {"request_id": "r0"}}))
+    node.hear(event(1, output_progress={"booking": {"request_id": "r0"}, "output_tokens": 5}))
+    node.hear(event(2, free={"booking": {"request_id": "r0"}}))
+    kinds = [each.WhichOneof("event") for each in node.sent]
+    assert kinds == ["add_request", "mark_prefill_completed", "output_progress", "free"]
+    assert [each.sequence for each in node.sent] == [0, 1, 2, 3]
+    assert len(node.replicas.own) == 0
+    assert node.parts.idle()
+
+
+async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at_all() -> None:
+    teller, hearer = Node("teller"), Node("hearer")
+    teller.hear(added(0, 0))
+    teller.parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=BookingKey(request_id="r0")))
+    for number in range(1, 4):
+        await teller.parts.select(selecting(f"r{number}", routing(2, seed=number)))
+    hearer.hear(added(0, 0))
+    hearer.hear(teller.replicas.heartbeat())
+    heard = next(each for each in hearer.replicas.logs if each.life == (1, "teller"))
+    assert heard.wanted == "join"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrouter.scheduler.replication.state_transfer.CHUNK_BYTES", 1)
+        parts = list(chunks(teller.replicas))
+    assert len(parts) == 5
+    broken = Fetch(hearer.replicas, heard)
+    assert not broken.take(parts[0])
+    with pytest.raises(StateBroken):
+        broken.take(parts[2])
+    broken.give_up()
+    assert heard.wanted
+    fetch = Fetch(hearer.replicas, heard)
+    assert [fetch.take(part) for part in parts] == [False] * 4 + [True]
+    assert not heard.wanted
+    assert (heard.claims.digest, len(heard.claims)) == (teller.replicas.own.digest, 3)
+    assert sum(hearer.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
+
+
+async def test_a_booking_too_large_to_tell_is_counted_here_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.scheduler.replication.replicas.MAX_TOLD_BYTES", 10)
+    node = Node("n")
+    await node.parts.select(selecting("r0", routing(2)))
+    assert node.sent == []
+    assert len(node.parts.ledger) == 1
+    assert node.set_aside("too_large") == 1
+
+
+def test_strangers_are_bounded() -> None:
+    node = Node("n")
+    for number in range(100):
+        node.hear(added(0, number, life=(1, f"s{number}")))
+    assert len(node.replicas.logs) == 64
+    assert node.set_aside("too_many_replicas") == 36
+
+
+def test_a_forged_epoch_gives_way_to_what_its_scheduler_says() -> None:
+    teller, node = Node("other", epoch=5), Node("n")
+    node.hear(added(0, 0, life=(5, "other")), added(0, 1, life=(99, "other")), added(1, 2, life=(5, "other")))
+    assert node.set_aside("old_epoch") == 1
+    lacking, disputed = node.replicas.due()
+    assert (lacking, disputed) == ([], ["other"])
+    node.replicas.settle("other", 5)
+    assert node.log().life == (5, "other"), "what was forged is forgotten"
+    assert node.log().wanted
+    fetch = Fetch(node.replicas, node.log())
+    assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert node.log().next_sequence == teller.replicas.next_sequence
+    assert len(node.parts.ledger) == 0, "what the Scheduler does not hold is not counted"
+    node.hear(added(0, 3, life=(99, "other")))
+    assert node.set_aside("unconfirmed_epoch") == 1
+
+
+def test_a_state_of_another_epoch_settles_which_one_counts() -> None:
+    teller, node = Node("other", epoch=5), Node("n")
+    node.hear(added(0, 1, life=(99, "other")), added(3, 2, life=(99, "other")))
+    fetch = Fetch(node.replicas, node.log())
+    with pytest.raises(StateBroken):
+        fetch.take(next(chunks(teller.replicas)))
+    fetch.give_up()
+    assert node.log().life == (5, "other")
+
+
+def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
+    teller, node = Node("other", epoch=7), Node("n")
+    node.hear(added(0, 0), added(1, 1), added(2, 2))
+    node.hear(teller.replicas.heartbeat())
+    assert node.log().wanted == ""
+    node.parts.now += 5
+    node.hear(teller.replicas.heartbeat())
+    assert node.log().wanted == "behind"
+    fetch = Fetch(node.replicas, node.log())
+    assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert (node.log().next_sequence, len(node.parts.ledger)) == (0, 0)
+    node.hear(teller.replicas.heartbeat())
+    assert node.log().wanted == ""
+
+
+def test_states_that_bring_no_news_are_fetched_ever_more_rarely() -> None:
+    teller, node = Node("other", epoch=7), Node("n")
+    fetches = 0
+    for number in range(600):
+        node.hear(added(100 + number, number))
+        node.parts.now += 0.1
+        for heard in node.replicas.due()[0]:
+            fetches += 1
+            fetch = Fetch(node.replicas, heard)
+            assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert fetches < 15

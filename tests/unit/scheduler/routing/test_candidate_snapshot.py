@@ -1,0 +1,203 @@
+"""The columns of a survey say of each candidate what the rules say of it alone."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvrouter.runtime.errors import AllBusy, NoWorkers
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.busy import why_busy
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.routing.candidate_snapshot import facts_of, survey
+from kvrouter.scheduler.routing.choice import choose
+from kvrouter.scheduler.workers.candidates import Wanted, candidates_of, why_unfit
+from kvrouter.scheduler.workers.worker_set import Roster
+from kvrouter.v1.common_pb2 import Rank, Role, Stage
+from kvrouter.v1.events_pb2 import LoadReport
+
+from ..harness import BLOCK, prompt, view, worker
+
+IDS = st.sets(st.integers(1, 5), max_size=3)
+ROLES = st.sampled_from([Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_PREFILL, Role.ROLE_DECODE])
+LABELS = st.dictionaries(st.sampled_from(["zone", "disk"]), st.sampled_from(["a", "b"]))
+LORAS = st.sampled_from(["", "x", "y"])
+
+WORKERS = st.lists(
+    st.builds(
+        worker,
+        st.integers(1, 5),
+        ranks=st.integers(1, 3),
+        total_blocks=st.sampled_from([0, 10, 100]),
+        incarnation=st.integers(1, 3),
+        role=ROLES,
+        draining=st.booleans(),
+        labels=LABELS,
+        lora_names=st.sets(st.sampled_from(["x", "y"])),
+    ),
+    unique_by=lambda each: each.worker_id,
+    max_size=5,
+)
+
+WANTED = st.builds(
+    Wanted,
+    stage=st.sampled_from([Stage.STAGE_WHOLE, Stage.STAGE_PREFILL, Stage.STAGE_DECODE]),
+    worker_id=st.none() | st.integers(1, 6),
+    dp_rank=st.none() | st.integers(0, 3),
+    allowed=IDS.map(frozenset),
+    excluded=IDS.map(frozenset),
+    labels=LABELS,
+    lora_name=LORAS,
+)
+
+
+@settings(max_examples=300)
+@given(WORKERS, WANTED)
+def test_those_fit_for_whom_no_rule_has_a_reason(workers: list[Any], wanted: Wanted) -> None:
+    roster = Roster(candidates_of(workers))
+    fit = [place for place, each in enumerate(roster.candidates) if not why_unfit(each, wanted)]
+    assert roster.fit(wanted).tolist() == fit
+    anywhere = Wanted(stage=wanted.stage)
+    assert roster.fit(anywhere).tolist() == [
+        place for place, each in enumerate(roster.candidates) if not why_unfit(each, anywhere)
+    ]
+
+
+REPORTS = st.dictionaries(
+    st.tuples(st.integers(1, 5), st.integers(0, 2)),
+    st.builds(
+        LoadReport,
+        active_blocks=st.integers(0, 60),
+        total_blocks=st.sampled_from([0, 50]),
+        prefill_tokens=st.sampled_from([0, 31, 32, 33, 2**64 - 1]),
+    ),
+)
+
+
+@settings(max_examples=200)
+@given(
+    workers=WORKERS,
+    bookings=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 20)), max_size=6),
+    reports=REPORTS,
+    held=st.dictionaries(
+        st.tuples(st.integers(1, 6), st.integers(0, 2)), st.tuples(st.integers(0, 9), st.integers(1, 3))
+    ),
+    thresholds=st.builds(
+        Thresholds, st.none() | st.sampled_from([0.0, 0.2, 0.8, 1.0]), st.none() | st.sampled_from([0, 32, 2**64 - 1])
+    ),
+    wanted=WANTED,
+    accounting=st.builds(Accounting, st.booleans(), st.booleans()),
+)
+def test_every_row_is_what_the_rules_say_of_it(
+    workers: list[Any],
+    bookings: list[tuple[int, int, int]],
+    reports: dict[tuple[int, int], LoadReport],
+    held: dict[tuple[int, int], tuple[int, int]],
+    thresholds: Thresholds,
+    wanted: Wanted,
+    accounting: Accounting,
+) -> None:
+    now = 100.0
+    pool = Pool(view(*workers), accounting, report_age_seconds=10, clock=lambda: now)
+    for number, (worker_id, dp_rank, blocks) in enumerate(bookings):
+        booked = prompt(blocks, seed=number % 2, tail=1)
+        pool.slots.book((str(number), 0, 1), (worker_id, dp_rank), booked, 7 * blocks)
+    for number, (rank, report) in enumerate(reports.items()):
+        report.rank.CopyFrom(Rank(worker_id=rank[0], dp_rank=rank[1]))
+        report.incarnation = 3
+        pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
+    asked, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
+    found = survey(pool, asked, wanted, options, Overlaps.of(held), now=now)
+    before, loads = pool.slots.load_by_rank(), pool.slots.load_by_rank(asked, wanted.stage)
+    fit = [each for each in pool.candidates if not why_unfit(each, wanted)]
+    assert [row.candidate for row in found.rows] == fit
+    for row in found.rows:
+        rank = row.candidate.rank
+        assert row.load == loads[rank]
+        blocks, incarnation = held.get(rank, (0, 0))
+        assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
+        uncached = max(0, asked.tokens - row.overlap_blocks * BLOCK)
+        assert row.new_prefill_tokens == (0 if wanted.stage == Stage.STAGE_DECODE else uncached)
+        assert bool(row.busy) == bool(
+            why_busy(
+                row.candidate,
+                thresholds,
+                active_blocks=before[rank].active_blocks,
+                prefill_tokens=loads[rank].prefill_tokens,
+                report=pool.reports.of(rank, now),
+            )
+        )
+    free = [row for row in found.rows if not row.busy]
+    assert list(found.free) == free
+    assert set(found.excluded([row.candidate.rank for row in free])) == {each.rank for each in pool.candidates} - {
+        row.candidate.rank for row in free
+    }
+    if not free:
+        assert isinstance(found.refusal("pool"), AllBusy if fit else NoWorkers)
+        return
+    facts = facts_of(found.free, asked, options, block_size=BLOCK, previous=None)
+    assert facts.ranks == tuple(row.candidate.rank for row in free)
+    columns = {
+        "overlap_blocks": [row.overlap_blocks for row in free],
+        "new_prefill_tokens": [row.new_prefill_tokens for row in free],
+        "prefill_tokens": [row.load.prefill_tokens for row in free],
+        "active_blocks": [row.load.active_blocks for row in free],
+        "leading_active_blocks": [row.load.leading_active_blocks for row in free],
+        "active_requests": [row.load.requests for row in free],
+        "total_blocks": [row.candidate.total_blocks for row in free],
+        "max_batched_tokens": [row.candidate.max_batched_tokens for row in free],
+        "head_prefill_tokens": [row.load.head.tokens for row in free],
+        "head_prefill_seconds": [row.load.head.seconds for row in free],
+        "prefill_requests": [row.load.head.requests for row in free],
+    }
+    assert {name: getattr(facts, name).tolist() for name in columns} == columns
+
+
+def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> None:
+    pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
+    options = RoutingOptions("forecast")
+    pool.slots.book(("a", 0, 1), (1, 0), prompt(4), 64)
+    found = survey(pool, prompt(4), Wanted(), options, NOT_ASKED, now=1.0)
+    chosen = choose(pool, prompt(4), options, found, found.free, Random(1))
+    seen = [str(chosen.facts), str(found.rows[0])]
+    pool.slots.book(("b", 0, 1), (1, 0), prompt(9, seed=1), 144)
+    pool.slots.free(("a", 0, 1))
+    pool.follow(view(worker(2)))
+    assert [str(chosen.facts), str(found.rows[0])] == seen
+
+
+@pytest.mark.parametrize("ranks", [[(2, 0), (1, 0)], [(1, 0)], [(9, 9), (2, 0), (1, 0), (3, 0)], []])
+def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int, int]]) -> None:
+    roster = Roster(candidates_of([worker(1), worker(2)]))
+    for _ in range(2):  # the second answer rests on the first
+        held = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})
+        expected = [10 * worker_id if (worker_id, 0) in ranks else 0 for worker_id in (1, 2)]
+        assert held.on(roster).tolist() == expected
+    assert NOT_ASKED.on(roster).tolist() == [0, 0]
+    assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(roster)), "of lives before the registered ones"
+
+
+@given(WORKERS, WANTED, IDS)
+def test_avoided_workers_give_way_only_to_others_that_fit(
+    workers: list[Any], wanted: Wanted, avoided: set[int]
+) -> None:
+    roster = Roster(candidates_of(workers))
+    fit = roster.fit(wanted)
+    others = [place for place in fit.tolist() if roster.ranks[place][0] not in avoided]
+    assert roster.preferred(fit, avoided).tolist() == (others or fit.tolist())
+
+
+def test_a_candidate_that_gave_way_says_why() -> None:
+    pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
+    wanted = Wanted(avoided=frozenset({1}))
+    found = survey(pool, prompt(4), wanted, RoutingOptions(), NOT_ASKED, now=1.0)
+    assert [row.candidate.rank for row in found.free] == [(2, 0)]
+    assert found.excluded([(2, 0)]) == {(1, 0): "the caller avoids this worker, and another one fits"}
+    alone = survey(pool, prompt(4), Wanted(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_ASKED, now=1.0)
+    assert [row.candidate.rank for row in alone.free] == [(1, 0)]

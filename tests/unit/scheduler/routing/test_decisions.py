@@ -1,0 +1,105 @@
+"""Decisions are kept within bounds, and tell all candidates."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.routing.decisions import Decided, Decisions
+from kvrouter.v1.names import ComponentName
+
+from ..facts_maker import facts
+from ..harness import POOL
+
+
+def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decided:
+    weighed = facts(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
+    choice = POLICIES["kv"].decide(weighed, Random(1))
+    return Decided(
+        decision_id=decisions.next_id(),
+        component=POOL,
+        request_id=request_id,
+        attempt=0,
+        mode="kv",
+        chosen=weighed.ranks[choice.index],
+        facts=weighed,
+        explanation=choice.explanation,
+        excluded=lambda: {(1, 5): "draining"},
+        rows=candidates + 1,
+        prompt_blocks=4,
+        load_only=False,
+        decided_unix_ns=1,
+    )
+
+
+def test_a_decision_tells_every_candidate_in_order() -> None:
+    message = decided(Decisions(10)).to_message()
+    assert [(each.rank.worker_id, each.rank.dp_rank, each.excluded) for each in message.candidates] == [
+        (1, 0, ""),
+        (1, 5, "draining"),
+        (2, 0, ""),
+    ]
+    assert (message.chosen.worker_id, message.chosen.dp_rank) == (1, 0)
+    assert message.candidates[2].cost == 1.0
+    assert dict(message.candidates[2].terms) == {"prefill_blocks": 0.0, "decode_blocks": 1.0}
+    assert message.candidates[2].formula == "Formula for worker_2: 1.0 = 1.0 * 0.0 + 1.0 (cached_blocks: 1)"
+    assert message.reason == "lowest cost"
+
+
+def test_the_oldest_go_first() -> None:
+    decisions = Decisions(2)
+    kept = [decided(decisions, name) for name in ("a", "b", "c")]
+    for each in kept:
+        decisions.add(each)
+    assert decisions.by_id(kept[0].decision_id) is None
+    assert decisions.by_request("a") is None
+    assert decisions.by_id(kept[2].decision_id) is kept[2]
+    assert len(decisions) == 2
+
+
+def test_the_newest_decision_of_a_request_is_found_while_it_is_kept() -> None:
+    decisions = Decisions(2)
+    kept = [decided(decisions, name) for name in ("a", "a", "b")]
+    for each in kept:
+        decisions.add(each)
+    assert decisions.by_request("a") is kept[1]
+
+
+def test_candidates_are_bounded_over_all_decisions() -> None:
+    decisions = Decisions(100, max_rows=10)
+    for _ in range(20):
+        decisions.add(decided(decisions, candidates=4))
+    assert len(decisions) == 2
+
+
+def test_ids_are_not_repeated_by_the_next_life_of_a_scheduler() -> None:
+    first, second = Decisions(1), Decisions(1)
+    earlier = [first.next_id() for _ in range(3)]
+    assert second.next_id() > earlier[0]
+    assert earlier == sorted(set(earlier))
+
+
+def test_a_decision_is_found_by_the_id_that_the_client_gave() -> None:
+    decisions = Decisions(2)
+    first, second = decided(decisions, "client~id~5f3a"), decided(decisions, "client~id~77b1")
+    decisions.add(first)
+    decisions.add(second)
+    assert decisions.by_request("client~id") is second
+    assert decisions.by_request("client~id~5f3a") is first
+    decisions.add(decided(decisions, "other"))
+    # The first has gone, and took no name with it that the second goes by.
+    assert decisions.by_request("client~id") is second
+    assert decisions.by_request("client~id~5f3a") is None
+
+
+def test_the_newest_decisions_name_the_chosen_rank_and_the_next_cheapest() -> None:
+    decisions = Decisions(10)
+    for request_id in ("a", "b", "c"):
+        decisions.add(decided(decisions, request_id, candidates=4))
+    newest = decisions.newest(2)
+    assert [each.request_id for each in newest] == ["c", "b"]
+    message = newest[0].to_short_message()
+    assert message.component.name == POOL.name
+    assert [each.cost for each in message.candidates] == sorted(newest[0].explanation.costs)[:2]
+    assert message.chosen == message.candidates[0].rank
+    assert decisions.newest(2, ComponentName("ns", "other")) == []

@@ -1,0 +1,94 @@
+"""An idle rank joins busy ones: it fills, and nobody herds onto it."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+from random import Random
+
+import pytest
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.choice import book, choose
+from kvrouter.scheduler.workers.candidates import Wanted
+
+from ..harness import BLOCK, view, worker
+
+NEWCOMER = 9
+BUSY = range(1, NEWCOMER)
+IN_FLIGHT = dict(zip(BUSY, range(60, 220, 20), strict=True))
+"""Requests on each of the busy ones: 500 more do not make the others level with the largest."""
+SHARED, LEAST, MOST = 4, 8, 40
+"""Blocks that all prompts begin with, held by the busy ones, and how many a prompt has besides."""
+UNDER_WAY = 9
+"""Requests without a first token at any time."""
+
+
+class Traffic:
+    """Requests that are chosen for and booked as a Scheduler does it, and what becomes of them."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.busy = [worker(number, total_blocks=20_000, max_batched_tokens=8192) for number in BUSY]
+        self.held = {(number, 0): (SHARED, 1) for number in BUSY}
+        self.pool = Pool(view(*self.busy), Accounting(), 10.0, clock=lambda: self.now)
+        self.options = RoutingOptions(mode)
+        self.shared = self.rng.randbytes(8 * SHARED)
+        self.numbers = count(1)
+        self.running: list[Key] = []
+        self.computing: deque[Key] = deque()
+
+    def join(self) -> None:
+        self.pool.follow(view(*self.busy, worker(NEWCOMER, total_blocks=20_000, max_batched_tokens=8192)))
+
+    def arrive(self, worker_id: int | None = None) -> None:
+        """A request comes, to that worker where one is named."""
+        self.now += 0.02
+        hashes = self.shared + self.rng.randbytes(8 * self.rng.randint(LEAST, MOST))
+        prompt = Prompt(len(hashes) // 8 * BLOCK, b"", hashes)
+        wanted, overlaps = Wanted(worker_id=worker_id), Overlaps.of(self.held)
+        found = survey(self.pool, prompt, wanted, self.options, overlaps, now=self.now)
+        chosen = choose(self.pool, prompt, self.options, found, found.free, self.rng)
+        key = (str(next(self.numbers)), 0, 1)
+        assert book(self.pool, key, prompt, chosen)
+        self.held[chosen.row.candidate.rank] = (SHARED, 1)
+        self.running.append(key)
+        self.computing.append(key)
+        if len(self.computing) > UNDER_WAY:
+            self.pool.slots.prefill_complete(self.computing.popleft())
+
+    def end_one(self) -> None:
+        """Any of those in flight ends."""
+        self.pool.slots.free(self.running.pop(self.rng.randrange(len(self.running))))
+
+    def active_blocks(self) -> list[int]:
+        """Of the busy ones, and of the newcomer."""
+        return list(self.pool.slots.active_blocks().tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("as_many_end", [False, True], ids=["nobody ends", "as many end"])
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+def test_an_idle_rank_that_joins_busy_ones_fills_and_is_never_the_largest(
+    mode: str, as_many_end: bool, seed: int
+) -> None:
+    traffic = Traffic(mode, seed)
+    for number, requests in IN_FLIGHT.items():
+        for _ in range(requests):
+            traffic.arrive(number)
+    traffic.join()
+    # As long as one of theirs is larger it does not reach that; once all are level, any may be ahead by a request.
+    ahead = SHARED + MOST if as_many_end else 0
+    for _ in range(500):
+        traffic.arrive()
+        if as_many_end:
+            traffic.end_one()
+        *theirs, newcomers = traffic.active_blocks()
+        assert newcomers <= max(theirs) + ahead
+    assert newcomers >= min(theirs) / 2
