@@ -33,7 +33,7 @@ from typing import cast
 import nats
 from kvrouter.cli.processes import Command, ManagedProcess
 from kvrouter.core import sequence_hashes
-from kvrouter.frontend.prefix_split import PrefixSplit
+from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline

@@ -84,6 +84,15 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "settings": ("load", "overlap", "policies", "queue", "request"),
     },
+    "frontend": {
+        "metrics": (),
+        "recording": (),
+        "scheduler_client": (),
+        "worker_client": ("metrics",),
+        "lifecycle": ("metrics", "recording", "scheduler_client", "worker_client"),
+        "api": ("lifecycle", "metrics", "recording", "scheduler_client", "worker_client"),
+        "settings": ("scheduler_client",),
+    },
 }
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""
 

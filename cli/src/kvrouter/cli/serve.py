@@ -9,8 +9,8 @@ from typing import Any, NoReturn, cast
 
 from kvrouter.cli.faults import WrongUsage
 from kvrouter.frontend import app as frontend
-from kvrouter.frontend.scheduler_source import SchedulerSource
-from kvrouter.frontend.schedulers import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
 from kvrouter.indexer.settings import IndexerSettings

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvrouter.core import Rank
-from kvrouter.frontend.prefix_split import PrefixSplit
+from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt

@@ -16,8 +16,8 @@ from typing import TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from kvrouter.frontend.bookings import LiveBooking
-from kvrouter.frontend.session_bookings import SessionBookings
+from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.scheduler_client.session_bookings import SessionBookings
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.replication.replicas import Replicas

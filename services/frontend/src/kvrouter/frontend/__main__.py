@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from kvrouter.frontend.app import request_limits, running, serving_http
-from kvrouter.frontend.schedulers import RemoteSchedulers
+from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.config.sources import refuse

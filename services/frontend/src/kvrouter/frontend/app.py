@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
-from kvrouter.frontend.http_api import HttpApi
+from kvrouter.frontend.api.http_server import HttpApi
+from kvrouter.frontend.api.service import FrontendService, GatewayOptions
+from kvrouter.frontend.api.validation import Limits
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.prompts import Limits
-from kvrouter.frontend.recording import Recorder
-from kvrouter.frontend.recording_file import RecordingFile
-from kvrouter.frontend.scheduler_links import SchedulerLinks
-from kvrouter.frontend.scheduler_source import SchedulerSource
-from kvrouter.frontend.service import FrontendService, GatewayOptions
+from kvrouter.frontend.recording.file import RecordingFile
+from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient

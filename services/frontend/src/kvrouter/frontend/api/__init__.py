@@ -1,0 +1,1 @@
+"""What clients call: gRPC and HTTP, and the checks of their requests."""

@@ -1,0 +1,148 @@
+"""The body of ``POST /v1/completions``: that of vLLM, with token ids for a prompt."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
+from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
+from kvrouter.frontend.api.token_list import TokenId, parse_token_ids
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+
+_UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+_Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+_UInt64 = Annotated[int, msgspec.Meta(ge=0)]
+"""With its upper bound checked by ``check_uint64``."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries besides tokens."""
+
+    include_usage: bool = False
+
+
+class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Changes to the router's settings for one request."""
+
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    mode: str | None = None
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: _UInt64 | None = None
+
+
+class CompletionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fields of the body. Fields that the engine alone understands are refused, not dropped."""
+
+    model: str
+    prompt: msgspec.Raw
+    max_tokens: _UInt32 = 16
+    min_tokens: _UInt32 = 0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: _UInt32 | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: _UInt64 | None = None
+    n: Literal[1] = 1
+    request_id: str = ""
+    priority: _Int32 = 0
+    cache_salt: str = ""
+    conversation_id: str = ""
+    user: str | None = None
+    return_token_ids: bool = True
+    add_special_tokens: bool = False
+    worker_id: _UInt64 | None = None
+    dp_rank: _UInt32 | None = None
+    router_config_override: RouterConfigOverride = RouterConfigOverride()
+
+
+class _PromptAlone(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+
+
+_PROMPT_ALONE = msgspec.json.Decoder(_PromptAlone)
+# As lax as pydantic, which vLLM reads its bodies with: "5" is a number where a number is expected.
+_FIELDS = msgspec.json.Decoder(CompletionFields, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A request for a completion."""
+
+    fields: CompletionFields
+    token_ids: array[int] = field(repr=False)
+    """The prompt."""
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> CompletionRequest:
+        """Reads a body. Takes up to four times its size, and stops at the first error.
+
+        Raises:
+            BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
+            PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
+        """
+        if len(body) > MAX_FIELDS_BYTES:
+            # Passes over everything without making an object of it, so that only a prompt can be long.
+            besides = len(body) - len(memoryview(decode_json(_PROMPT_ALONE, body).prompt))
+            if besides > MAX_FIELDS_BYTES:
+                raise BadRequest(
+                    f"body: {besides} bytes besides the prompt, at most {MAX_FIELDS_BYTES} are accepted",
+                    advice="Send a single prompt, and shorter fields.",
+                )
+        fields = decode_json(_FIELDS, body)
+        check_uint64(fields.seed, "seed")
+        check_uint64(fields.worker_id, "worker_id")
+        threshold = fields.router_config_override.active_prefill_tokens_threshold
+        check_uint64(threshold, "router_config_override.active_prefill_tokens_threshold")
+        token_ids = parse_token_ids(fields.prompt, limit=max_prompt_tokens)
+        # The prompt's text shares the body's memory, which is free to go from here on.
+        return cls(msgspec.structs.replace(fields, prompt=msgspec.Raw(b"")), token_ids)
+
+    def to_generate(self) -> FrontendServiceGenerateRequest:
+        """The request as the Frontend's contract has it."""
+        fields = self.fields
+        override = fields.router_config_override
+        return FrontendServiceGenerateRequest(
+            request_id=fields.request_id,
+            model=fields.model,
+            token_ids=self.token_ids,
+            stop_conditions=StopConditions(
+                max_tokens=fields.max_tokens,
+                min_tokens=fields.min_tokens,
+                stop_token_ids=fields.stop_token_ids,
+                ignore_eos=fields.ignore_eos,
+            ),
+            sampling_options=SamplingOptions(
+                temperature=fields.temperature,
+                top_p=fields.top_p,
+                top_k=fields.top_k,
+                min_p=fields.min_p,
+                frequency_penalty=fields.frequency_penalty,
+                presence_penalty=fields.presence_penalty,
+                repetition_penalty=fields.repetition_penalty,
+                seed=fields.seed,
+            ),
+            overrides=RoutingOverrides(
+                overlap_score_weight=override.overlap_score_weight,
+                router_temperature=override.router_temperature,
+                mode=override.mode,
+                active_decode_blocks_threshold=override.active_decode_blocks_threshold,
+                active_prefill_tokens_threshold=override.active_prefill_tokens_threshold,
+            ),
+            constraints=RoutingConstraints(worker_id=fields.worker_id, dp_rank=fields.dp_rank),
+            scope=BlockScope(cache_salt=fields.cache_salt),
+            priority=fields.priority,
+            conversation_id=fields.conversation_id,
+        )

@@ -1,0 +1,106 @@
+"""The answers of ``/v1/completions``, as vLLM has them with ``return_token_ids``: the gateway has no tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+
+_FINISH: dict[int, str] = {
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    FinishReason.FINISH_REASON_ABORT: "abort",
+    FinishReason.FINISH_REASON_ERROR: "error",
+}
+
+
+class Completion:
+    """The answer to one request, gathered or as chunks."""
+
+    def __init__(self, model: str, prompt: Sequence[int]) -> None:
+        """``prompt`` are the token ids that the answer repeats."""
+        self._model = model
+        self._prompt = prompt
+        self._created = int(time.time())
+        self._id = ""
+        self._cached_tokens = 0
+        self._routing: RoutingInfo | None = None
+        self._token_ids: list[int] = []
+        self._finish_reason: str | None = None
+
+    def gather(self, output: GenerateOutput, routing: RoutingInfo | None) -> list[int]:
+        """Takes a piece in; returns its token ids."""
+        if routing is not None:
+            self._routing = routing
+            self._id = f"cmpl-{routing.request_id}"
+        if output.HasField("cached_tokens"):
+            self._cached_tokens = output.cached_tokens
+        token_ids = list(output.token_ids)
+        self._token_ids += token_ids
+        self._finish_reason = _FINISH.get(output.finish_reason)
+        return token_ids
+
+    def add(self, output: GenerateOutput, routing: RoutingInfo | None) -> dict[str, Any]:
+        """Takes a piece in; returns it as a chunk of a stream, for ``msgspec.json``."""
+        first = not self._token_ids
+        token_ids = self.gather(output, routing)
+        choice = self._choice(token_ids)
+        if first and token_ids:
+            choice["prompt_token_ids"] = encode_token_ids(self._prompt)
+        return self._envelope([choice])
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece, for ``msgspec.json``."""
+        choice = self._choice(self._token_ids)
+        choice["prompt_token_ids"] = encode_token_ids(self._prompt)
+        return {**self._envelope([choice]), "usage": self._usage(), "kvrouter": self._routed()}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk of a stream that was asked to include usage."""
+        return {**self._envelope([]), "usage": self._usage(), "kvrouter": self._routed()}
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _choice(self, token_ids: list[int]) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "text": "",
+            "token_ids": token_ids,
+            "logprobs": None,
+            "finish_reason": self._finish_reason,
+            "stop_reason": None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, output = len(self._prompt), len(self._token_ids)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    def _routed(self) -> dict[str, Any] | None:
+        routing = self._routing
+        if routing is None:
+            return None
+        return {
+            "worker_id": routing.rank.worker_id,
+            "dp_rank": routing.rank.dp_rank,
+            "predicted_overlap_blocks": routing.predicted_overlap_blocks,
+            "prompt_blocks": routing.prompt_blocks,
+            "mode": routing.mode,
+            "router_us": routing.router_us,
+            "held_us": routing.held_us,
+        }

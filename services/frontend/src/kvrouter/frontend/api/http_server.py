@@ -1,0 +1,216 @@
+"""The gateway over HTTP: completions for token ids, models, busy thresholds, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import msgspec
+import structlog
+from aiohttp import web
+from kvrouter.frontend.api.busy_threshold import BusyThresholdBody, listed, shown
+from kvrouter.frontend.api.completion_request import CompletionFields, CompletionRequest
+from kvrouter.frontend.api.completions import Completion
+from kvrouter.frontend.api.http_body import read_body
+from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
+from kvrouter.frontend.api.service import FrontendService
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, ListModelsRequest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+log = structlog.get_logger(component="frontend")
+
+_MAX_BODY_BYTES = 64 << 20
+_LONG_BODY_BYTES = 64 << 10
+"""Longest body that is parsed on the event loop: some 0.3 ms."""
+_ADMIN_SECONDS = 10.0
+"""Time that a call of an operator may take: a few round trips to etcd."""
+
+_HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+
+
+def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers by which an error is told."""
+    status = _HTTP_STATUS.get(error.code, 500)
+    body = {
+        "error": {
+            "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
+            "type": "invalid_request_error" if status < 500 else "server_error",
+            # The contract has in a message of its own what is a field of the body here.
+            "param": error.info.field.removeprefix("stop_conditions.") or None,
+            "code": error.code.name.lower(),
+        }
+    }
+    headers = {}
+    if error.info.HasField("retry_after_ms"):
+        headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
+    return status, body, headers
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answers every failure in the one shape that clients of this API know."""
+    try:
+        return await handler(request)
+    except KvRouterError as error:
+        status, body, headers = error_body(error)
+        return web.json_response(body, status=status, headers=headers)
+    except web.HTTPException as error:
+        words = f"{request.method} {request.path}: {error.reason.lower()}"
+        body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return web.json_response(body, status=error.status, headers=allowed)
+    except Exception:
+        log.exception("request failed", path=request.path)
+        body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
+        return web.json_response(body, status=500)
+
+
+class HttpApi:
+    """Handlers over the Frontend's object."""
+
+    def __init__(self, frontend: FrontendService, registry: CollectorRegistry, *, body_seconds: float) -> None:
+        """``body_seconds`` is the longest pause within a request's body."""
+        self._body_seconds = body_seconds
+        self._frontend = frontend
+        self._registry = registry
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+                web.get("/v1/models", self.models),
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat_completions),
+                web.get("/busy_threshold", self.list_busy_thresholds),
+                web.post("/busy_threshold", self.set_busy_threshold),
+            ]
+        )
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """200 where requests can be routed, 503 where not."""
+        ready = self._frontend.ready()
+        models = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        body = {
+            "status": "ready" if ready else "not ready",
+            "models": {model.name: {"workers": model.workers} for model in models.models},
+            # Whether workers came or went since is not known.
+            "registrations_age_seconds": self._frontend.registrations_age_seconds,
+        }
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The figures of this process."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The models that are served, each once."""
+        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        names = {model.name: model for model in answer.models}
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "owned_by": "kvrouter",
+                "max_model_len": model.max_model_len or None,
+                "block_size": model.block_size,
+                "workers": model.workers,
+            }
+            for name, model in names.items()
+        ]
+        return web.json_response({"object": "list", "data": data})
+
+    async def chat_completions(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """There are none: says what to ask for instead."""
+        raise web.HTTPNotFound(
+            reason="the gateway has no tokenizer and no chat templates; send token ids to /v1/completions"
+        )
+
+    async def set_busy_threshold(self, request: web.Request) -> web.Response:
+        """Sets the thresholds of a model that are given, and answers with those in force."""
+        body = await read_body(request, limit=MAX_FIELDS_BYTES, idle_seconds=self._body_seconds)
+        wanted = BusyThresholdBody.parse(body).to_request()
+        in_force = await self._frontend.set_busy_threshold(wanted, deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(shown(wanted.model, in_force))
+
+    async def list_busy_thresholds(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """The thresholds of every model that has one."""
+        thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(listed(thresholds))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Runs a completion, as one answer or as server-sent events."""
+        fields, to_generate = await self._parsed(request)
+        if fields.stream:
+            return await self._stream(request, fields, to_generate)
+        completion = Completion(fields.model, to_generate.token_ids)
+        pieces = self._frontend.pieces(to_generate, deadline=Deadline.never())
+        async with aclosing(pieces):
+            async for piece in pieces:
+                completion.gather(piece.output, piece.routing)
+        return _json_response(completion.whole())
+
+    async def _parsed(self, request: web.Request) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:
+        body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
+        if len(body) <= _LONG_BODY_BYTES:
+            return self._parse(body)
+        # Other requests go on meanwhile: the parser lets the loop run between two pieces of the prompt.
+        return await asyncio.to_thread(self._parse, body)
+
+    def _parse(self, body: bytearray) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:
+        limits = self._frontend.options.limits
+        completion_request = CompletionRequest.parse(body, max_prompt_tokens=limits.max_prompt_tokens)
+        return completion_request.fields, completion_request.to_generate()
+
+    async def _stream(
+        self, request: web.Request, fields: CompletionFields, to_generate: FrontendServiceGenerateRequest
+    ) -> web.StreamResponse:
+        completion = Completion(fields.model, to_generate.token_ids)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        pieces = self._frontend.pieces(to_generate, deadline=Deadline.never())
+        async with aclosing(pieces):
+            try:
+                async for piece in pieces:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(_event(completion.add(piece.output, piece.routing)))
+            except KvRouterError as error:
+                if not response.prepared:
+                    raise
+                await response.write(_event(error_body(error)[1]))
+            else:
+                options = fields.stream_options
+                if options is not None and options.include_usage:
+                    await response.write(_event(completion.usage_chunk()))
+                await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _json_response(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json", charset="utf-8")

@@ -1,0 +1,267 @@
+"""The Frontend's contract, over links to Schedulers and channels to workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvrouter.frontend.api.validation import Limits, check_request, check_routing, component_of_model, describe_models
+from kvrouter.frontend.lifecycle.generation import Generation, Piece
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.runtime.component_field import component_name
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterError
+from kvrouter.v1.frontend_pb2 import (
+    BestWorkerRequest,
+    BestWorkerResponse,
+    FrontendServiceGenerateRequest,
+    FrontendServiceGenerateResponse,
+    GetWorkerHealthRequest,
+    GetWorkerHealthResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    PotentialLoadsRequest,
+    PotentialLoadsResponse,
+    PrefillCompleteRequest,
+    PrefillCompleteResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+)
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    BusyThresholds,
+    FreeRequest,
+    FreeResponse,
+    GetPotentialLoadsRequest,
+    ListBusyThresholdsRequest,
+    MarkPrefillCompleteRequest,
+    MarkPrefillCompleteResponse,
+    RoutingRequest,
+    SelectWorkerRequest,
+    SetBusyThresholdRequest,
+)
+
+_Answer = TypeVar("_Answer", FreeResponse, MarkPrefillCompleteResponse)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """What an operator sets."""
+
+    limits: Limits
+    max_attempts: int
+    """Workers that a request is tried on before it fails."""
+    default_deadline_seconds: float
+    """Time that a request may take if its client sets no deadline."""
+
+
+class FrontendService:
+    """The object behind the Frontend's gRPC and HTTP APIs."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        links: SchedulerLinks,
+        workers: WorkerClient,
+        metrics: FrontendMetrics,
+        options: GatewayOptions,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.options = options
+        self._directory = directory
+        self._links = links
+        self._workers = workers
+        self._metrics = metrics
+        self._recorder = recorder
+        metrics.live_bookings.set_function(lambda: links.live_bookings)
+        metrics.spread_components.set_function(lambda: links.spread_components)
+
+    def ready(self) -> bool:
+        """Whether requests can be routed."""
+        return self._directory.is_synced and self._links.ready()
+
+    @property
+    def registrations_age_seconds(self) -> float | None:
+        """Seconds since etcd last confirmed what is registered; None without etcd."""
+        return self._directory.age_seconds
+
+    async def generate(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[FrontendServiceGenerateResponse, None]:
+        """Routes a request, runs it, and yields its answer piece by piece."""
+        async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
+            async for piece in pieces:
+                yield FrontendServiceGenerateResponse(output=piece.output, routing=piece.routing)
+
+    async def generate_encoded(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[bytes, None]:
+        """As ``generate``, with the worker's encoding passed through."""
+        async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
+            async for piece in pieces:
+                yield piece.encoded
+
+    async def pieces(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[Piece, None]:
+        """As ``generate``, with the encoding of each piece beside what it says.
+
+        Raises:
+            KvRouterError: the request is refused, cannot be routed, or lost its worker.
+        """
+        arrived = time.perf_counter()
+        deadline = deadline.or_after(self.options.default_deadline_seconds)
+        known_model, code = "", "CANCELLED"
+        generation: Generation | None = None
+        self._metrics.in_flight.inc()
+        try:
+            view = self._view(request.model)
+            known_model = view.descriptor.model
+            check_request(request, view, self.options.limits)
+            generation = Generation(
+                request,
+                view,
+                self._links,
+                self._workers,
+                self._metrics,
+                max_attempts=self.options.max_attempts,
+            )
+            waiting = True
+            async with aclosing(generation.pieces(deadline=deadline)) as pieces:
+                async for piece in pieces:
+                    if waiting and piece.output.token_ids:
+                        self._metrics.ttft_seconds.observe(time.perf_counter() - arrived)
+                        waiting = False
+                    self._metrics.output_tokens.inc(len(piece.output.token_ids))
+                    yield piece
+            code = "OK"
+        except KvRouterError as error:
+            code = error.code.name
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(model=known_model, code=code).inc()
+            if self._recorder is not None and generation is not None and (outline := generation.outline()):
+                self._recorder.note(outline)
+
+    async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
+        """The rank that a request would go to; booked under a lease if the request names a booking."""
+        component = self._component_of(request.request)
+        booking = request.booking if request.HasField("booking") else None
+        select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
+        select.request.constraints.avoided_worker_ids.extend(self._workers.health.avoided(component))
+        scheduler = self._links.scheduler(component)
+        return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
+
+    async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
+        """The load that each rank would have with a request."""
+        scheduler = self._links.scheduler(self._component_of(request.request))
+        answer = await scheduler.get_potential_loads(
+            GetPotentialLoadsRequest(request=request.request), deadline=deadline
+        )
+        return PotentialLoadsResponse(loads=answer.loads)
+
+    async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
+        """Marks the prefill of a booking made by ``best_worker`` complete."""
+        marking = MarkPrefillCompleteRequest(booking=request.booking)
+        answers = await self._ask_all(
+            lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
+        )
+        return PrefillCompleteResponse(known=any(answer.known for answer in answers))
+
+    async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
+        """Releases a booking made by ``best_worker``."""
+        freeing = FreeRequest(booking=request.booking)
+        answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
+        return ReleaseResponse(known=any(answer.known for answer in answers))
+
+    async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
+        """The models that are served."""
+        return ListModelsResponse(models=describe_models(dict(self._directory.components)))
+
+    async def get_worker_health(
+        self,
+        request: GetWorkerHealthRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - answered from memory
+    ) -> GetWorkerHealthResponse:
+        """The health of each worker, as this gateway sees it.
+
+        Raises:
+            BadRequest: the component's name is invalid.
+        """
+        component = component_name(request.component) if request.HasField("component") else None
+        return GetWorkerHealthResponse(workers=self._workers.health.status(component))
+
+    async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
+        """Sets the busy thresholds of a model that are given. Returns those in force.
+
+        Raises:
+            KvRouterError: there is no such model, or they cannot be set.
+        """
+        scheduler = self._links.scheduler(self._view(request.model).name)
+        return (await scheduler.set_busy_threshold(request, deadline=deadline)).thresholds
+
+    async def busy_thresholds(self, *, deadline: Deadline) -> dict[str, BusyThresholds]:
+        """The busy thresholds in force, of every model that has one.
+
+        Raises:
+            KvRouterError: a Scheduler does not answer.
+        """
+        thresholds: dict[str, BusyThresholds] = {}
+        for scheduler in self._links.deciding_schedulers():
+            answer = await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
+            thresholds.update(answer.thresholds)
+        return thresholds
+
+    async def _ask_all(
+        self, ask: Callable[[Scheduler, Deadline], Awaitable[_Answer]], deadline: Deadline
+    ) -> list[_Answer]:
+        """Asks every live Scheduler about a booking, since it may be at one that decided while another was away.
+
+        One that fails, or does not answer in time, matters only where no other knows the booking.
+
+        Raises:
+            DependencyAway: none is live.
+            KvRouterError: it is not known, and one of those that might know it failed.
+        """
+        schedulers = self._links.schedulers()
+        if not schedulers and self._directory.components:
+            raise DependencyAway("no Scheduler is live")
+        limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(_settled(ask(each, limit))) for each in schedulers]
+        outcomes = [task.result() for task in asking]
+        answers = [outcome for outcome in outcomes if not isinstance(outcome, KvRouterError)]
+        for outcome in outcomes:
+            if isinstance(outcome, KvRouterError) and not any(answer.known for answer in answers):
+                if isinstance(outcome, DeadlineExceeded) and not deadline.expired:
+                    raise DependencyAway("a Scheduler that may have the booking does not answer")
+                raise outcome.untraced()
+        return answers
+
+    def _view(self, model: str) -> ComponentView:
+        return component_of_model(model, dict(self._directory.components))
+
+    def _component_of(self, request: RoutingRequest) -> ComponentName:
+        check_routing(request, self.options.limits)
+        if request.HasField("component"):
+            return component_name(request.component)
+        return self._view(request.model).name
+
+
+async def _settled(asked: Awaitable[_Answer]) -> _Answer | KvRouterError:
+    try:
+        return await asked
+    except KvRouterError as error:
+        return error

@@ -1,0 +1,1 @@
+"""The life of one request, from its booking to its end."""

@@ -1,0 +1,254 @@
+"""The life of one request: book, run, mark its prefill complete, free, whatever happens.
+
+An attempt books a rank and streams from its worker. A worker that fails, or stops answering, before the first token
+costs an attempt: the request is retried elsewhere. A failure after it ends the request, since tokens cannot be taken
+back. What a worker refuses as the client's fault is passed on, and never counts against the worker. Workers that this
+gateway found unhealthy are avoided, unless no other fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import structlog
+from kvrouter.core import sequence_hashes
+from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.recording.file import Outline
+from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.eligibility import can_take
+from kvrouter.frontend.worker_client.failures import AttemptFailed, WorkerFailure
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import KvRouterError, NoWorkers
+from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceGenerateRequest,
+    FrontendServiceGenerateResponse,
+    RoutingInfo,
+)
+from kvrouter.v1.indexer_pb2 import LocalHashes
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import (
+    GenerateOutput,
+    WorkerServiceGenerateRequest,
+)
+
+log = structlog.get_logger(component="frontend")
+
+BOOKED_ID_MARK = "~"
+"""Stands between a client's request id and what makes it unique to bookings and workers. Clients may use an id again;
+a booking's key, once freed, is not booked a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the answer, encoded as the client gets it, and what the gateway itself reads of it."""
+
+    encoded: bytes
+    """A FrontendServiceGenerateResponse."""
+    output: GenerateOutput
+    routing: RoutingInfo | None
+    """Where the request runs; in the first piece of an attempt."""
+
+
+class Generation:
+    """One request. ``pieces`` runs it, once."""
+
+    def __init__(
+        self,
+        request: FrontendServiceGenerateRequest,
+        view: ComponentView,
+        links: SchedulerLinks,
+        workers: WorkerClient,
+        metrics: FrontendMetrics,
+        *,
+        max_attempts: int,
+    ) -> None:
+        self._request = request
+        self._block_size = view.descriptor.block_size
+        self._component = view.name
+        self._workers = workers
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._arrived_ns = time.perf_counter_ns()
+        self._arrived_unix_ns = time.time_ns()
+        self._prompt_tokens = len(request.token_ids)
+        self._output_tokens = 0
+        self._failed_attempts = 0
+        """Attempts that failed, each return to a silent worker left out: the Scheduler may hear of another one later
+        than this gateway."""
+        self._silent_worker_id: int | None = None
+        """Worker that the last attempt left because it stopped answering."""
+        self._request_id = request.request_id or uuid.uuid4().hex
+        self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
+        local = self._local_hashes = hash_prompt(request, self._block_size)
+        self._sequence_hashes = sequence_hashes(local)
+        self._link = links.link(view.name, self._sequence_hashes, request.conversation_id)
+        self._routing = RoutingRequest(
+            model=request.model,
+            component=view.descriptor.component,
+            local_hashes=LocalHashes(hashes=memoryview(local).cast("Q")),
+            prompt_tokens=self._prompt_tokens,
+            block_size=self._block_size,
+            scope=request.scope,
+            overrides=request.overrides,
+            constraints=request.constraints,
+            conversation_id=request.conversation_id,
+            priority=request.priority,
+            max_output_tokens=request.stop_conditions.max_tokens,
+        )
+
+    def outline(self) -> Outline | None:
+        """What a recording keeps of it; None while it has no token."""
+        if not self._output_tokens:
+            return None
+        return Outline(
+            arrived_unix_ns=self._arrived_unix_ns,
+            model=self._request.model,
+            block_size=self._block_size,
+            prompt_tokens=self._prompt_tokens,
+            local_hashes=self._local_hashes,
+            output_tokens=self._output_tokens,
+        )
+
+    async def pieces(self, *, deadline: Deadline) -> AsyncGenerator[Piece, None]:
+        """Runs the request and yields its answer as it comes.
+
+        Raises:
+            KvRouterError: no worker could be chosen, the worker refused the request, or it was lost too late for
+                another attempt.
+        """
+        failure: WorkerFailure | None = None
+        for attempt in itertools.count():
+            try:
+                async with aclosing(self._attempt(attempt, deadline, failure)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except AttemptFailed as failed:
+                failure = failed.failure
+            if self._output_tokens:
+                raise failure.as_error(has_output=True)
+            if not self._may_retry():
+                raise failure.as_error(f"no attempt is left after {attempt + 1}" if attempt else "")
+            self._metrics.retries.inc()
+            log.warning(
+                "request.retried",
+                request_id=self._request_id,
+                worker=failure.worker_id,
+                attempt=attempt,
+                cause=failure.message,
+            )
+            if not failure.is_silent:
+                self._routing.constraints.excluded_worker_ids.append(failure.worker_id)
+            if failure.worker_id != self._silent_worker_id:
+                self._failed_attempts += 1
+            self._silent_worker_id = failure.worker_id if failure.is_silent else None
+
+    def _may_retry(self) -> bool:
+        """Returns whether another attempt may follow this one: a pinned request has nowhere else to go."""
+        return self._failed_attempts + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
+
+    async def _attempt(
+        self, attempt: int, deadline: Deadline, failure: WorkerFailure | None
+    ) -> AsyncGenerator[Piece, None]:
+        key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=Stage.STAGE_WHOLE)
+        constraints = self._routing.constraints
+        del constraints.avoided_worker_ids[:]
+        constraints.avoided_worker_ids.extend(self._request.constraints.avoided_worker_ids)
+        constraints.avoided_worker_ids.extend(self._workers.health.avoided(self._component))
+        try:
+            selection = await self._link.select(
+                SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
+                deadline=deadline,
+            )
+        except NoWorkers:
+            if failure is None:
+                raise
+            raise failure.as_error("no other worker fits the request") from None
+        except KvRouterError as error:
+            raise error if failure is None else error.after(failure.message) from None
+        booking = LiveBooking.of(key, selection, self._sequence_hashes, self._prompt_tokens, self._block_size)
+        self._link.keep(booking)
+        cached_tokens: int | None = None
+        try:
+            async with aclosing(self._run(booking, selection, deadline)) as pieces:
+                async for piece in pieces:
+                    if piece.output.HasField("cached_tokens"):
+                        cached_tokens = piece.output.cached_tokens
+                        self._metrics.cached_tokens.inc(cached_tokens)
+                        self._metrics.prompt_tokens.inc(self._prompt_tokens)
+                    yield piece
+        finally:
+            self._link.free(booking, cached_tokens)
+
+    async def _run(
+        self, booking: LiveBooking, selection: SelectWorkerResponse, deadline: Deadline
+    ) -> AsyncGenerator[Piece, None]:
+        worker_id = selection.rank.worker_id
+        added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
+        self._metrics.added_seconds.observe(added_us / 1e6)
+        routing: RoutingInfo | None = RoutingInfo(
+            request_id=self._request_id,
+            rank=selection.rank,
+            attempt=booking.key.attempt,
+            predicted_overlap_blocks=selection.overlap_blocks,
+            prompt_blocks=selection.prompt_blocks,
+            decision_id=selection.decision_id,
+            load_only=selection.load_only,
+            router_us=added_us,
+            held_us=selection.held_us,
+            mode=selection.mode,
+        )
+        answer = self._workers.generate(
+            worker_id,
+            selection.endpoint,
+            self._worker_request(booking),
+            deadline=deadline,
+            has_alternative=lambda: self._has_alternative(worker_id),
+            stays_a_probe=worker_id == self._silent_worker_id,
+        )
+        async with aclosing(answer) as pieces:
+            async for piece in pieces:
+                output, encoded = piece.output, piece.encoded
+                if output.token_ids:
+                    if not self._output_tokens:
+                        self._link.prefill_complete(booking)
+                    self._output_tokens += len(output.token_ids)
+                    self._link.report_output(booking, self._output_tokens)
+                if routing is not None:
+                    encoded += FrontendServiceGenerateResponse(routing=routing).SerializeToString()
+                yield Piece(encoded, output, routing)
+                routing = None
+
+    def _has_alternative(self, worker_id: int) -> bool:
+        """Returns whether a healthy worker other than this one could take the request in a further attempt."""
+        return self._may_retry() and any(
+            worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
+            for worker in self._workers.health.healthy(self._component)
+        )
+
+    def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
+        request = self._request
+        return WorkerServiceGenerateRequest(
+            request_id=self._booked_id,
+            token_ids=request.token_ids,
+            stop_conditions=request.stop_conditions,
+            sampling_options=request.sampling_options,
+            dp_rank=booking.rank.dp_rank,
+            scope=request.scope,
+            stage=Stage.STAGE_WHOLE,
+            attempt=booking.key.attempt,
+            priority=request.priority,
+            multimodal_hashes=request.multimodal_hashes,
+            conversation_id=request.conversation_id,
+        )

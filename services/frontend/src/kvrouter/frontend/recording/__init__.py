@@ -1,0 +1,1 @@
+"""Records the requests that pass, for simulation and replay."""

@@ -1,0 +1,1 @@
+"""Sessions with Schedulers: which one, and what it is told."""

@@ -1,0 +1,162 @@
+"""The links to the Schedulers of every component: one, or one for each shard while the component is spread."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
+from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
+from kvrouter.frontend.scheduler_client.sharding import Spreading
+from kvrouter.frontend.scheduler_client.source import SchedulerSource
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.names import ComponentName
+
+_WHOLE = 0
+"""Shard of a component that is not spread."""
+
+
+class _Component:
+    def __init__(self, spread: bool | None) -> None:
+        self.spreading = Spreading(spread)
+        self.split = PrefixSplit()
+        self.links: dict[int, SchedulerLink] = {}
+
+
+class SchedulerLinks:
+    """Links are opened when they are first needed, and stay. ``run`` must be running."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        source: SchedulerSource,
+        *,
+        instance_id: str,
+        spread: bool | None = None,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens no link yet.
+
+        Args:
+            directory: The components that are discovered.
+            source: Where their Schedulers are found.
+            instance_id: Id of this Frontend.
+            spread: Whether requests are split: always, never, or None for when a Scheduler advises it.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
+            clock: Seconds.
+        """
+        self._directory = directory
+        self._source = source
+        self._instance_id = instance_id
+        # A Frontend that is restarted under its id owns none of its former bookings: its sessions are others.
+        self._session_prefix = f"{instance_id}.{secrets.token_hex(4)}"
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._spread = spread
+        self._clock = clock
+        self._components: dict[ComponentName, _Component] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def live_bookings(self) -> int:
+        """Bookings that are not freed, over all components."""
+        return sum(link.live_bookings for component in self._components.values() for link in component.links.values())
+
+    @property
+    def spread_components(self) -> int:
+        """Components whose requests are split."""
+        return sum(self._is_spread(component) for component in self._components.values())
+
+    def ready(self) -> bool:
+        """Whether every component with workers has a session."""
+        components = self._directory.components.items()
+        return all(self._has_session(name) for name, view in components if view.workers)
+
+    def link(self, name: ComponentName, sequence_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
+        """The link for a request of a component.
+
+        Args:
+            name: The component.
+            sequence_hashes: Packed u64, one for each full block of the prompt.
+            conversation_id: Conversation that the request belongs to; empty for none.
+
+        Raises:
+            DependencyAway: the gateway is stopping, or only just starting.
+        """
+        component = self._component(name)
+        shard = _WHOLE
+        if self._is_spread(component):
+            shard = component.split.shard(sequence_hashes, conversation_id)
+        return self._link(name, shard)
+
+    def schedulers(self) -> list[Scheduler]:
+        """Every live Scheduler."""
+        return self._source.everyone()
+
+    def deciding_schedulers(self) -> list[Scheduler]:
+        """Every Scheduler that is some component's, each once."""
+        picks = [self._pick(component) for component in self._directory.components]
+        return list(dict(pick for pick in picks if pick is not None).values())
+
+    def scheduler(self, component: ComponentName) -> Scheduler:
+        """The Scheduler of a component; one that has stopped answering only where there is no other.
+
+        Raises:
+            DependencyAway: none is live.
+        """
+        pick = self._pick(component)
+        if pick is None:
+            raise DependencyAway(f"no Scheduler of {component} is live")
+        return pick[1]
+
+    async def run(self) -> None:
+        """Keeps the links that are open, and one for each component that is discovered, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            try:
+                while True:
+                    for name in self._directory.components:
+                        self._link(name, _WHOLE)
+                    await self._directory.changed()
+            finally:
+                self._group = None
+
+    def _pick(self, name: ComponentName) -> tuple[str, Scheduler] | None:
+        known = self._components.get(name)
+        link = None if known is None else known.links.get(_WHOLE)
+        return self._source.pick(name, () if link is None else link.avoided)
+
+    def _component(self, name: ComponentName) -> _Component:
+        component = self._components.get(name)
+        if component is None:
+            component = self._components[name] = _Component(self._spread)
+        return component
+
+    def _has_session(self, name: ComponentName) -> bool:
+        link = self._component(name).links.get(_WHOLE)
+        return link is not None and link.ready
+
+    def _is_spread(self, component: _Component) -> bool:
+        return component.spreading.active(self._clock()) and self._source.count() > 1
+
+    def _link(self, name: ComponentName, shard: int) -> SchedulerLink:
+        component = self._component(name)
+        link = component.links.get(shard)
+        if link is None:
+            if self._group is None:
+                raise DependencyAway(f"no Scheduler of {name} is known yet")
+            link = component.links[shard] = SchedulerLink(
+                name,
+                self._source,
+                session_id=f"{self._session_prefix}.{name.name}" + (f".{shard}" if shard else ""),
+                client_name=self._instance_id,
+                shard=shard,
+                heartbeat_timeout_seconds=self._heartbeat_timeout,
+                on_spread_advised=lambda: component.spreading.advise(self._clock()),
+            )
+            self._group.create_task(link.run(), name=f"scheduler-link {name} {shard}")
+        return link

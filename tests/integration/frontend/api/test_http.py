@@ -1,0 +1,141 @@
+"""The HTTP API: completions whole and streamed, models, health, metrics; and errors in their one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ..gateway import MODEL, System, until
+
+
+@pytest.fixture
+async def http(system: System) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(f"http://{system.http}") as session:
+        yield session
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": list(range(40)), "max_tokens": 5} | fields
+
+
+async def test_a_completion_answers_token_ids(system: System, http: aiohttp.ClientSession) -> None:
+    await system.start_worker(1)
+    answers = []
+    for _ in range(2):
+        async with http.post("/v1/completions", json=body(request_id="twice", seed=7)) as response:
+            assert response.status == 200
+            answers.append(await response.json())
+    first, second = answers
+    assert len(first["choices"][0]["token_ids"]) == 5
+    assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+    assert first["choices"][0]["finish_reason"] == "length"
+    assert first["usage"]["prompt_tokens"] == 40
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert second["kvrouter"]["worker_id"] == 1
+
+
+async def test_a_stream_has_the_same_tokens(system: System, http: aiohttp.ClientSession) -> None:
+    await system.start_worker(1)
+    async with http.post("/v1/completions", json=body(request_id="twice", seed=7)) as response:
+        whole = await response.json()
+    wanted = body(request_id="twice", seed=7, stream=True, stream_options={"include_usage": True})
+    async with http.post("/v1/completions", json=wanted) as response:
+        assert response.content_type == "text/event-stream"
+        lines = [line.decode() async for line in response.content if line.strip()]
+    assert lines[-1] == "data: [DONE]\n"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    tokens = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
+    assert tokens == whole["choices"][0]["token_ids"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+
+
+async def test_chunks_come_as_tokens_do(system: System, http: aiohttp.ClientSession) -> None:
+    worker = await system.start_worker(1, clock_factor=0.2)
+    async with http.post("/v1/completions", json=body(stream=True, max_tokens=400)) as response:
+        first = await response.content.readline()
+        assert first.startswith(b"data: {")
+        assert worker.stats().requests == 1, "the first chunk is here while the request runs"
+    await until(lambda: worker.stats().requests == 0)
+    await system.until_idle()
+
+
+async def test_a_client_that_disconnects_during_prefill_frees_its_load(
+    system: System, http: aiohttp.ClientSession
+) -> None:
+    worker = await system.start_worker(1, clock_factor=0.01)
+    asking = asyncio.create_task(http.post("/v1/completions", json=body()).__aenter__())
+    await until(lambda: worker.stats().requests == 1)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await until(lambda: worker.stats().requests == 0)
+    await system.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "param"),
+    [
+        (body(model="nobody"), 404, "model"),
+        (body(prompt=[]), 400, "token_ids"),
+        (body(prompt="text"), 400, "prompt"),
+        (body(max_tokens=0), 400, "max_tokens"),
+        (body(router_config_override={"router_temperature": -1}), 400, "overrides.router_temperature"),
+        (
+            body(router_config_override={"active_decode_blocks_threshold": 2}),
+            400,
+            "overrides.active_decode_blocks_threshold",
+        ),
+        (body(worker_id=9, router_config_override={"mode": "direct"}), 404, "constraints.worker_id"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_have_one_shape(
+    system: System, http: aiohttp.ClientSession, sent: dict[str, Any], status: int, param: str, stream: bool
+) -> None:
+    await system.start_worker(1)
+    async with http.post("/v1/completions", json=sent | {"stream": stream}) as response:
+        assert response.status == status
+        error = (await response.json())["error"]
+    assert error["param"] == param
+    assert error["message"]
+
+
+async def test_a_body_that_is_no_json_is_refused(system: System, http: aiohttp.ClientSession) -> None:
+    await system.start_worker(1)
+    async with http.post("/v1/completions", data=b"{") as response:
+        assert response.status == 400
+    async with http.get("/v1/completions") as response:
+        assert response.status == 405
+    async with http.get("/nothing") as response:
+        assert response.status == 404
+    async with http.post("/v1/chat/completions", json={"messages": []}) as response:
+        assert response.status == 404
+        assert "token ids to /v1/completions" in (await response.json())["error"]["message"]
+
+
+async def test_without_workers_it_is_told_when_to_retry(system: System, http: aiohttp.ClientSession) -> None:
+    await system.start_worker(1)
+    await system.stop_worker(1)
+    async with http.post("/v1/completions", json=body()) as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+
+
+async def test_health_models_and_metrics(system: System, http: aiohttp.ClientSession) -> None:
+    await system.start_worker(1)
+    async with http.get("/health") as response:
+        assert response.status == 200
+        assert (await response.json())["models"] == {MODEL: {"workers": 1}}
+    async with http.get("/v1/models") as response:
+        assert [model["id"] for model in (await response.json())["data"]] == [MODEL]
+    async with http.post("/v1/completions", json=body()) as response:
+        assert response.status == 200
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    assert f'kvrouter_frontend_requests_total{{code="OK",model="{MODEL}"}} 1.0' in text
+    assert "kvrouter_frontend_output_tokens_total 5.0" in text

@@ -1,0 +1,94 @@
+"""Bodies of HTTP requests that are damaged, too large, or never come: each is answered, and the next one is served."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import random
+import zlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from ..gateway import MODEL, System, running_system
+
+SPACE = "".join(random.Random(1).choices(" \n\t\r", k=3_000_000))
+"""Does not compress to less than several packets."""
+
+BODY = json.dumps({"model": MODEL, "prompt": list(range(40)), "max_tokens": 5}).replace("[", "[" + SPACE).encode()
+
+
+@pytest.fixture
+async def served(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
+    async with running_system(nats_url, etcd_endpoint, namespace, http_body_seconds=0.5) as system:
+        await system.start_worker(1)
+        yield system
+
+
+async def post(system: System, body: bytes, **headers: str) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{system.http}/v1/completions", data=body, headers=headers) as response,
+    ):
+        answer = await response.json()
+        return response.status, answer["error"]["message"] if "error" in answer else ""
+
+
+async def test_a_compressed_body_is_read(served: System) -> None:
+    assert (await post(served, gzip.compress(BODY), **{"Content-Encoding": "gzip"}))[0] == 200
+    assert (await post(served, zlib.compress(BODY), **{"Content-Encoding": "deflate"}))[0] == 200
+    middle = len(BODY) // 2
+    members = gzip.compress(BODY[:middle]) + gzip.compress(BODY[middle:])
+    assert (await post(served, members, **{"Content-Encoding": "gzip"}))[0] == 200
+
+
+async def test_an_unknown_encoding_is_a_bad_request(served: System) -> None:
+    status, message = await post(served, BODY, **{"Content-Encoding": "br"})
+    assert status == 400
+    assert "'br' is not supported" in message
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize(
+    "body",
+    [BODY, gzip.compress(BODY)[:-20], gzip.compress(BODY)[:120_000] + b"\x00\xff" * 40],
+    ids=["plain", "cut", "bad"],
+)
+async def test_a_body_that_cannot_be_decompressed_is_a_bad_request(served: System, encoding: str, body: bytes) -> None:
+    if encoding == "deflate" and body != BODY:
+        body = body[10:]
+    status, message = await post(served, body, **{"Content-Encoding": encoding})
+    assert status == 400
+    assert "internal" not in message
+    assert (await post(served, BODY))[0] == 200
+
+
+async def test_a_small_body_that_decompresses_to_a_large_one_is_refused(served: System) -> None:
+    bomb = gzip.compress(bytes(256 << 20), 9)
+    status, message = await post(served, bomb, **{"Content-Encoding": "gzip"})
+    assert (status, message.split(".")[0]) == (400, f"the body exceeds {64 << 20} bytes")
+
+
+async def test_a_body_that_stops_coming_is_answered_with_a_time_out(served: System) -> None:
+    host, port = served.http.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    async with asyncio.timeout(30):
+        assert b"408" in await reader.readline()
+        await reader.read()
+    writer.close()
+
+
+async def test_a_slow_body_is_read_as_long_as_it_comes(served: System) -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        for start in range(0, len(BODY), 300_000):
+            yield BODY[start : start + 300_000]
+            await asyncio.sleep(0.1)
+
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{served.http}/v1/completions", data=slowly()) as response,
+    ):
+        assert response.status == 200

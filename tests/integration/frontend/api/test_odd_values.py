@@ -1,0 +1,85 @@
+"""Frontend, Scheduler and worker under requests whose values nobody means."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1 import frontend_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PotentialLoadsRequest
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import OpenSession, RoutingRequest, SessionRequest, SessionResponse
+
+from ....odd_values import OddValues, nothing_fails
+from ..gateway import MODEL, System, request
+
+pytestmark = pytest.mark.timeout(240)
+
+SERVICES = {
+    "frontend": frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"],
+    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+    "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+}
+
+
+def odd(system: System) -> OddValues:
+    names = {"model": [MODEL], "namespace": [system.where["namespace"]], "name": ["workers"]}
+    numbers = {"worker_id": [1], "dp_rank": [0], "block_size": [16]}
+    return OddValues(names | numbers | {"excluded_worker_ids": [2], "allowed_worker_ids": [1]})
+
+
+def address(system: System, service: str) -> str:
+    if service == "worker":
+        return system.workers[1].endpoint
+    if service == "frontend":
+        return system.target
+    (registration,) = system.runtime.directory.services("scheduler").values()
+    return registration.endpoint
+
+
+@pytest.mark.parametrize("service", SERVICES)
+async def test_no_value_makes_a_call_fail(system: System, service: str) -> None:
+    await system.start_worker(1, clock_factor=1000.0)
+    async with grpc.aio.insecure_channel(address(system, service)) as channel:
+        await nothing_fails(channel, SERVICES[service], odd(system), times=60, leave_out=("Session",))
+    async for _ in system.client.generate(request(), deadline=Deadline.after(30)):
+        pass
+
+
+async def test_no_value_makes_a_call_of_a_session_fail(system: System) -> None:
+    await system.start_worker(1)
+    values = odd(system)
+
+    async def requests() -> AsyncIterator[SessionRequest]:
+        yield SessionRequest(call_id=1, open=OpenSession(session_id="odd"))
+        for number in range(300):
+            sent = SessionRequest()
+            sent.CopyFrom(values.message(SessionRequest.DESCRIPTOR))
+            sent.call_id = sent.call_id or number
+            yield sent
+
+    async with grpc.aio.insecure_channel(address(system, "scheduler")) as channel:
+        session = channel.stream_stream(
+            "/kvrouter.v1.SchedulerService/Session",
+            request_serializer=SessionRequest.SerializeToString,
+            response_deserializer=SessionResponse.FromString,
+        )
+        async for response in session(requests(), timeout=60):
+            assert response.failed.code != grpc.StatusCode.INTERNAL.value[0], response
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 65])
+async def test_a_component_by_what_is_no_name_is_a_bad_request(system: System, name: str) -> None:
+    await system.start_worker(1)
+    routing = RoutingRequest(component=Component(namespace="n", name=name), token_ids=TokenIds(ids=[1]))
+    with pytest.raises(BadRequest) as caught:
+        await system.client.best_worker(BestWorkerRequest(request=routing), deadline=Deadline.after(10))
+    assert caught.value.info.field == "component"
+    with pytest.raises(BadRequest) as caught:
+        await system.client.potential_loads(PotentialLoadsRequest(request=routing), deadline=Deadline.after(10))
+    assert caught.value.info.field == "component"

@@ -1,0 +1,100 @@
+"""Bookings that a client made for itself: whichever Scheduler has them is told, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvrouter.frontend.api import service
+from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.frontend_pb2 import PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.scheduler_pb2 import FreeResponse, MarkPrefillCompleteResponse
+from prometheus_client import CollectorRegistry
+
+BOOKING = BookingKey(request_id="a")
+
+
+class Knowing:
+    """A Scheduler that knows the booking, or does not; None is away."""
+
+    def __init__(self, known: bool | None) -> None:
+        self.known = known
+
+    async def free(self, request: Any, *, deadline: Deadline) -> FreeResponse:
+        return FreeResponse(known=self._answer())
+
+    async def mark_prefill_complete(self, request: Any, *, deadline: Deadline) -> MarkPrefillCompleteResponse:
+        return MarkPrefillCompleteResponse(known=self._answer())
+
+    def _answer(self) -> bool:
+        if self.known is None:
+            raise DependencyAway("connection refused")
+        return self.known
+
+
+class Frozen(Knowing):
+    """A Scheduler that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    async def free(self, request: Any, *, deadline: Deadline) -> FreeResponse:
+        await asyncio.sleep(deadline.remaining() or 0)
+        raise DeadlineExceeded
+
+
+def frontend(*known: bool | None) -> FrontendService:
+    links: Any = SimpleNamespace(
+        schedulers=lambda: [Knowing(each) for each in known], live_bookings=0, spread_components=0
+    )
+    return served(links)
+
+
+def served(links: Any) -> FrontendService:
+    directory: Any = SimpleNamespace(components={"one": None})
+    nothing: Any = []
+    return FrontendService(directory, links, nothing, FrontendMetrics(CollectorRegistry()), nothing)
+
+
+async def told(asked: FrontendService) -> tuple[bool, bool]:
+    marked = await asked.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
+    released = await asked.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
+    return marked.known, released.known
+
+
+@pytest.mark.parametrize("known", [(True,), (False, True), (None, True), (True, None)])
+async def test_whoever_has_it_is_told(known: tuple[bool | None, ...]) -> None:
+    assert await told(frontend(*known)) == (True, True)
+
+
+async def test_one_that_nobody_has_is_no_error() -> None:
+    assert await told(frontend(False, False)) == (False, False)
+
+
+@pytest.mark.parametrize("known", [(), (None,), (False, None)])
+async def test_where_one_that_is_away_may_have_it_that_is_said(known: tuple[bool | None, ...]) -> None:
+    with pytest.raises(DependencyAway):
+        await frontend(*known).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
+    with pytest.raises(DependencyAway):
+        await frontend(*known).prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_one_that_is_frozen_delays_a_release_by_heartbeats_only(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_SECONDS", 0.02)
+    schedulers = [Frozen(), Knowing(known)]
+    links: Any = SimpleNamespace(schedulers=lambda: schedulers, live_bookings=0, spread_components=0)
+    releasing = served(links).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(600))
+    if known:
+        assert (await releasing).known
+    else:
+        with pytest.raises(DependencyAway):
+            await releasing

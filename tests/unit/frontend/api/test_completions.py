@@ -1,0 +1,198 @@
+"""The HTTP shape of requests and answers."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from kvrouter.frontend.api.completion_request import CompletionRequest
+from kvrouter.frontend.api.completions import Completion
+from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.runtime.errors import BadRequest, PromptTooLong
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+
+
+def parse(**body: Any) -> CompletionRequest:
+    return read(json.dumps({"model": "m", "prompt": [1, 2, 3], **body}).encode())
+
+
+def read(body: bytes, *, limit: int = 1000) -> CompletionRequest:
+    return CompletionRequest.parse(body, max_prompt_tokens=limit)
+
+
+def decoded(answer: dict[str, Any]) -> Any:
+    """An answer as a client reads it."""
+    return json.loads(msgspec.json.encode(answer))
+
+
+def test_fields_reach_the_contract() -> None:
+    request = parse(
+        max_tokens=7,
+        stop_token_ids=[9],
+        ignore_eos=True,
+        temperature=0.5,
+        worker_id=3,
+        cache_salt="s",
+        router_config_override={"overlap_score_weight": 2.0, "active_prefill_tokens_threshold": 9},
+    ).to_generate()
+    assert list(request.token_ids) == [1, 2, 3]
+    assert request.stop_conditions.max_tokens == 7
+    assert list(request.stop_conditions.stop_token_ids) == [9]
+    assert request.sampling_options.temperature == 0.5
+    assert not request.sampling_options.HasField("top_p")
+    assert request.constraints.worker_id == 3
+    assert not request.constraints.HasField("dp_rank")
+    assert request.scope.cache_salt == "s"
+    assert request.overrides.overlap_score_weight == 2.0
+    assert not request.overrides.HasField("router_temperature")
+    assert request.overrides.active_prefill_tokens_threshold == 9
+    assert not request.overrides.HasField("active_decode_blocks_threshold")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "text"}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [1 << 32]}, "prompt.0"),
+        ({"prompt": [[1, 2]]}, "prompt.0"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"echo": True}, "echo"),
+        ({"worker_id": 1 << 64}, "worker_id"),
+        ({"router_config_override": {"weight": 1}}, "router_config_override.weight"),
+    ],
+)
+def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse(**body)
+    assert caught.value.info.field == field
+
+
+def test_a_text_prompt_is_told_what_to_send() -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse(prompt="hello")
+    assert "token ids" in caught.value.info.advice
+
+
+def test_a_body_that_is_no_json_is_refused() -> None:
+    with pytest.raises(BadRequest):
+        read(b'{"model": ')
+
+
+def test_pieces_add_up() -> None:
+    request = parse()
+    completion = Completion(request.fields.model, request.to_generate().token_ids)
+    routing = RoutingInfo(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
+    first = decoded(completion.add(GenerateOutput(token_ids=[10, 11], cached_tokens=16), routing))
+    last = completion.add(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH), None)
+    assert first["choices"][0]["token_ids"] == [10, 11]
+    assert first["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+    assert first["choices"][0]["finish_reason"] is None
+    assert "prompt_token_ids" not in last["choices"][0]
+    assert last["choices"][0]["finish_reason"] == "length"
+    whole = decoded(completion.whole())
+    assert whole["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+    assert whole["id"] == "cmpl-r"
+    assert whole["choices"][0]["token_ids"] == [10, 11, 12]
+    assert whole["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+    assert whole["kvrouter"]["worker_id"] == 5
+
+
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ("[" + "[]," * MANY + "1]", "prompt.0"),
+        ("[1.5" + ",1.5" * MANY + "]", "prompt.0"),
+        ('["a"' + ',"a"' * MANY + "]", "prompt.0"),
+        ("[" + "1," * MANY + "null]", f"prompt.{MANY}"),
+        ("[" + "12345," * MANY + "-1]", f"prompt.{MANY}"),
+        ("[" + "1," * MANY + '"' + "a," * MANY + '"]', "prompt"),
+        ("[" + "1," * MANY + "[" + "1," * MANY + "1]]", f"prompt.{MANY}"),
+        ("[1," + "9" * MANY + "]", "prompt.1"),
+        ("[1,1e999]", "prompt.1"),
+        ('"' + "a" * MANY + '"', "prompt"),
+        ("{" + '"a":1,' * MANY + '"a":1}', "prompt"),
+        ("null", "prompt"),
+    ],
+)
+def test_the_first_element_that_is_no_token_is_named(prompt: str, field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(f'{{"model": "m", "prompt": {prompt}}}'.encode(), limit=1 << 20)
+    assert caught.value.info.field == field
+    assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * MANY,
+        b'{"model": ' + b"[" * MANY + b"]" * MANY + b"}",
+        b'{"model": "m", "prompt": [1, NaN]}',
+        b'{"model": "m", "prompt": [1,,2]}',
+        b'{"model": "m", "prompt": [1,2,]}',
+        b'{"model": "m", "prompt": [1 2]}',
+        b'{"model": "m", "prompt": [01]}',
+        b'{"model": "\xff\xfe", "prompt": [1]}',
+        b'{"\xff\xfe": 1, "prompt": [1]}',
+        "{}".encode("utf-16"),
+        b'{"model": "m", "prompt": [1], "' + b"k" * MANY + b'": 1}',
+        b'{"model": "m", "prompt": [1], "cache_salt": "' + b"k" * MANY + b'"}',
+        b'{"model": "m", "prompt": [1], "stop_token_ids": [' + b"1," * MANY + b"1]}",
+        b'{"model": "m", ' + b'"prompt": [1],' * MANY + b'"prompt": [1]}',
+        b"{" + b'"n": 1,' * MANY + b'"model": "m", "prompt": [1]}',
+        b"",
+    ],
+)
+def test_a_malformed_body_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(body)
+    assert caught.value.info.advice
+    assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"separators": (",", ":")}, {"indent": 4}], ids=["default", "compact", "indented"]
+)
+def test_a_long_prompt_comes_whole(layout: dict[str, Any]) -> None:
+    prompt = [(token * 7919) % (1 << 32) for token in range(MANY)]
+    request = read(json.dumps({"model": "m", "prompt": prompt}, **layout).encode(), limit=MANY)
+    assert request.token_ids.tolist() == prompt
+    assert json.loads(bytes(encode_token_ids(request.token_ids))) == prompt
+
+
+def test_white_space_within_a_prompt_is_passed_over() -> None:
+    gap = " " * (1 << 18)
+    assert read(f'{{"model": "m", "prompt": [{gap}1{gap},2{gap}]}}'.encode()).token_ids.tolist() == [1, 2]
+    assert read(b'{"model": "m", "prompt": [ ]}').token_ids.tolist() == []
+
+
+def test_a_prompt_beyond_the_limit_is_refused_with_its_length() -> None:
+    body = json.dumps({"model": "m", "prompt": [7] * MANY}).encode()
+    with pytest.raises(PromptTooLong) as caught:
+        read(body, limit=MANY - 1)
+    assert str(MANY) in caught.value.message
+    assert caught.value.info.field == "prompt"
+
+
+@pytest.mark.parametrize("field", ["seed", "worker_id"])
+def test_an_integer_of_64_bits_fits(field: str) -> None:
+    assert getattr(parse(**{field: (1 << 64) - 1}).fields, field) == (1 << 64) - 1
+    with pytest.raises(BadRequest) as caught:
+        parse(**{field: 1 << 64})
+    assert caught.value.info.field == field
+
+
+def test_of_a_field_that_comes_twice_the_last_counts() -> None:
+    assert read(b'{"model": "a", "prompt": [1], "model": "b", "prompt": [2]}').fields.model == "b"

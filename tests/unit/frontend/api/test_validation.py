@@ -1,0 +1,102 @@
+"""What the gateway refuses before it does anything."""
+
+from typing import Any
+
+import pytest
+from kvrouter.frontend.api.validation import Limits, check_request, component_of_model, describe_models
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
+from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+
+LIMITS = Limits(max_prompt_tokens=100, max_output_tokens=1000)
+
+
+def view(name: str, model: str, *, workers: int = 1, role: Role = Role.ROLE_BOTH, longest: int = 0) -> ComponentView:
+    component = ComponentName("ns", name)
+    descriptor = ComponentDescriptor(
+        component=Component(namespace="ns", name=name),
+        model=model,
+        block_size=16,
+        role=role,
+        max_model_len=longest,
+    )
+    return ComponentView(component, descriptor, {i: WorkerRegistration(worker_id=i) for i in range(workers)})
+
+
+def by_name(*views: ComponentView) -> dict[ComponentName, ComponentView]:
+    return {each.name: each for each in views}
+
+
+def request(**fields: Any) -> FrontendServiceGenerateRequest:
+    defaults: dict[str, Any] = {
+        "model": "m",
+        "token_ids": [1, 2, 3],
+        "stop_conditions": StopConditions(max_tokens=10),
+    }
+    return FrontendServiceGenerateRequest(**(defaults | fields))
+
+
+def test_an_unknown_model_is_told_which_are_known() -> None:
+    with pytest.raises(UnknownModel) as caught:
+        component_of_model("x", by_name(view("a", "m"), view("b", "n"), view("c", "dead", workers=0)))
+    assert list(caught.value.info.known_values) == ["m", "n"]
+
+
+def test_prefill_workers_alone_do_not_serve_a_model() -> None:
+    with pytest.raises(UnknownModel):
+        component_of_model("m", by_name(view("a", "m", role=Role.ROLE_PREFILL)))
+
+
+def test_of_two_components_the_larger_serves() -> None:
+    assert component_of_model("m", by_name(view("a", "m"), view("b", "m", workers=2))).name.name == "b"
+
+
+def test_models_are_described_in_order() -> None:
+    described = describe_models(by_name(view("b", "n", workers=3), view("a", "m"), view("c", "dead", workers=0)))
+    assert [(model.name, model.workers) for model in described] == [("m", 1), ("n", 3)]
+
+
+def test_a_good_request_passes() -> None:
+    check_request(request(), view("a", "m", longest=13), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1] * 101}, "token_ids"),
+        ({"request_id": "é" * 57}, "request_id"),
+        ({"stop_conditions": StopConditions(max_tokens=0)}, "stop_conditions.max_tokens"),
+        ({"stop_conditions": StopConditions(max_tokens=1001)}, "stop_conditions.max_tokens"),
+        ({"stop_conditions": StopConditions(max_tokens=1, min_tokens=2)}, "stop_conditions.min_tokens"),
+        ({"stop_conditions": StopConditions(max_tokens=1, stop=["\n"])}, "stop_conditions.stop"),
+        ({"sampling_options": SamplingOptions(temperature=-1)}, "sampling_options.temperature"),
+        ({"sampling_options": SamplingOptions(top_p=0)}, "sampling_options.top_p"),
+        ({"sampling_options": SamplingOptions(min_p=2)}, "sampling_options.min_p"),
+        ({"sampling_options": SamplingOptions(n=2)}, "sampling_options.n"),
+        ({"overrides": RoutingOverrides(router_temperature=-0.1)}, "overrides.router_temperature"),
+        ({"overrides": RoutingOverrides(router_temperature=float("nan"))}, "overrides.router_temperature"),
+        ({"overrides": RoutingOverrides(overlap_score_weight=-1)}, "overrides.overlap_score_weight"),
+        (
+            {"overrides": RoutingOverrides(active_decode_blocks_threshold=1.5)},
+            "overrides.active_decode_blocks_threshold",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_and_advised_on(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(KvRouterError) as caught:
+        check_request(request(**fields), view("a", "m"), LIMITS)
+    assert caught.value.info.field == field
+    assert caught.value.info.advice
+
+
+def test_the_models_length_bounds_prompt_and_output() -> None:
+    with pytest.raises(PromptTooLong):
+        check_request(request(token_ids=[1] * 13), view("a", "m", longest=13), LIMITS)
+    with pytest.raises(BadRequest) as caught:
+        check_request(request(), view("a", "m", longest=12), LIMITS)
+    assert "at most 9 tokens" in caught.value.info.advice

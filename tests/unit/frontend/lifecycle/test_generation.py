@@ -1,0 +1,110 @@
+"""A request's attempts, over a Scheduler and workers that a test writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from itertools import chain, repeat
+from typing import Any, cast
+
+from kvrouter.frontend.lifecycle.generation import Generation
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.worker_client.circuit_breaker import BackOff
+from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    StopConditions,
+    WorkerServiceGenerateRequest,
+    WorkerServiceGenerateResponse,
+)
+from prometheus_client import CollectorRegistry
+
+POOL = ComponentName("ns", "pool")
+SILENT, SOUND = 1, 2
+ENDPOINTS = {SILENT: "silent:1", SOUND: "sound:1"}
+
+
+class Link:
+    """A Scheduler that chooses as it is told to, and the source of the link to it."""
+
+    def __init__(self, choices: Iterator[int]) -> None:
+        self.asked: list[SelectWorkerRequest] = []
+        self.live = 0
+        self._choices = choices
+
+    def link(self, *_: object) -> Link:
+        return self
+
+    async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+        self.asked.append(SelectWorkerRequest.FromString(request.SerializeToString()))
+        worker_id = next(self._choices)
+        return SelectWorkerResponse(rank=Rank(worker_id=worker_id), endpoint=ENDPOINTS[worker_id])
+
+    def keep(self, _: object) -> None:
+        self.live += 1
+
+    def free(self, *_: object) -> None:
+        self.live -= 1
+
+    def prefill_complete(self, _: object) -> None: ...
+
+    def report_output(self, *_: object) -> None: ...
+
+
+class Pool:
+    """Workers, of which one never answers."""
+
+    async def generate(
+        self, endpoint: str, request: WorkerServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[bytes, None]:
+        if endpoint == ENDPOINTS[SILENT]:
+            await asyncio.Event().wait()
+        output = GenerateOutput(token_ids=[1], finish_reason=FinishReason.FINISH_REASON_LENGTH)
+        yield WorkerServiceGenerateResponse(output=output).SerializeToString()
+
+
+async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_attempts() -> None:
+    """It chooses the silent worker again and again, for lack of any other."""
+    workers = {key: WorkerRegistration(worker_id=key, endpoint=endpoint) for key, endpoint in ENDPOINTS.items()}
+    view = ComponentView(POOL, ComponentDescriptor(block_size=16), workers)
+    metrics = FrontendMetrics(CollectorRegistry())
+    health = WorkerHealth(BackOff(), max_missed=2)
+    health.update({POOL: view})
+    health.missed(ENDPOINTS[SILENT])
+    health.missed(ENDPOINTS[SILENT])
+    link = Link(chain(repeat(SILENT, 6), repeat(SOUND)))
+    request: Any = FrontendServiceGenerateRequest(
+        model="m", request_id="r", token_ids=range(20), stop_conditions=StopConditions(max_tokens=1)
+    )
+    client = WorkerClient(cast(WorkerPool, Pool()), health, metrics)
+    generation = Generation(request, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
+    collecting = asyncio.create_task(collected(generation))
+    async with asyncio.timeout(30):
+        for asked in range(2, 7):
+            while len(link.asked) < asked:
+                await asyncio.sleep(0)
+            for _ in range(20):  # It stays there until a further probe is missed.
+                await asyncio.sleep(0)
+            assert len(link.asked) == asked
+            health.missed(ENDPOINTS[SILENT])
+        assert await collecting == [SOUND]
+    assert [each.booking.attempt for each in link.asked] == list(range(7))
+    assert all(list(each.request.constraints.avoided_worker_ids) == [SILENT] for each in link.asked)
+    assert not any(each.request.constraints.excluded_worker_ids for each in link.asked)
+    assert link.live == 0
+
+
+async def collected(generation: Generation) -> list[int]:
+    pieces = [piece async for piece in generation.pieces(deadline=Deadline.after(30))]
+    return [piece.routing.rank.worker_id for piece in pieces if piece.routing is not None]

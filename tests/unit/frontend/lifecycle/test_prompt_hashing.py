@@ -1,0 +1,25 @@
+"""A prompt that is hashed in parts has the hashes that it has as a whole."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
+from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48, 1 << 17])
+@pytest.mark.parametrize("count", [0, 15, 16, 70_000, 200_001])
+def test_parts_make_the_whole(count: int, block_size: int) -> None:
+    tokens = [token * 7919 % 128_000 for token in range(count)]
+    request = FrontendServiceGenerateRequest(token_ids=tokens, scope=BlockScope(cache_salt="s"))
+    assert hash_prompt(request, block_size) == local_hashes(tokens, block_size, Scope("", "s", ""))
+
+
+def test_multimodal_content_counts() -> None:
+    tokens = list(range(100))
+    request = FrontendServiceGenerateRequest(
+        token_ids=tokens, multimodal_hashes=[MultimodalHash(block_index=2, hash=7)]
+    )
+    assert hash_prompt(request, 16) == local_hashes(tokens, 16, Scope("", "", ""), [(2, 7)])

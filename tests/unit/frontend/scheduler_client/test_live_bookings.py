@@ -1,0 +1,49 @@
+"""What another Scheduler is told of a live booking; and which Scheduler that is."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.core import local_hashes, sequence_hashes
+from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.scheduler_client.rendezvous import rendezvous
+from kvrouter.v1.common_pb2 import BookingKey, Rank
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+
+
+def booking(prompt_tokens: int = 40, overlap: int = 1) -> LiveBooking:
+    selection = SelectWorkerResponse(rank=Rank(worker_id=1), overlap_blocks=overlap)
+    hashes = sequence_hashes(local_hashes(list(range(prompt_tokens)), 16))
+    return LiveBooking.of(BookingKey(request_id="r"), selection, hashes, prompt_tokens, 16)
+
+
+def test_it_tells_what_was_booked_and_how_far_it_is() -> None:
+    live = booking()
+    live.prefill_complete = True
+    live.output_tokens = 3
+    told = live.to_reassert()
+    assert len(told.sequence_hashes) == 2
+    assert (told.prompt_tokens, told.prefill_tokens) == (40, 24)
+    assert told.prefill_complete
+    assert told.output_tokens == 3
+
+
+@given(st.integers(1, 200), st.integers(0, 100), st.integers(1, 50))
+def test_a_block_is_filled_when_the_count_of_blocks_rises(prompt: int, before: int, more: int) -> None:
+    live = booking(prompt, 0)
+    live.output_tokens = before
+    blocks = lambda tokens: (tokens + 15) // 16  # noqa: E731
+    assert live.fills_block(before + more) == (blocks(prompt + before + more) > blocks(prompt + before))
+
+
+@given(st.sets(st.text("abcdef0123", min_size=1), min_size=1), st.data())
+def test_when_a_scheduler_goes_only_its_components_move(ids: set[str], data: st.DataObject) -> None:
+    component = ComponentName("ns", data.draw(st.text("xyz", min_size=1, max_size=8)))
+    chosen = rendezvous(component, ids)
+    assert chosen == rendezvous(component, sorted(ids, reverse=True))
+    gone = data.draw(st.sampled_from(sorted(ids)))
+    if gone != chosen:
+        assert rendezvous(component, ids - {gone}) == chosen
+
+
+def test_without_schedulers_there_is_none() -> None:
+    assert rendezvous(ComponentName("ns", "c"), []) is None

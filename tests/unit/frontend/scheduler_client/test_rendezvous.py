@@ -1,0 +1,45 @@
+"""Which Scheduler a Frontend takes that has one in its own process."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers, rendezvous
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ServiceRegistration
+
+COMPONENTS = [ComponentName("test", f"workers-{number}") for number in range(20)]
+OWN = ("own", cast(Scheduler, object()))
+
+
+class Registered:
+    """What is registered: ids of Schedulers, and whether they are ready."""
+
+    def __init__(self, **ready: bool) -> None:
+        self.ready = ready
+
+    def services(self, kind: str) -> dict[str, ServiceRegistration]:
+        assert kind == "scheduler"
+        return {key: ServiceRegistration(endpoint="127.0.0.1:1", ready=ready) for key, ready in self.ready.items()}
+
+
+def picked(registered: Registered, component: ComponentName) -> str | None:
+    found = RemoteSchedulers(cast(Directory, registered), OWN).pick(component)
+    assert found is None or (found[0] == "own") == (found[1] is OWN[1])
+    return None if found is None else found[0]
+
+
+async def test_its_own_decides_only_when_it_is_its_turn() -> None:
+    everybody = Registered(own=True, other=True)
+    turns = [picked(everybody, component) for component in COMPONENTS]
+    assert turns == [rendezvous(component, ["own", "other"]) for component in COMPONENTS]
+    assert set(turns) == {"own", "other"}
+
+
+async def test_its_own_serves_while_no_other_is_ready() -> None:
+    for registered in (Registered(), Registered(own=False), Registered(own=True), Registered(other=False)):
+        assert {picked(registered, component) for component in COMPONENTS} == {"own"}
+    drained = Registered(own=False, other=True)
+    assert {picked(drained, component) for component in COMPONENTS} == {"other"}
