@@ -8,7 +8,9 @@ WHEELS ?= dist
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 
 # What mypy checks: every package, by its own directory, since `kvrouter` itself is a namespace.
-PACKAGES = $(wildcard protos/src/kvrouter/*/names.py core/src/kvrouter/* net/src/kvrouter/* services/*/src/kvrouter/* cli/src/kvrouter/*)
+SOURCES = core/src net/src services/*/src devtools/src simulator/src cli/src
+PACKAGES = $(wildcard protos/src/kvrouter/*/names.py) \
+	$(patsubst %/__init__.py,%,$(wildcard $(SOURCES:%=%/kvrouter/*/__init__.py)))
 
 export PIP_ROOT_USER_ACTION := ignore
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2

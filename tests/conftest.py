@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 
 # How long an example takes is the machine's affair. The gate tries the same examples each time, so that it judges the
 # change and not the draw; elsewhere they are new.

@@ -14,12 +14,12 @@ from typing import cast
 
 import pytest
 from kvrouter.cli.demo import DemoOptions, demo
-from kvrouter.cli.figures import expected_cached_tokens
-from kvrouter.cli.pacing import Pace
-from kvrouter.cli.replay import ReplayOptions
-from kvrouter.cli.sequential import sequential_replay
-from kvrouter.cli.stack import StackOptions, running_stack
-from kvrouter.cli.trace import PIECE_TOKENS, TraceRequest, read_shipped_trace
+from kvrouter.devtools.replay.open_loop import ReplayOptions
+from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.sequential import sequential_replay
+from kvrouter.devtools.replay.statistics import expected_cached_tokens
+from kvrouter.devtools.system.stack import StackOptions, running_stack
+from kvrouter.devtools.traces.reader import PIECE_TOKENS, TraceRequest, read_shipped_trace
 from kvrouter.runtime.contracts import Frontend, Indexer
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2

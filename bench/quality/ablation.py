@@ -24,8 +24,8 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast import policy as forecast
 from kvrouter.scheduler.policies.interface import Amounts, Choice, Facts, Hold
 from kvrouter.scheduler.queue import hold_queue
-from kvrouter.simulator import router
-from kvrouter.simulator.workload import Prompts
+from kvrouter.simulator.routing import router
+from kvrouter.simulator.workloads.workload import Prompts
 from tables import CONDITIONS, SHARED_TRACE, Cell, measure, workload_of
 
 Changed = Callable[[Facts], Facts]

@@ -20,12 +20,12 @@ from statistics import median
 from typing import Any
 
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.simulator import traces
-from kvrouter.simulator.generators import GENERATORS, generate
 from kvrouter.simulator.plan import Plan, run_plan
-from kvrouter.simulator.report import Run
+from kvrouter.simulator.results.report import Run
 from kvrouter.simulator.simulation import Setting
-from kvrouter.simulator.workload import Workload
+from kvrouter.simulator.workloads import traces
+from kvrouter.simulator.workloads.generators import GENERATORS, generate
+from kvrouter.simulator.workloads.workload import Workload
 
 HERE = Path(__file__).parent
 SHARED_TRACE = HERE.parents[2] / "shared" / "traces" / "conversation_trace.jsonl"

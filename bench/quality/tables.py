@@ -19,12 +19,12 @@ from statistics import median
 from typing import Any
 
 from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.simulator import traces
-from kvrouter.simulator.generators import generate
-from kvrouter.simulator.outcome import figures
 from kvrouter.simulator.plan import routing_options
+from kvrouter.simulator.results.outcome import figures
 from kvrouter.simulator.simulation import Setting, simulate
-from kvrouter.simulator.workload import Prompts, Workload
+from kvrouter.simulator.workloads import traces
+from kvrouter.simulator.workloads.generators import generate
+from kvrouter.simulator.workloads.workload import Prompts, Workload
 
 ROOT = Path(__file__).parents[2]
 SHARED_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"

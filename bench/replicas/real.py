@@ -31,13 +31,13 @@ from statistics import fmean, median
 from typing import cast
 
 import nats
-from kvrouter.cli.processes import Command, ManagedProcess
 from kvrouter.core import sequence_hashes
+from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.devtools.system.servers import etcd_server, nats_server
 from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import etcd_server, nats_server
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote

@@ -15,12 +15,12 @@ from statistics import median
 
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator import traces
-from kvrouter.simulator.generators import generate
-from kvrouter.simulator.outcome import Figures, figures
-from kvrouter.simulator.replicas import Sync
+from kvrouter.simulator.results.outcome import Figures, figures
+from kvrouter.simulator.routing.replicas import Sync
 from kvrouter.simulator.simulation import Setting, simulate
-from kvrouter.simulator.workload import Prompts, Workload
+from kvrouter.simulator.workloads import traces
+from kvrouter.simulator.workloads.generators import generate
+from kvrouter.simulator.workloads.workload import Prompts, Workload
 
 BLOCK_SIZE = 16
 ENGINES = [EngineConfig(block_size=BLOCK_SIZE, hash_seed=number) for number in range(8)]
@@ -67,7 +67,7 @@ def workload(name: str) -> Workload:
     """``bursts``: each request at a moment of its own. ``batches``: some nine at the very same moment, every 3 s."""
     if name == "bursts":
         return generate("bursts", 2400).faster(1.0)
-    with as_file(files("kvrouter.cli") / "data" / "conversation_trace.jsonl.gz") as path:
+    with as_file(files("kvrouter.devtools.traces") / "data" / "conversation_trace.jsonl.gz") as path:
         return traces.read(path).faster(2.0)
 
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 
 from . import newer_etcd
 from .processes import Processes, system

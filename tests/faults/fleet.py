@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer, die_with_parent
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import EtcdServer, NatsServer, die_with_parent
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2

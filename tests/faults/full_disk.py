@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvrouter.runtime.devstack import NatsServer
+from kvrouter.devtools.system.servers import NatsServer
 
 _MOUNT = 'mount -t tmpfs -o "size=$1" none "$2" && shift 2 && exec "$@"'
 _PIECE_BYTES = 4096

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import nats
 from kvrouter.core import local_hashes
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.engine_choice import make_engine
 from kvrouter.mocker.engine_config import EngineConfig
@@ -29,7 +30,6 @@ from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2

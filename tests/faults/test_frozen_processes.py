@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from kvrouter.runtime.devstack import EtcdServer
+from kvrouter.devtools.system.servers import EtcdServer
 
 from .processes import PATIENCE_SECONDS, SCHEDULERS, Processes, cancelled, start_system, streamed, system
 from .rig import FULL

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import Change, Snapshot, connect, watch_prefix
-from kvrouter.runtime.devstack import EtcdServer
 
 from . import newer_etcd
 from .fleet import PATIENCE_SECONDS

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from typing import cast
 
 import pytest
+from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import EtcdServer
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component

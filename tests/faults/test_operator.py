@@ -8,8 +8,8 @@ import struct
 import sys
 
 from google.protobuf.json_format import MessageToJson, Parse
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import connect
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.v1.indexer_pb2 import RankState
 from xxhash import xxh3_64_intdigest
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 
 import pytest
+from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.net.etcd import TakenOver
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import NatsServer
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.events_pb2 import BlocksRemoved, KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes, TokenIds, VerifyRequest

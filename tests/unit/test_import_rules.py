@@ -27,8 +27,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "frontend": SERVICE,
     # An engine as the SDK sees one.
     "mocker": (*SERVICE, "kvrouter.publisher", "kvrouter.engine"),
+    # Reads which policies there are, to name a run's mode.
+    "devtools": (*SERVICE, "kvrouter.scheduler.policies.catalogue"),
+    # Puts the Scheduler's own code between engine models.
+    "simulator": (
+        *SERVICE,
+        "kvrouter.scheduler",
+        "kvrouter.mocker",
+        "kvrouter.engine",
+        "kvrouter.frontend.scheduler_client.prefix_shards",
+        "kvrouter.devtools.traces",
+    ),
 }
-COMPOSING = frozenset({"cli", "simulator"})
+COMPOSING = frozenset({"cli"})
 """Parts whose job it is to put the others together."""
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -92,6 +103,19 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "lifecycle": ("metrics", "recording", "scheduler_client", "worker_client"),
         "api": ("lifecycle", "metrics", "recording", "scheduler_client", "worker_client"),
         "settings": ("scheduler_client",),
+    },
+    "devtools": {
+        "system": (),
+        "traces": (),
+        "replay": ("traces",),
+    },
+    "simulator": {
+        "workloads": (),
+        "engines": (),
+        "routing": ("engines",),
+        "results": ("engines",),
+        "simulation": ("engines", "results", "routing", "workloads"),
+        "plan": ("results", "simulation", "workloads"),
     },
 }
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""

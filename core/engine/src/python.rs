@@ -171,7 +171,7 @@ impl Engine {
     }
 }
 
-/// Engines in virtual time; `kvrouter.simulator.fleet` says what it does, in Python.
+/// Engines in virtual time; `kvrouter.simulator.engines.fleet` says what it does, in Python.
 #[pyclass(module = "kvrouter.engine._native")]
 pub struct Fleet {
     engines: Engines,

@@ -13,15 +13,15 @@ from typing import cast
 
 import aiohttp
 import pytest
-from kvrouter.cli.figures import expected_cached_tokens
-from kvrouter.cli.processes import Command, ManagedProcess
-from kvrouter.cli.replay import ReplayOptions
-from kvrouter.cli.sequential import sequential_replay
-from kvrouter.cli.stack import until_serving
-from kvrouter.cli.trace import TraceRequest
+from kvrouter.devtools.replay.open_loop import ReplayOptions
+from kvrouter.devtools.replay.sequential import sequential_replay
+from kvrouter.devtools.replay.statistics import expected_cached_tokens
+from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.stack import until_serving
+from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend, Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import free_port
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2

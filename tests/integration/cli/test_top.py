@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
-from kvrouter.cli.top.seen import System
 from kvrouter.cli.top.sources import Sources, Where, open_sources
+from kvrouter.cli.top.system_view import System
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration

@@ -8,8 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from aetcd import Client
+from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch_prefix
-from kvrouter.runtime.devstack import EtcdServer
 from structlog.testing import capture_logs
 
 from ..publisher.worker_harness import eventually

@@ -8,12 +8,12 @@ import time
 from collections.abc import Coroutine
 
 import pytest
+from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import TakenOver, connect
 from kvrouter.publisher import worker as worker_module
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
 from kvrouter.publisher.registration import begin_incarnation
 from kvrouter.publisher.worker import WorkerConfig, running
-from kvrouter.runtime.devstack import EtcdServer
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration

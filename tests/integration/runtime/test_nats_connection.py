@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.runtime.config.settings import ServiceSettings
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
 from kvrouter.runtime.process.context import Runtime, open_runtime
 
 from ...raw_nats import raw_nats

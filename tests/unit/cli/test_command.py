@@ -7,11 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from kvrouter.cli.faults import WrongUsage
+from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.main import main
-from kvrouter.cli.stack import StackOptions, service_environment
 from kvrouter.cli.up import choose_port
+from kvrouter.devtools.system.stack import StackOptions, service_environment
 
 
 def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
@@ -65,7 +65,7 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_a_picture_without_what_draws_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("matplotlib", "kvrouter.simulator.picture"))]:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "kvrouter.simulator.results.charts"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     picture = str(tmp_path / "picture.png")

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from kvrouter.cli.top.formatting import count, duration
 from kvrouter.cli.top.frame import frame
-from kvrouter.cli.top.hits import HitRate, HitWindow
-from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
-from kvrouter.cli.top.words import count, duration
+from kvrouter.cli.top.hit_rates import HitRate, HitWindow
+from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState

@@ -9,10 +9,10 @@ import pytest
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator.generators import generate
-from kvrouter.simulator.outcome import Figures, figures
+from kvrouter.simulator.results.outcome import Figures, figures
 from kvrouter.simulator.simulation import Setting, simulate
-from kvrouter.simulator.workload import Prompts
+from kvrouter.simulator.workloads.generators import generate
+from kvrouter.simulator.workloads.workload import Prompts
 
 ENGINES = [EngineConfig(num_blocks=8192, hash_seed=number) for number in range(4)]
 

@@ -10,10 +10,10 @@ from kvrouter.mocker import engine_choice
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator import fleet
-from kvrouter.simulator.outcome import Figures, Outcome, figures, spread
+from kvrouter.simulator.engines import fleet
+from kvrouter.simulator.results.outcome import Figures, Outcome, figures, spread
 from kvrouter.simulator.simulation import Setting, simulate
-from kvrouter.simulator.workload import Prompts, Request, Workload
+from kvrouter.simulator.workloads.workload import Prompts, Request, Workload
 
 ENGINES = [EngineConfig(num_blocks=600, hash_seed=number, max_sequences=64) for number in range(4)]
 # Nine conversations of fifteen turns, each bringing what was said before.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from google.protobuf.message import DecodeError
-from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
 from kvrouter.v1.names import ComponentName, InvalidName

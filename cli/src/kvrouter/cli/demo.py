@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from kvrouter.cli.figures import RunFigures, SystemCounts, run_figures
-from kvrouter.cli.pacing import Pace
-from kvrouter.cli.picture import DrawnRun, draw
-from kvrouter.cli.probes import event_counts, faulty, histogram_quantile
-from kvrouter.cli.progress import replay_progress
-from kvrouter.cli.replay import ReplayOptions, replay
-from kvrouter.cli.report import print_report, write_json
-from kvrouter.cli.stack import Stack, StackOptions, running_stack
-from kvrouter.cli.trace import TraceRequest
+from kvrouter.devtools.replay.charts import DrawnRun, draw
+from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
+from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.probes import event_counts, faulty, histogram_quantile
+from kvrouter.devtools.replay.progress import replay_progress
+from kvrouter.devtools.replay.report import print_report, write_json
+from kvrouter.devtools.replay.statistics import RunFigures, SystemCounts, run_figures
+from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
+from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2

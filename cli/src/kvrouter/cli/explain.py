@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 from typing import cast
 
-from kvrouter.cli.faults import CommandFailed
+from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline

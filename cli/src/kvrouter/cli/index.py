@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar, cast
 
 import typer
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
-from kvrouter.cli.faults import CommandFailed, WrongUsage
+from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.against import ReplayCommand, replay_running
 from kvrouter.cli.component import component_app
 from kvrouter.cli.demo import DemoOptions, demo
+from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
 from kvrouter.cli.explain import explain
-from kvrouter.cli.faults import CommandFailed, WrongUsage, reason_of
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
-from kvrouter.cli.pacing import Pace
-from kvrouter.cli.processes import ProcessDied
+from kvrouter.cli.replay import ReplayCommand, replay_running
 from kvrouter.cli.simulate import OfModel, simulate_command
-from kvrouter.cli.stack import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, StackFailed
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
-from kvrouter.cli.trace import TraceError, TraceRequest, read_shipped_trace, read_trace
 from kvrouter.cli.up import UpOptions, choose_port, up
+from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.system.processes import ProcessDied
+from kvrouter.devtools.system.servers import BinaryMissing, StartFailed
+from kvrouter.devtools.system.stack import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, StackFailed
+from kvrouter.devtools.traces.reader import TraceError, TraceRequest, read_shipped_trace, read_trace
 from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
-from kvrouter.runtime.devstack import BinaryMissing, StartFailed
 from kvrouter.runtime.version import VERSION
 from kvrouter.simulator.plan import NAMES
 from kvrouter.v1.names import InvalidName, check_name

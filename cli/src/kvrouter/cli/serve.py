@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, NoReturn, cast
 
-from kvrouter.cli.faults import WrongUsage
+from kvrouter.cli.errors import WrongUsage
 from kvrouter.frontend import app as frontend
 from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.faults import WrongUsage
+from kvrouter.cli.errors import WrongUsage
 from kvrouter.mocker.engine_choice import IMPLEMENTATION
 from kvrouter.mocker.engine_config import EngineConfig
 from kvrouter.mocker.time_model import TimeModel
 from kvrouter.runtime.config.files import can_be_written
-from kvrouter.simulator import report, traces
-from kvrouter.simulator.generators import GENERATORS, generate
-from kvrouter.simulator.plan import NAMES, Plan, routing_options, run_plan
-from kvrouter.simulator.replicas import Sync
+from kvrouter.simulator.plan import NAMES, InvalidPolicy, Plan, routing_options, run_plan
+from kvrouter.simulator.results import report
+from kvrouter.simulator.routing.replicas import Sync
 from kvrouter.simulator.simulation import Setting
-from kvrouter.simulator.workload import Workload
+from kvrouter.simulator.workloads import traces
+from kvrouter.simulator.workloads.generators import GENERATORS, generate
+from kvrouter.simulator.workloads.workload import Workload
 from rich.console import Console
 
 DEFAULT_GENERATED = 8000
@@ -123,8 +124,11 @@ def simulate_command(
     policies = [name.strip() for name in (compare if compare is not None else policy).split(",")]
     if len(set(policies)) < len(policies) or len(set(loads)) < len(loads):
         raise WrongUsage("a policy or a load is given twice")
-    for name in policies:
-        routing_options(name)
+    try:
+        for name in policies:
+            routing_options(name)
+    except InvalidPolicy as error:
+        raise WrongUsage(str(error)) from None
     speeds = _numbers("--speed", speed)
     time_model = _time_model(prefill_ms, decode_ms, budget)
     try:
@@ -193,7 +197,7 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
         report.write_json(json_file, plan.described(), runs)
         console.print(f"figures: {json_file}", highlight=False)
     if picture is not None:
-        from kvrouter.simulator.picture import draw  # only here: it takes long to import
+        from kvrouter.simulator.results.charts import draw  # only here: it takes long to import
 
         draw(picture, title, runs, waits)
         console.print(f"picture: {picture}", highlight=False)
@@ -208,7 +212,7 @@ def _workload(trace: str | None, requests: int | None, seed: int, of_model: str 
         raise WrongUsage(f"{trace}: there is no such file, and no generator of that name: {', '.join(GENERATORS)}")
     if trace is not None:
         return traces.read(Path(trace), requests, of_model)
-    with as_file(files("kvrouter.cli") / "data" / "conversation_trace.jsonl.gz") as path:
+    with as_file(files("kvrouter.devtools.traces") / "data" / "conversation_trace.jsonl.gz") as path:
         return traces.read(path, requests, of_model)
 
 

@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.cli.faults import WrongUsage
-from kvrouter.cli.stack import DEFAULT_HTTP_PORT, Stack, StackOptions, running_stack, why_not_free
+from kvrouter.cli.errors import WrongUsage
+from kvrouter.devtools.system.stack import DEFAULT_HTTP_PORT, Stack, StackOptions, running_stack, why_not_free
 from rich.console import Console
 from rich.table import Table
 

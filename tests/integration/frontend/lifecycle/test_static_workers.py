@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from kvrouter.devtools.system.servers import free_port
 from kvrouter.frontend import app as frontend_app
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers
@@ -18,7 +19,6 @@ from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import free_port
 from kvrouter.runtime.errors import AllBusy, KvRouterError
 from kvrouter.runtime.process.context import open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host

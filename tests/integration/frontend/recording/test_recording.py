@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from kvrouter.cli.trace import TraceRequest, read_trace
+from kvrouter.devtools.traces.reader import TraceRequest, read_trace
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.deadline import Deadline

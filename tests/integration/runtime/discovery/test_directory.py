@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import LeasedKeys, connect
 from kvrouter.runtime.config.settings import ServiceSettings
-from kvrouter.runtime.devstack import EtcdServer
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceRegistration, WorkerRegistration

@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kvrouter.devtools.system.servers import die_with_parent, free_port
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.devstack import die_with_parent, free_port
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.rpc import open_channel, remote

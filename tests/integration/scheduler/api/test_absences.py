@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from kvrouter.runtime.devstack import EtcdServer, NatsServer
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway
 from kvrouter.v1.common_pb2 import Rank, RoutingOverrides

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, cast
 
 import nats
-from kvrouter.runtime.devstack import NatsServer
+from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (

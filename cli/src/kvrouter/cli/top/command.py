@@ -7,11 +7,11 @@ import signal
 import sys
 import time
 
-from kvrouter.cli.faults import CommandFailed
+from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.top.frame import frame
-from kvrouter.cli.top.hits import HitWindow
-from kvrouter.cli.top.seen import System
+from kvrouter.cli.top.hit_rates import HitWindow
 from kvrouter.cli.top.sources import Where, open_sources
+from kvrouter.cli.top.system_view import System
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 

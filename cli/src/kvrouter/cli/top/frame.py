@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from kvrouter.cli.top.decisions import decisions_table
-from kvrouter.cli.top.hits import HitWindow
-from kvrouter.cli.top.ranks import BACKED_OFF, held_lines, ranks_table
-from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
-from kvrouter.cli.top.words import amount, duration
+from kvrouter.cli.top.decisions_table import decisions_table
+from kvrouter.cli.top.formatting import amount, duration
+from kvrouter.cli.top.hit_rates import HitWindow
+from kvrouter.cli.top.ranks_table import BACKED_OFF, held_lines, ranks_table
+from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse

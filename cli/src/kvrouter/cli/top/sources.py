@@ -13,7 +13,7 @@ from typing import cast
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from kvrouter.cli.top.seen import FrontendSeen, IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory

@@ -1,0 +1,78 @@
+"""The last decisions, a row each, with why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from kvrouter.cli.top.formatting import duration
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
+from rich.table import Table
+from rich.text import Text
+
+_ID_CHARS, _ID_HEAD = 24, 8
+
+
+def decisions_table(decisions: Sequence[Decision], *, several_components: bool) -> Table:
+    """A table of decisions; ``kvrouter explain`` shows the rest of each."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("decided", no_wrap=True)
+    table.add_column("request", no_wrap=True)
+    if several_components:
+        table.add_column("component", no_wrap=True)
+    table.add_column("rank", no_wrap=True)
+    table.add_column("cached", justify="right", no_wrap=True)
+    table.add_column("why", ratio=1)
+    for each in decisions:
+        refused = not each.HasField("chosen")
+        table.add_row(
+            datetime.fromtimestamp(each.decided_unix_ns / 1e9, tz=UTC).astimezone().strftime("%H:%M:%S.%f")[:-3],
+            request_name(each.request_id),
+            *([each.component.name] if several_components else []),
+            Text("none", "red") if refused else _rank(each.chosen),
+            _cached(each),
+            # The column may shrink, so that the others need not; its text is cut rather than wrapped.
+            Text(why(each), "red" if refused else "", no_wrap=True, overflow="ellipsis"),
+        )
+    return table
+
+
+def request_name(request_id: str) -> str:
+    """The id that the client gave, short; a Frontend books under that, ``~`` and a random part."""
+    name = request_id.rpartition("~")[0] or request_id or "(not booked)"
+    # The end is what tells the ids of one client apart.
+    return name if len(name) <= _ID_CHARS else f"{name[:_ID_HEAD]}…{name[_ID_HEAD + 1 - _ID_CHARS :]}"
+
+
+def why(decision: Decision) -> str:
+    """Why that rank, in one line, with its cost and that of the next."""
+    words = f"{decision.mode}: {decision.reason}"
+    if decision.candidates and decision.HasField("chosen"):
+        words += f" {_number(decision.candidates[0].cost)}"
+        others = [each for each in decision.candidates[1:] if math.isfinite(each.cost)]
+        words += "".join(f"; next {_rank(each.rank)} {_number(each.cost)} ({_held(each)})" for each in others)
+    if decision.load_only:
+        words += "; on load alone, no Indexer answered in time"
+    if decision.held_us:
+        words += f"; held for {duration(decision.held_us / 1e6)}"
+    return words
+
+
+def _cached(decision: Decision) -> str:
+    if not decision.candidates or not decision.HasField("chosen"):
+        return f"- / {decision.prompt_blocks:,}"
+    return f"{decision.candidates[0].overlap_blocks:,} / {decision.prompt_blocks:,}"
+
+
+def _held(candidate: CandidateTerms) -> str:
+    return f"{candidate.overlap_blocks:,} cached"
+
+
+def _rank(rank: Rank) -> str:
+    return f"{rank.worker_id}:{rank.dp_rank}"
+
+
+def _number(cost: float) -> str:
+    return f"{cost:,.1f}"

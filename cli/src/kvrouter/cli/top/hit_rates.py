@@ -1,0 +1,95 @@
+"""Hit rates over the last while, out of sums that Schedulers keep since their start."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvrouter.cli.top.system_view import Rank, System, name_of, rank_of
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import HitCounts
+
+_Key = tuple[str, int, ComponentName, Rank]
+"""(Scheduler, start of its life, component, rank): sums of another life are other sums."""
+_Sums = tuple[int, int, int, int]
+"""(prompt tokens, cached, prompt tokens with a prediction, predicted)"""
+
+
+@dataclass(frozen=True, slots=True)
+class HitRate:
+    """Share of the prompt tokens that were cached, 0 to 1; None where there were none."""
+
+    predicted: float | None = None
+    found: float | None = None
+
+
+class HitWindow:
+    """Hit rates of every rank, over the requests that ended within a window."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._samples: deque[tuple[float, dict[_Key, _Sums]]] = deque()
+
+    @property
+    def spans(self) -> bool:
+        """Whether there is a window; with one sample, rates are over all that the Schedulers have counted."""
+        return len(self._samples) > 1
+
+    def take(self, system: System, now: float) -> None:
+        """Takes in what was seen at a time, seconds of a clock that only rises."""
+        self._samples.append((now, _sums(system)))
+        # The last sample from before the window is where the window starts.
+        while len(self._samples) > 1 and self._samples[1][0] <= now - self.seconds:
+            self._samples.popleft()
+
+    def rates(self, component: ComponentName) -> dict[Rank, HitRate]:
+        """The rates of a component's ranks, over all Schedulers."""
+        return {rank: _rate(sums) for rank, sums in self._added(component).items()}
+
+    def rate(self, component: ComponentName) -> HitRate:
+        """The rate of all ranks together."""
+        total: _Sums = (0, 0, 0, 0)
+        for sums in self._added(component).values():
+            total = _plus(total, sums)
+        return _rate(total)
+
+    def _added(self, component: ComponentName) -> dict[Rank, _Sums]:
+        if not self._samples:
+            return {}
+        newest = self._samples[-1][1]
+        oldest = self._samples[0][1] if self.spans else {}
+        added: dict[Rank, _Sums] = {}
+        for key, sums in newest.items():
+            if key[2] != component:
+                continue
+            before = oldest.get(key, (0, 0, 0, 0))
+            # A rank that was gone in between starts anew.
+            restarted = any(old > new for old, new in zip(before, sums, strict=True))
+            since = sums if restarted else _plus(sums, before, -1)
+            added[key[3]] = _plus(added.get(key[3], (0, 0, 0, 0)), since)
+        return added
+
+
+def _sums(system: System) -> dict[_Key, _Sums]:
+    return {
+        (status.scheduler_id, status.started_unix_ns, name_of(each.component), rank_of(rank.rank)): _of(rank.hits)
+        for status in system.statuses
+        for each in status.components
+        for rank in each.ranks
+    }
+
+
+def _of(hits: HitCounts) -> _Sums:
+    return (hits.prompt_tokens, hits.cached_tokens, hits.predicted_prompt_tokens, hits.predicted_cached_tokens)
+
+
+def _plus(sums: _Sums, others: _Sums, sign: int = 1) -> _Sums:
+    a, b, c, d = (one + sign * other for one, other in zip(sums, others, strict=True))
+    return (a, b, c, d)
+
+
+def _rate(sums: _Sums) -> HitRate:
+    prompt, cached, predicted_prompt, predicted = sums
+    return HitRate(
+        predicted / predicted_prompt if predicted_prompt > 0 else None, cached / prompt if prompt > 0 else None
+    )

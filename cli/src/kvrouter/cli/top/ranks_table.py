@@ -1,0 +1,185 @@
+"""The ranks of a component, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.cli.top.formatting import amount, count, duration, share
+from kvrouter.cli.top.hit_rates import HitRate
+from kvrouter.cli.top.system_view import Rank, rank_of
+from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
+from kvrouter.v1.indexer_pb2 import RankStats
+from kvrouter.v1.scheduler_pb2 import HeldStatus, RankStatus
+from rich.table import Table
+from rich.text import Text
+
+SUSPECTED = (WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED,)
+BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)
+"""States of a worker that requests avoid."""
+_BAR = 10
+"""Cells of the bar of active blocks."""
+_WIDE = 110
+"""Columns of a terminal from which there is room for it, and for all digits."""
+_HIGH, _FULL = 0.7, 0.9
+"""Shares of the blocks from which the bar warns."""
+
+
+def ranks_table(
+    ranks: Sequence[RankStatus],
+    indexed: Mapping[Rank, RankStats],
+    health: Mapping[int, Sequence[WorkerHealth]],
+    rates: Mapping[Rank, HitRate],
+    total: HitRate,
+    width: int,
+    rows: int | None,
+) -> Table:
+    """A table of ranks, and their sum below it.
+
+    Args:
+        ranks: The ranks.
+        indexed: What an Indexer knows of them.
+        health: What Frontends say of their workers.
+        rates: Their hit rates.
+        total: That of all of them.
+        width: Columns of the terminal.
+        rows: Most ranks to show; the busiest ones where there are more. None for all.
+    """
+    wide = width >= _WIDE
+    table = Table(box=None, pad_edge=False, show_footer=True, header_style="dim", footer_style="dim")
+    shown = ranks if rows is None else _busiest(ranks, rows)
+    cached = {rank_of(each.rank): _cached(each, indexed) for each in ranks}
+    active, blocks = sum(each.active_blocks for each in ranks), sum(each.total_blocks for each in ranks)
+    every = amount(len(ranks), "rank") if wide else "all"
+    table.add_column("rank", every if len(shown) == len(ranks) else f"{len(shown):,} of {len(ranks):,}", no_wrap=True)
+    if wide:
+        table.add_column("", _bar(active, blocks), no_wrap=True)
+    for header, narrow_header, footer in (
+        ("active blocks", "active", _of_total(active, blocks, short=not wide)),
+        ("prefill tokens", "prefill", count(sum(each.prefill_tokens for each in ranks), short=not wide)),
+        ("requests", "reqs", f"{sum(each.active_requests for each in ranks):,}"),
+        ("cached blocks", "cached", count(sum(cached[rank] or 0 for rank in cached), short=not wide)),
+        ("hits predicted", "hits pred.", share(total.predicted)),
+        ("found", "found", share(total.found)),
+        ("event lag", "lag", ""),
+    ):
+        table.add_column(header if wide else narrow_header, footer, justify="right", no_wrap=True)
+    table.add_column("state", ratio=1)
+    for each in shown:
+        rank = rank_of(each.rank)
+        rate = rates.get(rank, HitRate())
+        stats = indexed.get(rank)
+        held = f" +{each.held_requests} held" if each.held_requests else ""
+        known = cached[rank]
+        table.add_row(
+            f"{each.rank.worker_id}:{each.rank.dp_rank}",
+            *([_bar(each.active_blocks, each.total_blocks)] if wide else []),
+            _of_total(each.active_blocks, each.total_blocks, short=not wide),
+            count(each.prefill_tokens, short=not wide),
+            f"{each.active_requests:,}{held}",
+            "-" if known is None else count(known, short=not wide),
+            share(rate.predicted),
+            share(rate.found),
+            _lag(stats),
+            _state(each, stats, health.get(each.rank.worker_id, ())),
+        )
+    return table
+
+
+def held_lines(held: HeldStatus) -> list[Text]:
+    """The requests that wait in the Scheduler; nothing where none waits and none was refused for it."""
+    refused = held.refused_full + held.refused_late
+    if not held.requests and not refused:
+        return []
+    text = Text(f"held {held.requests:,} of at most {held.capacity:,}", "yellow" if held.requests else "")
+    if held.requests:
+        text.append(f", the oldest for {duration(held.oldest_age_ms / 1000)}")
+    if refused:
+        text.append(f"; refused {held.refused_full:,} for lack of room, {held.refused_late:,} too late anyway")
+    waiting = [
+        Text(
+            f"  {each.request_id} for {duration(each.age_ms / 1000)}, for rank {each.rank.worker_id}:"
+            f"{each.rank.dp_rank}: {each.reason}",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        for each in held.longest
+    ]
+    return [text, *waiting]
+
+
+def _busiest(ranks: Sequence[RankStatus], rows: int) -> list[RankStatus]:
+    def load(each: RankStatus) -> tuple[bool, float, int, int]:
+        full = each.active_blocks / each.total_blocks if each.total_blocks else 0.0
+        return (bool(each.busy), full, each.prefill_tokens, each.active_requests)
+
+    chosen = {rank_of(each.rank) for each in sorted(ranks, key=load, reverse=True)[:rows]}
+    return [each for each in ranks if rank_of(each.rank) in chosen]
+
+
+def _cached(rank: RankStatus, indexed: Mapping[Rank, RankStats]) -> int | None:
+    stats = indexed.get(rank_of(rank.rank))
+    if stats is not None:
+        return stats.blocks
+    return rank.reported.cached_blocks if rank.HasField("reported") and not indexed else None
+
+
+def _lag(stats: RankStats | None) -> str:
+    if stats is None:
+        return "-"
+    if stats.silent:
+        # What the newest batch took says nothing about the batches that do not come.
+        return f">{duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "?"
+    return duration(stats.lag_seconds)
+
+
+def _of_total(active: int, total: int, *, short: bool) -> str:
+    words = count(active, short=short)
+    return f"{words} / {count(total, short=short)}" if total else words
+
+
+def _bar(active: int, total: int) -> Text:
+    if not total:
+        return Text(" " * _BAR)
+    full = min(1.0, active / total)
+    filled = min(_BAR, -(-active * _BAR // total))
+    style = "red" if full >= _FULL else "yellow" if full >= _HIGH else "green"
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR - filled), "dim"))
+
+
+def _health_notes(health: Sequence[WorkerHealth]) -> list[tuple[str, str]]:
+    """What is wrong with a worker in the eyes of the Frontends, and how many of them say so."""
+    notes = []
+    for words, states in (("suspected", SUSPECTED), ("backed off", BACKED_OFF)):
+        by = [each for each in health if each.state in states]
+        if by:
+            count = f" by {len(by)} of {len(health)} Frontends" if len(health) > 1 else ""
+            cause = max(by, key=lambda each: each.consecutive_failures).last_failure if states is BACKED_OFF else ""
+            notes.append((f"{words}{count}{': ' if cause else ''}{cause}", "red"))
+    return notes
+
+
+def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> Text:
+    notes = _health_notes(health)
+    if not rank.registered:
+        notes.append(("gone, with bookings", "red"))
+    if rank.draining:
+        notes.append(("draining", "yellow"))
+    if rank.busy:
+        notes.append((rank.busy, "red"))
+    if rank.HasField("report_age_seconds") and not rank.HasField("reported"):
+        notes.append((f"no load report for {duration(rank.report_age_seconds)}", "yellow"))
+    if stats is not None and stats.partial:
+        notes.append(("index partial", "yellow"))
+    elif stats is not None and stats.stale:
+        notes.append((f"index stale for {duration(stats.evidence_age_seconds)}", "red"))
+    elif stats is not None and not stats.verified:
+        notes.append(("index not compared", "yellow"))
+    if stats is not None and stats.silent:
+        heard = f"for {duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "yet"
+        notes.append((f"no heartbeat {heard}", "red"))
+    if not notes:
+        return Text("ok", "green")
+    state = Text(", ").join(Text(words, style) for words, style in notes)
+    # The column may shrink, so that the figures need not; its text is cut rather than wrapped.
+    state.no_wrap, state.overflow = True, "ellipsis"
+    return state

@@ -1,0 +1,1 @@
+"""Development tooling, apart from production code: systems on loopback, traces, replays."""

@@ -1,0 +1,1 @@
+"""Replays traces through a Frontend, and tells what came of it."""

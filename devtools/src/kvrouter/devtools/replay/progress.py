@@ -1,0 +1,63 @@
+"""Shows how far a replay is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvrouter.devtools.replay.records import RequestRecord
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_REDRAWS_PER_SECOND = 2  # the replay shares its processor with the screen
+_LINES_WITHOUT_TERMINAL = 10
+
+
+class _Totals:
+    """What has ended so far."""
+
+    def __init__(self) -> None:
+        self.ended = self.errors = self.prompt_tokens = self.cached_tokens = 0
+
+    def add(self, record: RequestRecord) -> None:
+        self.ended += 1
+        if record.error is not None:
+            self.errors += 1
+        elif record.cached_tokens is not None:
+            self.prompt_tokens += record.prompt_tokens
+            self.cached_tokens += record.cached_tokens
+
+    def __str__(self) -> str:
+        rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return f"{rate:.1%} of prompt tokens cached, {self.errors} errors"
+
+
+@contextmanager
+def replay_progress(console: Console, mode: str, requests: int) -> Iterator[Callable[[RequestRecord], None]]:
+    """Yields what is to be called as each request ends: a bar on a terminal, a line for each tenth elsewhere."""
+    totals = _Totals()
+    if not console.is_terminal:
+        every = max(1, requests // _LINES_WITHOUT_TERMINAL)
+
+        def print_tenth(record: RequestRecord) -> None:
+            totals.add(record)
+            if totals.ended % every == 0:
+                console.print(f"{mode}: {totals.ended} of {requests} requests, {totals}", highlight=False)
+
+        yield print_tenth
+        return
+    columns = (
+        TextColumn("[bold]{task.description}[/bold]"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[totals]}"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=_REDRAWS_PER_SECOND) as bar:
+        task = bar.add_task(mode, total=requests, totals=totals)
+
+        def advance(record: RequestRecord) -> None:
+            totals.add(record)
+            bar.advance(task)
+
+        yield advance

@@ -1,0 +1,225 @@
+"""Figures of one run, from its records. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrouter.devtools.replay.open_loop import ReplayResult
+from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.records import RequestRecord
+from kvrouter.scheduler.policies.catalogue import POLICIES
+
+MAX_LATE_ENGINE_MS = 100.0
+"""A run whose p99 of send lateness passes this is invalid: less than half the median TTFT near the knee, so that
+lateness cannot make or hide the difference between two modes."""
+MAX_STEP_LATE_MS = 100.0
+"""The same bound for the lateness of the engines' own steps (p99, engine milliseconds)."""
+
+_PREDICTING_MODES = frozenset(mode for mode, policy in POLICIES.items() if policy.uses_overlap)
+"""The others ask no Indexer and report an overlap of 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Distribution of a time, milliseconds. All are NaN where there was no sample."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly the prompt tokens that had to be computed fell on the ranks."""
+
+    tokens_by_rank: dict[str, int]
+    """Prompt tokens computed (not cached), by `worker/rank`."""
+    variation: float
+    """Standard deviation over mean; 0 is even."""
+    peak: float
+    """Largest over mean; 1 is even."""
+
+
+@dataclass(frozen=True, slots=True)
+class SystemCounts:
+    """What the system itself counted during a run, beyond what answers say."""
+
+    events_applied: int | None = None
+    """Cache events that the Indexer applied."""
+    events_faulty: int | None = None
+    """Gaps, unknown parents, rejected and unparsable messages that the Indexer counted: 0 in a sound run."""
+    step_late_p99_ms: float | None = None
+    """p99 of how much later than due the engines' steps ended, engine milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One run in figures; times of engines in engine time, those of the router in wall time."""
+
+    mode: str
+    workers: int
+    load: float
+    clock: float
+    requests: int
+    completed: int
+    errors: dict[str, int]
+    """Requests that failed, by status code."""
+    error_examples: dict[str, str]
+    """What the first of them said, by status code."""
+    hit_rate: float
+    """Cached prompt tokens over prompt tokens, as the workers count them."""
+    prediction_exact: float
+    """Share of requests whose predicted overlap is what the worker found cached; NaN in modes that do not predict.
+    Below 1 under load, since caches change between choice and prefill."""
+    ttft_ms: Quantiles
+    itl_ms: Quantiles
+    router_ms: Quantiles
+    requests_per_engine_s: float
+    requests_per_wall_s: float
+    output_tokens: int
+    preemptions: int
+    retried: int
+    balance: Balance
+    counts: SystemCounts
+    late_wall_ms: Quantiles
+    late_engine_ms: Quantiles
+    wall_s: float
+    times_limited: int
+    invalid: list[str]
+    """Why the run must not be used; empty for a valid one."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the figures mean anything."""
+        return not self.invalid
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as JSON values; what could not be measured is null."""
+        return {"valid": self.valid, **_without_nan(asdict(self))}
+
+
+def quantiles(samples: Iterable[float]) -> Quantiles:
+    """p50, p90, p99 (nearest rank: a value that occurred), mean and maximum of samples in milliseconds."""
+    ordered = sorted(samples)
+    if not ordered:
+        return Quantiles(math.nan, math.nan, math.nan, math.nan, math.nan)
+
+    def nearest(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    return Quantiles(nearest(0.50), nearest(0.90), nearest(0.99), math.fsum(ordered) / len(ordered), ordered[-1])
+
+
+def hit_rate(records: Iterable[RequestRecord]) -> float:
+    """Cached over all prompt tokens, of the requests whose worker said what it had cached; NaN where none did."""
+    cached = prompt = 0
+    for record in records:
+        if record.cached_tokens is not None:
+            cached += record.cached_tokens
+            prompt += record.prompt_tokens
+    return cached / prompt if prompt else math.nan
+
+
+def expected_cached_tokens(overlap_blocks: int, prompt_tokens: int, block_size: int) -> int:
+    """Tokens that an engine takes from its cache when it holds `overlap_blocks` leading blocks of a prompt.
+
+    It always computes the last token and reuses whole blocks: at most (prompt tokens - 1) div block size of them.
+    """
+    return min(overlap_blocks, (prompt_tokens - 1) // block_size) * block_size
+
+
+def balance(records: Sequence[RequestRecord], workers: int) -> Balance:
+    """How evenly computed prompt tokens fell on `workers` ranks; ranks without any request count as 0."""
+    by_rank: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for record in records:
+        if record.worker is not None and record.cached_tokens is not None:
+            by_rank[record.worker] += record.prompt_tokens - record.cached_tokens
+    loads = list(by_rank.values()) + [0] * (workers - len(by_rank))
+    mean = sum(loads) / len(loads) if loads else 0.0
+    named = {f"{worker}/{rank}": tokens for (worker, rank), tokens in sorted(by_rank.items())}
+    if not mean:
+        return Balance(named, math.nan, math.nan)
+    deviation = math.sqrt(sum((load - mean) ** 2 for load in loads) / len(loads))
+    return Balance(named, deviation / mean, max(loads) / mean)
+
+
+def run_figures(
+    result: ReplayResult, *, mode: str, workers: int, block_size: int, pace: Pace, counts: SystemCounts
+) -> RunFigures:
+    """All figures of a run."""
+    records = result.records
+    completed = [record for record in records if record.completed]
+    late_wall = quantiles(record.late_wall_ms for record in records)
+    late_engine = quantiles(record.late_wall_ms * pace.clock for record in records)
+    span = max((record.ended_engine_s or 0.0 for record in records), default=0.0)
+    return RunFigures(
+        mode=mode,
+        workers=workers,
+        load=pace.load,
+        clock=pace.clock,
+        requests=len(records),
+        completed=len(completed),
+        errors=dict(Counter(record.error for record in records if record.error is not None)),
+        error_examples={record.error: record.error_message for record in reversed(records) if record.error is not None},
+        hit_rate=hit_rate(completed),
+        prediction_exact=_prediction_exact(completed, block_size) if mode in _PREDICTING_MODES else math.nan,
+        ttft_ms=quantiles(record.ttft_ms for record in completed if record.ttft_ms is not None),
+        itl_ms=quantiles(gap for record in completed for gap in record.itl_ms),
+        router_ms=quantiles(record.router_ms for record in completed if record.router_ms is not None),
+        requests_per_engine_s=len(completed) / span if span else math.nan,
+        requests_per_wall_s=len(completed) / result.wall_seconds if result.wall_seconds else math.nan,
+        output_tokens=sum(record.output_tokens for record in records),
+        preemptions=sum(record.preemptions for record in records),
+        retried=sum(record.attempts > 1 for record in records),
+        balance=balance(completed, workers),
+        counts=counts,
+        late_wall_ms=late_wall,
+        late_engine_ms=late_engine,
+        wall_s=result.wall_seconds,
+        times_limited=result.times_limited,
+        invalid=invalid_reasons(len(completed), late_engine, counts, result.times_limited),
+    )
+
+
+def invalid_reasons(completed: int, late_engine: Quantiles, counts: SystemCounts, times_limited: int) -> list[str]:
+    """Why a run does not measure the system but the machine that it ran on; empty where it does measure it."""
+    reasons = []
+    if not completed:
+        reasons.append("no request completed")
+    if late_engine.p99 > MAX_LATE_ENGINE_MS:
+        reasons.append(
+            f"requests were sent late: p99 {late_engine.p99:.0f} engine ms, the bound is {MAX_LATE_ENGINE_MS:.0f}"
+        )
+    if counts.step_late_p99_ms is not None and counts.step_late_p99_ms > MAX_STEP_LATE_MS:
+        reasons.append(
+            f"engine steps ended late: p99 {counts.step_late_p99_ms:.0f} engine ms, the bound is {MAX_STEP_LATE_MS:.0f}"
+        )
+    if times_limited:
+        reasons.append(f"{times_limited} requests waited because too many were in flight")
+    return reasons
+
+
+def _prediction_exact(records: Sequence[RequestRecord], block_size: int) -> float:
+    exact = [
+        expected_cached_tokens(record.predicted_overlap_blocks, record.prompt_tokens, block_size)
+        == record.cached_tokens
+        for record in records
+        if record.predicted_overlap_blocks is not None and record.cached_tokens is not None
+    ]
+    return sum(exact) / len(exact) if exact else math.nan
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,1 @@
+"""A whole system as processes on loopback ports, NATS and etcd included."""

@@ -1,0 +1,1 @@
+"""The engines in virtual time, their cache events, and what the best choice would have been."""

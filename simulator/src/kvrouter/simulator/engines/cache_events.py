@@ -1,0 +1,100 @@
+"""What engines tell of their caches, on its way to the index: the batches that a publisher would send.
+
+Each batch becomes visible a set time after what it tells of; until then the index knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from kvrouter.core import PrefixIndex, Rank, local_hashes
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.simulator.engines.fleet import RawEvent
+from kvrouter.v1.common_pb2 import CopyCounting, Tier
+from kvrouter.v1.events_pb2 import KvEventBatch
+
+_DEVICE, _COUNTED = Tier.TIER_DEVICE, CopyCounting.COPY_COUNTING_COUNTED  # read once: enums look values up by name
+
+
+class CacheEvents:
+    """From the engines to the index."""
+
+    def __init__(self, ranks: Sequence[Rank], block_size: int, lag_seconds: float) -> None:
+        self.index = PrefixIndex()
+        self._ranks = ranks
+        self._block_size = block_size
+        self._lag = lag_seconds
+        self._next_id = [0] * len(ranks)
+        self._incarnations = [1] * len(ranks)
+        self._under_way: deque[tuple[float, bytes]] = deque()
+        for rank in ranks:
+            self.index.reset_rank(rank, 1, 0, partial=False)
+        self._worker_ids = np.array([worker_id for worker_id, _ in ranks], np.uint64)
+        self._dp_ranks = np.array([dp_rank for _, dp_rank in ranks], np.uint32)
+        # The index fences older incarnations itself; the simulated workers stay registered with their first one.
+        self._registered = np.ones(len(ranks), np.uint64)
+
+    def overlaps(self, prompt: Prompt) -> Overlaps:
+        """Leading blocks of a prompt that each rank holds, as the index has it, in the order of the ranks."""
+        blocks = np.frombuffer(self.index.overlaps(prompt.local_hashes), np.uint32).astype(np.int64)
+        return Overlaps(self._worker_ids, self._dp_ranks, blocks, self._registered)
+
+    def restarted(self, engine: int) -> None:
+        """The engine begins a new life; what it held goes with the first event of that life, as everywhere."""
+        self._incarnations[engine] += 1
+        self._next_id[engine] = 0
+        self.index.reset_rank(self._ranks[engine], self._incarnations[engine], 0, partial=False)
+
+    def publish(self, events: Iterable[tuple[float, int, RawEvent]]) -> None:
+        """Takes events in, in the order in which they happened."""
+        gathered: dict[int, list[RawEvent]] = {}
+        latest = 0.0
+        for at, engine, event in events:
+            gathered.setdefault(engine, []).append(event)
+            latest = at
+        for engine, some in gathered.items():
+            self._under_way.append((latest + self._lag, self._batch(engine, some)))
+
+    def apply_until(self, now: float) -> None:
+        """The index learns what has become visible by now."""
+        while self._under_way and self._under_way[0][0] <= now:
+            summary = self.index.apply(self._under_way.popleft()[1])
+            if summary.gap or summary.rejected or summary.unparsable or summary.unknown_parents:
+                raise RuntimeError(f"the index does not follow the engines: {summary}")
+
+    def _batch(self, engine: int, events: Sequence[RawEvent]) -> bytes:
+        worker_id, dp_rank = self._ranks[engine]
+        batch = KvEventBatch(
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+            incarnation=self._incarnations[engine],
+            block_size=self._block_size,
+            copy_counting=_COUNTED,
+        )
+        for event_id, event in enumerate(events, start=self._next_id[engine]):
+            entry = batch.events.add(event_id=event_id, tier=_DEVICE)
+            match event:
+                case (hashes, parent, tokens, _):
+                    stored = entry.stored
+                    stored.MergeFromString(_packed(2, hashes) + _packed(3, local_hashes(tokens, self._block_size)))
+                    if parent is not None:
+                        stored.parent_engine_hash = parent
+                case (hashes,):
+                    entry.removed.MergeFromString(_packed(1, hashes))
+                case _:
+                    entry.cleared.SetInParent()
+        self._next_id[engine] += len(events)
+        return batch.SerializeToString()
+
+
+def _packed(field: int, words: bytes) -> bytes:
+    """A repeated fixed64 field as it is on the wire, which spares making a number of each word."""
+    size, length = bytearray(), len(words)
+    while length > 0x7F:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    size.append(length)
+    return bytes([field << 3 | 2]) + size + words

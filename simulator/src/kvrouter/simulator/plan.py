@@ -1,0 +1,106 @@
+"""What is run: each policy at each load with each seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvrouter.mocker.engine_choice import IMPLEMENTATION
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions
+from kvrouter.simulator.results.outcome import figures
+from kvrouter.simulator.results.report import Run
+from kvrouter.simulator.simulation import Setting, simulate
+from kvrouter.simulator.workloads.workload import Prompts, Workload
+from rich.console import Console
+
+NAMES = tuple(mode for mode, policy in POLICIES.items() if not policy.needs_worker)
+"""The policies that can be simulated: all but those that are told the worker."""
+
+
+class InvalidPolicy(ValueError):
+    """A policy is not known, or its weight is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Runs that differ in policy, load and seed only."""
+
+    workload: Workload
+    setting: Setting
+    """What the runs have in common; each has its own policy and seed in it."""
+    policies: Sequence[str]
+    """As on the command line: a mode, kv perhaps with its weight after a colon."""
+    loads: Sequence[float]
+    seeds: Sequence[int]
+    slo_ttft_s: float
+    slo_itl_s: float
+    temperature: float = 0.0
+
+    def described(self) -> Mapping[str, Any]:
+        """What the runs have in common, as JSON values."""
+        setting = self.setting
+        return {
+            "workload": self.workload.name,
+            "requests": len(self.workload.requests),
+            "engines": [asdict(config) for config in setting.engines],
+            "event_lag_s": setting.event_lag_s,
+            "pace": setting.pace,
+            "restarts": list(setting.restarts),
+            "slo_ttft_s": self.slo_ttft_s,
+            "slo_itl_s": self.slo_itl_s,
+            "temperature": self.temperature,
+            "schedulers": setting.schedulers,
+            "spread": setting.spread,
+            "sync": asdict(setting.sync) if setting.sync is not None else None,
+            "engine_model": IMPLEMENTATION,
+        }
+
+
+def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dict[tuple[float, str], list[float]]]:
+    """Every run, and the sorted times to first token (s) of the last seed of each.
+
+    Raises:
+        InvalidPolicy: a policy is not known.
+    """
+    prompts = Prompts(plan.workload, plan.setting.engines[0].block_size)
+    options = {name: routing_options(name, plan.temperature) for name in plan.policies}
+    runs: list[Run] = []
+    waits: dict[tuple[float, str], list[float]] = {}
+    for load in plan.loads:
+        workload = plan.workload.faster(load)
+        for name in plan.policies:
+            for seed in plan.seeds:
+                started = time.perf_counter()
+                setting = replace(plan.setting, options=options[name], seed=seed)
+                outcome = simulate(workload, setting, prompts)
+                summed = figures(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
+                runs.append(Run(name, load, seed, summed, time.perf_counter() - started))
+                waits[load, name] = sorted(request.ttft_s for request in outcome.served if not request.failed)
+                if console is not None and console.is_terminal:
+                    console.print(f"[dim]x{load:g} {name} seed {seed}: {runs[-1].wall_s:.1f} s[/dim]", highlight=False)
+    return runs, waits
+
+
+def routing_options(name: str, temperature: float = 0.0) -> RoutingOptions:
+    """A policy as it is named on the command line.
+
+    Raises:
+        InvalidPolicy: there is none of that name, or its weight is no weight.
+    """
+    mode, colon, weight = name.partition(":")
+    if mode not in NAMES:
+        raise InvalidPolicy(f"policy {mode!r} is not known; use one of {', '.join(NAMES)}")
+    if not colon:
+        return RoutingOptions(mode, temperature=temperature)
+    if mode != "kv":
+        raise InvalidPolicy(f"policy {mode} has no weight; only kv has")
+    try:
+        value = float(weight)
+    except ValueError:
+        raise InvalidPolicy(f"weight is {weight!r}, must be a number") from None
+    if not 0 <= value <= MAX_WEIGHT:
+        raise InvalidPolicy(f"weight is {weight}, must be 0 to {MAX_WEIGHT:g}")
+    return RoutingOptions(mode, overlap_score_weight=value, temperature=temperature)

@@ -1,0 +1,1 @@
+"""What came of runs: statistics, reports, charts."""

@@ -1,0 +1,1 @@
+"""The Scheduler's own code in virtual time: one, or several replicas."""

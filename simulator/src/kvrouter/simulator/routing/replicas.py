@@ -1,0 +1,167 @@
+"""Scheduler replicas that decide independently, and what they learn of each other's bookings.
+
+Requests are dealt to the replicas at random, or by prompt prefix as a spreading Frontend does. A replica sees its own
+bookings at once. What it tells another arrives after a lag; each message is lost with a probability. What is lost shows
+as a gap with the next message that arrives, or with a heartbeat. The other then asks for the whole state, which takes
+the repair time, and holds back what comes meanwhile: then it knows all that was told until then. Without a sync,
+replicas never learn of each other's bookings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from kvrouter.core import Rank
+from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.simulator.engines.cache_events import CacheEvents
+from kvrouter.simulator.routing.router import Router, Told, pool_of
+
+HEARTBEAT_S = 1.0
+"""Time after which a gap shows though no booking follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """How replicas learn of each other's bookings."""
+
+    lag_s: float = 0.0
+    """From a booking until the others know of it, seconds."""
+    loss: float = 0.0
+    """Share of messages that are lost, 0 to below 1."""
+    repair_s: float = 0.1
+    """From a gap's discovery until it is closed, seconds."""
+
+
+@dataclass(slots=True)
+class Link:
+    """What one replica tells another, in order."""
+
+    sync: Sync
+    lost: list[Told] = field(default_factory=list)
+    lost_since: float = 0.0
+    repaired_at: float = 0.0
+    under_way: deque[tuple[float, Told]] = field(default_factory=deque)
+    """(when it is known, what), in order of both."""
+
+    def tell(self, told: Told, now: float, *, is_lost: bool) -> None:
+        """Sends a message."""
+        arrives = now + self.sync.lag_s
+        self._beat(arrives)
+        if arrives < self.repaired_at:
+            self.under_way.append((self.repaired_at, told))
+        elif is_lost:
+            self.lost_since = self.lost_since if self.lost else arrives
+            self.lost.append(told)
+        elif self.lost:
+            self._repair(seen_at=arrives)
+            self.under_way.append((self.repaired_at, told))
+        else:
+            self.under_way.append((arrives, told))
+
+    def known_by(self, now: float) -> Iterator[tuple[float, Told]]:
+        """What has become known: when, and what."""
+        self._beat(now)
+        while self.under_way and self.under_way[0][0] <= now:
+            yield self.under_way.popleft()
+
+    def _beat(self, now: float) -> None:
+        if self.lost and now >= self.lost_since + HEARTBEAT_S:
+            self._repair(seen_at=self.lost_since + HEARTBEAT_S)
+
+    def _repair(self, seen_at: float) -> None:
+        self.repaired_at = seen_at + self.sync.repair_s
+        self.under_way += [(self.repaired_at, told) for told in self.lost]
+        self.lost.clear()
+
+
+class Schedulers:
+    """One or several replicas, seen as one ``Router``."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineConfig],
+        events: CacheEvents | None,
+        options: RoutingOptions,
+        clock: Callable[[], float],
+        *,
+        count: int,
+        sync: Sync | None,
+        spread: bool,
+        seed: int,
+        pace: float,
+    ) -> None:
+        """``clock`` tells virtual seconds; without ``sync`` replicas learn nothing of each other.
+
+        ``spread``: by prompt prefix instead of at random.
+        """
+        self._clock = clock
+        self._hearing_at: float | None = None
+        self._deal, self._losses = Random(seed), Random(seed + 1)
+        self._loss = sync.loss if sync is not None else 0.0
+        self._split = PrefixSplit() if spread else None
+        self._home: dict[int, int] = {}
+        self._routers = [
+            Router(pool_of(engines, self._now), events, options, seed=seed + 7919 * place, pace=pace)
+            for place in range(count)
+        ]
+        self._links: list[tuple[Link, Router]] = []
+        for router in self._routers:
+            others = [(Link(sync), other) for other in self._routers if sync is not None and other is not router]
+            self._links += others
+            router.tell = self._teller([link for link, _ in others])
+
+    def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
+        """Where a request goes that has just come; None if it is held."""
+        self._hear(now)
+        if number not in self._home:
+            self._home[number] = self._dealt(prompt)
+        return self._routers[self._home[number]].route(number, prompt, now)
+
+    def release(self, now: float) -> Iterator[tuple[int, Rank]]:
+        """Requests held that go now, and where. Each is to be sent before the next is asked for."""
+        self._hear(now)
+        for router in self._routers:
+            yield from router.release(now)
+
+    def next_due(self) -> float:
+        """When a request held must be looked at though nothing happens."""
+        return min(router.next_due() for router in self._routers)
+
+    def progress(self, number: int, generated: int, *, finished: bool) -> None:
+        """So many output tokens have come."""
+        self._routers[self._home[number]].progress(number, generated, finished=finished)
+
+    def lost(self, number: int) -> None:
+        """The engine of a request has gone."""
+        self._routers[self._home[number]].lost(number)
+
+    def _dealt(self, prompt: Prompt) -> int:
+        replicas = len(self._routers)
+        if replicas == 1:
+            return 0
+        if self._split is None:
+            return self._deal.randrange(replicas)
+        return self._split.shard(prompt.sequence_hashes) % replicas
+
+    def _hear(self, now: float) -> None:
+        for link, receiver in self._links:
+            for at, told in link.known_by(now):
+                self._hearing_at = at
+                receiver.hear(told)
+        self._hearing_at = None
+
+    def _teller(self, links: Sequence[Link]) -> Callable[[Told], None]:
+        def tell(told: Told) -> None:
+            for link in links:
+                link.tell(told, self._clock(), is_lost=self._loss > 0 and self._losses.random() < self._loss)
+
+        return tell
+
+    def _now(self) -> float:
+        return self._clock() if self._hearing_at is None else self._hearing_at

@@ -1,0 +1,158 @@
+"""The router between requests and engines: the Scheduler's slot manager, survey and policies, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import NamedTuple
+
+from kvrouter.core import Rank
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
+from kvrouter.scheduler.policies.interface import Choice, Hold
+from kvrouter.scheduler.queue.hold_queue import HoldQueue
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.choice import Chosen, book, choose
+from kvrouter.scheduler.workers.candidates import Wanted
+from kvrouter.simulator.engines.cache_events import CacheEvents
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+
+_WHOLE = Wanted()
+_STAGE = Stage.STAGE_WHOLE  # read once: the enum looks its values up by name
+
+
+def ranks_of(configs: Sequence[EngineConfig]) -> list[Rank]:
+    """The rank that each engine is: worker ids from 1."""
+    return [(number, 0) for number in range(1, len(configs) + 1)]
+
+
+def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool:
+    """A component of these engines. ``clock`` tells virtual seconds."""
+    workers = {
+        worker_id: WorkerRegistration(
+            worker_id=worker_id,
+            max_batched_tokens=config.max_batched_tokens,
+            max_sequences=config.max_sequences,
+            ranks=[RankRegistration(dp_rank=dp_rank, incarnation=1, total_blocks=config.num_blocks)],
+        )
+        for (worker_id, dp_rank), config in zip(ranks_of(configs), configs, strict=True)
+    }
+    name = ComponentName("simulator", "workers")
+    descriptor = ComponentDescriptor(model="simulated", block_size=configs[0].block_size)
+    return Pool(ComponentView(name, descriptor, workers), Accounting(), report_age_seconds=5.0, clock=clock)
+
+
+class Told(NamedTuple):
+    """What one replica of the Scheduler tells the others of a booking."""
+
+    key: Key
+    generated: int
+    """Output tokens so far; 0 when it is booked."""
+    freed: bool = False
+    booked: tuple[Rank, Prompt, int] | None = None
+    """Where, what, and the prefill tokens; only when it is booked."""
+
+
+def _tell_nobody(_: Told) -> None:
+    """There are no replicas."""
+
+
+class Router:
+    """Decides where requests go, from what a router knows."""
+
+    def __init__(
+        self, pool: Pool, events: CacheEvents | None, options: RoutingOptions, *, seed: int, pace: float = 1.0
+    ) -> None:
+        """``pace`` is how wrong the policy's time model is: at 3 it takes everything to last three times as long."""
+        self.pool = pool
+        self.tell: Callable[[Told], None] = _tell_nobody
+        """Is told of every booking, its progress and its end."""
+        self._pace = pace
+        self._events = events
+        self._options = options
+        self._rng = Random(seed)
+        self._held: HoldQueue[int] = HoldQueue()
+        self._prompts: dict[int, Prompt] = {}
+        self._attempts: dict[int, int] = {}
+
+    def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
+        """Where a request goes that has just come; None if it is held."""
+        chosen = self._choose(prompt, now)
+        if isinstance(chosen.decided, Hold) and self._held.add(number, chosen.decided, now):
+            self._prompts[number] = prompt
+            return None
+        return self._book(number, prompt, chosen)
+
+    def release(self, now: float) -> Iterator[tuple[int, Rank]]:
+        """Requests held that go now, and where. Each is to be sent before the next is asked for."""
+        if not self._held:
+            return
+        chosen: dict[int, Chosen] = {}
+
+        def decide(number: int) -> Choice | Hold:
+            chosen[number] = self._choose(self._prompts[number], now)
+            return chosen[number].decided
+
+        for number, _ in self._held.release(now, decide):
+            yield number, self._book(number, self._prompts.pop(number), chosen[number])
+
+    def next_due(self) -> float:
+        """When a request held must be looked at though nothing happens."""
+        return self._held.next_due()
+
+    def _choose(self, prompt: Prompt, now: float) -> Chosen:
+        found = survey(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
+        return choose(self.pool, prompt, self._options, found, found.free, self._rng, pace_error=self._pace)
+
+    def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
+        key, rank = self._key(number), chosen.row.candidate.rank
+        self.pool.previous[self._options.mode] = rank
+        booked = book(self.pool, key, prompt, chosen) and self.pool.slots.booking(key)
+        if not booked:
+            raise ValueError(f"request {number} is booked already")
+        self.tell(Told(key, 0, booked=(rank, prompt, booked.prefill_tokens)))
+        return rank
+
+    def progress(self, number: int, generated: int, *, finished: bool) -> None:
+        """So many output tokens have come."""
+        if generated == 1 or finished:
+            self._held.started(number)
+        self._take(Told(self._key(number), generated, freed=finished))
+
+    def lost(self, number: int) -> None:
+        """The engine of a request has gone: what it booked is freed. It may be routed once more."""
+        self._held.started(number)
+        self._take(Told(self._key(number), 0, freed=True))
+        self._attempts[number] = self._attempts.get(number, 0) + 1
+
+    def _take(self, told: Told) -> None:
+        self.hear(told)
+        self.tell(told)
+
+    def hear(self, told: Told) -> None:
+        """Takes over what has become of a booking, its own or another replica's."""
+        slots = self.pool.slots
+        if told.booked is not None:
+            slots.book(told.key, *told.booked)
+        elif told.freed:
+            slots.free(told.key)
+        else:
+            if told.generated == 1:
+                slots.prefill_complete(told.key)
+            slots.output_tokens(told.key, told.generated)
+
+    def _overlaps(self, prompt: Prompt) -> Overlaps:
+        if not self._options.asks_indexer or self._events is None:
+            return NOT_ASKED
+        return self._events.overlaps(prompt)
+
+    def _key(self, number: int) -> Key:
+        return (str(number), self._attempts.get(number, 0), _STAGE)

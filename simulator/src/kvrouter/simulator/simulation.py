@@ -1,0 +1,146 @@
+"""One run: a workload, engines, a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.core import Rank
+from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.simulator.engines.cache_events import CacheEvents
+from kvrouter.simulator.engines.fleet import Notice, make_fleet
+from kvrouter.simulator.engines.hindsight import costs_ms
+from kvrouter.simulator.results.outcome import Outcome, Peaks, Served
+from kvrouter.simulator.routing.replicas import Schedulers, Sync
+from kvrouter.simulator.routing.router import ranks_of
+from kvrouter.simulator.workloads.workload import Prompts, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a workload runs against."""
+
+    engines: Sequence[EngineConfig]
+    """All of one block size."""
+    options: RoutingOptions = field(default_factory=RoutingOptions)
+    seed: int = 0
+    """Of the policy's draws."""
+    event_lag_s: float = 0.0
+    """Seconds from a change in an engine's cache until the index knows of it."""
+    pace: float = 1.0
+    """How wrong the policy's time model is: at 3 it takes everything to last three times as long."""
+    restarts: Sequence[tuple[float, int]] = ()
+    """(seconds after the start, engine): the engine loses its cache and requests, and is back at once."""
+    schedulers: int = 1
+    """Replicas of the Scheduler, each with decisions of its own."""
+    sync: Sync | None = None
+    """How replicas learn of each other's bookings; None: never."""
+    spread: bool = False
+    """Whether requests are dealt to the replicas by prompt prefix; otherwise at random."""
+    regret: bool = True
+    """Whether each choice is compared with the others in hindsight; it costs a third of the time or so."""
+
+
+def simulate(workload: Workload, setting: Setting, prompts: Prompts) -> Outcome:
+    """Runs to the end. ``prompts`` are those of the workload, at any load."""
+    return _Run(workload, setting, prompts).to_the_end()
+
+
+class _Run:
+    def __init__(self, workload: Workload, setting: Setting, prompts: Prompts) -> None:
+        self._requests = workload.requests
+        self._prompts = prompts
+        self._engines = setting.engines
+        self._restarts = sorted(setting.restarts)
+        self._regret = setting.regret
+        options = setting.options
+        follows = options.asks_indexer or setting.regret
+        self._fleet = make_fleet(setting.engines, record_events=follows)
+        ranks = ranks_of(setting.engines)
+        self._engine_of = {rank: engine for engine, rank in enumerate(ranks)}
+        block_size = setting.engines[0].block_size
+        self._events = CacheEvents(ranks, block_size, setting.event_lag_s) if follows else None
+        self._router = Schedulers(
+            setting.engines,
+            self._events,
+            options,
+            lambda: self._fleet.now,
+            count=setting.schedulers,
+            sync=setting.sync,
+            spread=setting.spread,
+            seed=setting.seed,
+            pace=setting.pace,
+        )
+        self._served: list[Served] = []
+        self._peaks = Peaks()
+
+    def to_the_end(self) -> Outcome:
+        fleet, router, requests = self._fleet, self._router, self._requests
+        unfinished = len(requests)
+        while unfinished:
+            upcoming = len(self._served)
+            arrival = requests[upcoming].arrives_s if upcoming < len(requests) else math.inf
+            restart = self._restarts[0][0] if self._restarts else math.inf
+            for notice in fleet.advance(min(arrival, restart, router.next_due())):
+                self._take(notice)
+                unfinished -= notice.finished
+            now = fleet.now
+            if self._events is not None:
+                self._events.publish(fleet.take_events())
+                self._events.apply_until(now)
+            while self._restarts and self._restarts[0][0] <= now:
+                unfinished -= self._restart(self._restarts.pop(0)[1])
+            for number, rank in router.release(now):
+                self._send(number, rank)
+            while (number := len(self._served)) < len(requests) and requests[number].arrives_s <= now:
+                self._arrive(number)
+        return Outcome(self._served, fleet.sorted_gaps(), fleet.totals(), self._peaks)
+
+    def _arrive(self, number: int) -> None:
+        request = self._requests[number]
+        self._served.append(Served(request.arrives_s, request.prompt_tokens, request.output_tokens))
+        self._peaks.see([self._fleet.load(engine) for engine in range(len(self._engines))])
+        self._route(number)
+
+    def _route(self, number: int) -> None:
+        rank = self._router.route(number, self._prompts.hashed(number), self._fleet.now)
+        if rank is not None:
+            self._send(number, rank)
+
+    def _send(self, number: int, rank: Rank) -> None:
+        served = self._served[number]
+        served.engine, served.sent_at = self._engine_of[rank], self._fleet.now
+        if self._regret and self._events is not None:
+            blocks = self._events.overlaps(self._prompts.hashed(number)).blocks.tolist()
+            costs = costs_ms(self._fleet, self._engines, blocks, served.prompt_tokens)
+            served.regret_ms = costs[served.engine] - min(costs)
+        self._fleet.submit(served.engine, number, self._prompts.tokens(number), served.output_tokens)
+
+    def _take(self, notice: Notice) -> None:
+        served = self._served[notice.number]
+        if notice.generated == 1:
+            served.first_at, served.cached_tokens = notice.at, notice.cached_tokens
+        if notice.finished:
+            served.ended_at = notice.at
+        self._router.progress(notice.number, notice.generated, finished=notice.finished)
+
+    def _restart(self, engine: int) -> int:
+        """Returns how many requests failed."""
+        self._fleet.restart(engine)
+        if self._events is not None:
+            self._events.restarted(engine)
+        failed = 0
+        for number, served in enumerate(self._served):
+            if served.engine != engine or served.failed or not math.isnan(served.ended_at):
+                continue
+            self._router.lost(number)
+            if math.isnan(served.first_at):
+                served.attempts += 1
+                served.engine = -1
+                self._route(number)
+            else:
+                served.failed = True
+                failed += 1
+        return failed

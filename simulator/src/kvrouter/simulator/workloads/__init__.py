@@ -1,0 +1,1 @@
+"""What is sent: generated, or read from files."""

@@ -1,0 +1,84 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kvrouter.devtools.replay.charts import DrawnRun, draw, hit_rate_over_time
+from kvrouter.devtools.replay.open_loop import ReplayResult
+from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.records import RequestRecord
+from kvrouter.devtools.replay.report import print_report, write_json
+from kvrouter.devtools.replay.statistics import RunFigures, SystemCounts, run_figures
+from rich.console import Console
+
+
+def run(mode: str, ttft_ms: float, cached: int) -> tuple[RunFigures, list[RequestRecord]]:
+    records = []
+    for index in range(200):
+        record = RequestRecord(index, index / 4, prompt_tokens=1000, ended_engine_s=index / 4 + 2)
+        record.cached_tokens, record.ttft_ms, record.worker = cached, ttft_ms + index, (index % 8, 0)
+        record.router_ms, record.itl_ms = 1.5, [10.0, 12.0]
+        records.append(record)
+    counts = SystemCounts(events_applied=1234, events_faulty=0, step_late_p99_ms=3.0)
+    result = ReplayResult(records, wall_seconds=12.0, times_limited=0)
+    return run_figures(result, mode=mode, workers=8, block_size=16, pace=Pace(2.5, 4), counts=counts), records
+
+
+def shown(*runs: RunFigures) -> str:
+    console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_report(console, runs)
+    return console.export_text()
+
+
+def line_with(text: str, words: str) -> str:
+    return next(line for line in text.splitlines() if words in line)
+
+
+def test_two_runs_are_compared_in_words() -> None:
+    text = shown(run("round-robin", 1000, 100)[0], run("kv", 500, 300)[0])
+    assert line_with(text, "found in a cache").split()[-4:] == ["10.0%", "30.0%", "3.0", "times"]
+    assert "less" in line_with(text, "first token, mean")
+    assert line_with(text, "busiest rank").split()[-1] == "same"
+    assert "1,234" in line_with(text, "cache events applied")
+    assert "Load factor 2.5" in text
+    assert "Clock factor 4" in text
+    assert "Valid:" in text
+
+
+def test_an_invalid_run_cannot_be_overlooked() -> None:
+    good = run("kv", 500, 300)[0]
+    text = shown(
+        replace(
+            good, invalid=["requests were sent late"], errors={"UNAVAILABLE": 2}, error_examples={"UNAVAILABLE": "gone"}
+        )
+    )
+    assert "INVALID kv: requests were sent late" in text
+    assert "2 requests ended with UNAVAILABLE: gone" in text
+    assert "Valid:" not in text
+
+
+def test_json_names_the_trace_and_the_bounds(tmp_path: Path) -> None:
+    write_json(tmp_path / "figures.json", [run("kv", 500, 300)[0]], trace="a.jsonl")
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["trace"] == "a.jsonl"
+    assert written["bounds"]["late_engine_ms_p99"] > 0
+    assert written["runs"][0]["mode"] == "kv"
+    assert written["runs"][0]["hit_rate"] == 0.3
+
+
+def test_hit_rate_over_time_follows_the_trace() -> None:
+    _, records = run("kv", 500, 0)
+    for record in records[100:]:
+        record.cached_tokens = 500
+    moments, rates = hit_rate_over_time(records, windows=4)
+    assert rates == [0.0, 0.0, 0.5, 0.5]
+    assert moments == sorted(moments)
+
+
+def test_the_picture_is_a_png_also_of_an_empty_run(tmp_path: Path) -> None:
+    empty = run_figures(
+        ReplayResult([], 0.0, 0), mode="kv", workers=8, block_size=16, pace=Pace(1, 1), counts=SystemCounts()
+    )
+    draw(tmp_path / "two.png", [DrawnRun(*run("round-robin", 900, 10)), DrawnRun(*run("kv", 300, 200))])
+    draw(tmp_path / "none.png", [DrawnRun(empty, [])])
+    for name in ("two.png", "none.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
