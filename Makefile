@@ -55,7 +55,7 @@ types: setup
 rust: setup ## style, lints and tests of the Rust crates, where there is a toolchain
 ifneq ($(CARGO),)
 	cd core/rust && cargo fmt --check && cargo clippy -q -- -D warnings
-	cd core/engine && cargo fmt --check && cargo clippy -q -- -D warnings
+	cd services/mocker/rust && cargo fmt --check && cargo clippy -q -- -D warnings
 	@test -n "$(LIBPYTHON)" || echo "No libpython to link with (python3-dev has it): the core's Rust tests are left out"
 	test -z "$(LIBPYTHON)" || (cd core/rust && cargo test -q --no-default-features)
 endif
@@ -115,7 +115,7 @@ constraints: setup ## constraints.txt, rewritten from what is installed
 	@mv constraints.new constraints.txt
 
 clean: ## remove all that the other commands made
-	rm -rf $(VENV) $(STAMPS) demo-results build dist core/rust/target core/engine/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(STAMPS) demo-results build dist core/rust/target services/mocker/rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f core/src/kvrouter/core/_native*.so core/src/kvrouter/engine/_native*.so protos/src/kvrouter/v1/*_pb2*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} + ; find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
 
@@ -140,7 +140,7 @@ $(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/p
 	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[stack,dev]'
 	@touch $@ $(STAMPS)/core
 
-$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/engine/Cargo.toml core/engine/src/*.rs)
+$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs services/mocker/rust/Cargo.toml services/mocker/rust/src/*.rs)
 	@echo "Building the core"
 	@$(PIP) install -c constraints.txt --no-build-isolation --no-deps -e core
 	@touch $@

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.simulator.plan import Plan, run_plan
 from kvrouter.simulator.results.report import Run
 from kvrouter.simulator.simulation import Setting

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.simulator.plan import routing_options
 from kvrouter.simulator.results.outcome import figures
 from kvrouter.simulator.simulation import Setting, simulate

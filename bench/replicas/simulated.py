@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from statistics import median
 
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.results.outcome import Figures, figures
 from kvrouter.simulator.routing.replicas import Sync

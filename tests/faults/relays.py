@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvrouter.mocker.engine_types import CacheEvent, Removed, Stored
+from kvrouter.mocker.engine.types import CacheEvent, Removed, Stored
 
 from .rig import PATIENCE_SECONDS, TREE, EngineNode, Rig
 

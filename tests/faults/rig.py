@@ -23,9 +23,9 @@ import nats
 from kvrouter.core import local_hashes
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.mocker.adapter import MockEngine, publish_to
-from kvrouter.mocker.engine_choice import make_engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.implementation import make_engine
+from kvrouter.mocker.engine.types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
 from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.runtime.contracts import Indexer

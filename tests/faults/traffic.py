@@ -16,9 +16,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
-from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.reference import Engine
+from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

@@ -17,7 +17,7 @@ from kvrouter.core import local_hashes
 from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.driver import EngineDriver
-from kvrouter.mocker.engine_types import CacheEvent, Stored
+from kvrouter.mocker.engine.types import CacheEvent, Stored
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.worker import Worker, running
 from kvrouter.runtime.config.settings import load

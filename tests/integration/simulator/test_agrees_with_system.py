@@ -19,7 +19,7 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.statistics import hit_rate
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 from kvrouter.devtools.traces.reader import PIECE_TOKENS, TraceRequest
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.scheduler.request.options import RoutingOptions

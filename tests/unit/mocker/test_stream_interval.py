@@ -4,9 +4,9 @@ from contextlib import aclosing
 import pytest
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import EngineDriver
-from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.reference import Engine
+from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
 
 
 @pytest.mark.parametrize(("interval", "most"), [(1, 12), (5, 4), (100, 2)])

@@ -6,8 +6,8 @@ Runs are exact: equal seeds give equal figures, so that the margins are room for
 from __future__ import annotations
 
 import pytest
-from kvrouter.mocker.engine_choice import IMPLEMENTATION
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.results.outcome import Figures, figures
 from kvrouter.simulator.simulation import Setting, simulate

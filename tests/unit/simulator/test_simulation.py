@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from kvrouter.mocker import engine_choice
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine import implementation as engine_choice
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.engines import fleet

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.mocker.engine_choice import IMPLEMENTATION
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.time_model import TimeModel
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.implementation import IMPLEMENTATION
+from kvrouter.mocker.engine.time_model import TimeModel
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.simulator.plan import NAMES, InvalidPolicy, Plan, routing_options, run_plan
 from kvrouter.simulator.results import report

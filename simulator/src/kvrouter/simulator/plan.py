@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvrouter.mocker.engine_choice import IMPLEMENTATION
+from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions
 from kvrouter.simulator.results.outcome import figures

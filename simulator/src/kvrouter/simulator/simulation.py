@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.core import Rank
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.simulator.engines.fleet import Notice, make_fleet

@@ -15,8 +15,8 @@ from kvrouter.frontend import app as frontend_app
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, KvRouterError

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints
 from kvrouter.runtime.contracts import Scheduler, Worker
 from kvrouter.runtime.deadline import Deadline

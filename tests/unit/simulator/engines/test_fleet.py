@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from kvrouter.mocker.engine_choice import IMPLEMENTATION
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import pack_tokens
-from kvrouter.mocker.time_model import TimeModel
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.implementation import IMPLEMENTATION
+from kvrouter.mocker.engine.time_model import TimeModel
+from kvrouter.mocker.engine.types import pack_tokens
 from kvrouter.simulator.engines.fleet import EngineLoad, Fleet, NativeFleet, Notice, RawEvent, ReferenceFleet, Totals
 
 CONFIGS = [

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.results.outcome import Figures, Outcome, figures
 from kvrouter.simulator.routing.replicas import HEARTBEAT_S, Link, Sync

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from kvrouter.mocker.alone import serving_alone
 from kvrouter.mocker.app import engine_config, running, worker_config
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.process.lifecycle import run

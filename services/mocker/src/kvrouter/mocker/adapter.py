@@ -8,7 +8,7 @@ from contextlib import aclosing
 import grpc
 from kvrouter.core import Scope as CoreScope
 from kvrouter.mocker.driver import EngineDriver, Tokens
-from kvrouter.mocker.engine_types import (
+from kvrouter.mocker.engine.types import (
     CacheEvent,
     Cleared,
     DuplicateRequest,
@@ -21,7 +21,7 @@ from kvrouter.mocker.engine_types import (
     Stored,
     pack_tokens,
 )
-from kvrouter.mocker.engine_types import RequestRefused as EngineRefused
+from kvrouter.mocker.engine.types import RequestRefused as EngineRefused
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.errors_pb2 import ErrorReason

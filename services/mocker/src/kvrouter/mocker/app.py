@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import EngineDriver
-from kvrouter.mocker.engine_choice import make_engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import CacheEvent
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.implementation import make_engine
+from kvrouter.mocker.engine.types import CacheEvent
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.mocker.clock import EngineClock
-from kvrouter.mocker.engine_choice import EngineModel
-from kvrouter.mocker.engine_types import CacheEvent, DuplicateRequest, EngineRequest, FinishReason, Output
+from kvrouter.mocker.engine.implementation import EngineModel
+from kvrouter.mocker.engine.types import CacheEvent, DuplicateRequest, EngineRequest, FinishReason, Output
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvrouter.mocker.block_pool import root_hash
-from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_choice import IMPLEMENTATION
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import UNSCOPED, CacheEvent, EngineRequest, Removed, Stored
-from kvrouter.mocker.sequence import output_stream
+from kvrouter.mocker.engine.block_pool import root_hash
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.implementation import IMPLEMENTATION
+from kvrouter.mocker.engine.reference import Engine
+from kvrouter.mocker.engine.sequence import output_stream
+from kvrouter.mocker.engine.types import UNSCOPED, CacheEvent, EngineRequest, Removed, Stored
 
 
 class Notice(NamedTuple):
@@ -218,7 +218,7 @@ class NativeFleet:
 
     def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
         from kvrouter.engine import _native
-        from kvrouter.mocker.native_engine import native_settings
+        from kvrouter.mocker.engine.native import native_settings
 
         self._native = _native.Fleet([native_settings(config) for config in configs], record_events)
         self._configs = configs

@@ -16,7 +16,7 @@ from random import Random
 
 from kvrouter.core import Rank
 from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.simulator.engines.cache_events import CacheEvents

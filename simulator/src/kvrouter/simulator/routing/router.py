@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 from kvrouter.core import Rank
-from kvrouter.mocker.engine_config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting

@@ -1,7 +1,7 @@
 """How steps are put together, example by example. Engines have 10 blocks of 4 tokens and 16 tokens a step."""
 
 import pytest
-from kvrouter.mocker.time_model import TimeModel
+from kvrouter.mocker.engine.time_model import TimeModel
 
 from .engine_harness import Drive, check_blocks, engine
 

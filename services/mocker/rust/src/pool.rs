@@ -1,4 +1,4 @@
-//! The paged KV cache: which blocks hold what, and which goes next. The rules are those of `kvrouter.mocker.block_pool`.
+//! The paged KV cache: which blocks hold what, and which goes next. The rules are those of `kvrouter.mocker.engine.block_pool`.
 //!
 //! A page is the place of a block's content. Blocks that are empty, or in use without content yet, are counts only.
 

@@ -1,4 +1,4 @@
-"""The engine model in Rust, with the interface of ``kvrouter.mocker.engine``."""
+"""The engine model in Rust, with the interface of ``kvrouter.mocker.engine.reference``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import struct
 from itertools import count
 
 from kvrouter.engine import _native
-from kvrouter.mocker.block_pool import root_hash
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import (
+from kvrouter.mocker.engine.block_pool import root_hash
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.sequence import output_stream
+from kvrouter.mocker.engine.types import (
     CachedBlock,
     CacheEvent,
     Cleared,
@@ -24,7 +25,6 @@ from kvrouter.mocker.engine_types import (
     Step,
     Stored,
 )
-from kvrouter.mocker.sequence import output_stream
 
 _FINISH = (None, FinishReason.LENGTH, FinishReason.STOP)
 

@@ -31,9 +31,10 @@ physical copy. The first token comes out of the step that ends the prefill, and 
 
 from collections import deque
 
-from kvrouter.mocker.block_pool import Block, BlockPool
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import (
+from kvrouter.mocker.engine.block_pool import Block, BlockPool
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.sequence import Sequence
+from kvrouter.mocker.engine.types import (
     CachedBlock,
     CacheEvent,
     Cleared,
@@ -48,7 +49,6 @@ from kvrouter.mocker.engine_types import (
     Step,
     Stored,
 )
-from kvrouter.mocker.sequence import Sequence
 
 
 class Engine:

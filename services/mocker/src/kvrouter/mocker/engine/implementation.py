@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import CachedBlock, EngineRequest, Load, Output, Step
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.reference import Engine
+from kvrouter.mocker.engine.types import CachedBlock, EngineRequest, Load, Output, Step
 
 
 class EngineModel(Protocol):
-    """What a driver steps; ``kvrouter.mocker.engine`` says what each method does."""
+    """What a driver steps; ``kvrouter.mocker.engine.reference`` says what each method does."""
 
     config: EngineConfig
 
@@ -35,7 +35,7 @@ def _choose(wanted: str) -> str:
     if wanted == "reference":
         return wanted
     try:
-        from kvrouter.mocker import native_engine  # noqa: F401
+        from kvrouter.mocker.engine import native as native_engine  # noqa: F401
     except ImportError:
         if wanted == "native":
             raise
@@ -50,7 +50,7 @@ IMPLEMENTATION = _choose(os.environ.get("KVROUTER_ENGINE") or "auto")
 def make_engine(config: EngineConfig) -> EngineModel:
     """An engine of the chosen implementation."""
     if IMPLEMENTATION == "native":
-        from kvrouter.mocker.native_engine import NativeEngine
+        from kvrouter.mocker.engine.native import NativeEngine
 
         return NativeEngine(config)
     return Engine(config)

@@ -1,6 +1,6 @@
 import pytest
-from kvrouter.mocker.block_pool import BlockPool
-from kvrouter.mocker.engine_types import UNSCOPED
+from kvrouter.mocker.engine.block_pool import BlockPool
+from kvrouter.mocker.engine.types import UNSCOPED
 
 
 def test_reuse_takes_the_oldest_copy_there_is() -> None:

@@ -1,5 +1,5 @@
 import pytest
-from kvrouter.mocker.time_model import TimeModel
+from kvrouter.mocker.engine.time_model import TimeModel
 
 from .engine_harness import Drive, engine
 

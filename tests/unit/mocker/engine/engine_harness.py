@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import (
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.reference import Engine
+from kvrouter.mocker.engine.types import (
     UNSCOPED,
     CacheEvent,
     Cleared,

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.mocker.engine import Engine
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import RequestRefused
-from kvrouter.mocker.time_model import TimeModel
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.reference import Engine
+from kvrouter.mocker.engine.time_model import TimeModel
+from kvrouter.mocker.engine.types import RequestRefused
 
 from .engine_harness import request
-from .test_engine_invariants import SCOPES, prompts
+from .test_invariants import SCOPES, prompts
 
-native_engine = pytest.importorskip("kvrouter.mocker.native_engine", reason="the engine in Rust is not built")
+native_engine = pytest.importorskip("kvrouter.mocker.engine.native", reason="the engine in Rust is not built")
 
 
 def fitting(max_model_tokens: int | None, **settings: Any) -> EngineConfig:

@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.mocker.engine_types import UNSCOPED, PromptTooLong, Scope, pack_tokens
+from kvrouter.mocker.engine.types import UNSCOPED, PromptTooLong, Scope, pack_tokens
 
 from .engine_harness import Drive, check_blocks, counted, engine, held_copies
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from kvrouter.mocker.engine_types import CachedBlock, Scope
+from kvrouter.mocker.engine.types import CachedBlock, Scope
 from xxhash import xxh3_64_intdigest
 
 BlockKey = tuple[int, bytes]

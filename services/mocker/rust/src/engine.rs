@@ -1,4 +1,4 @@
-//! One rank: its scheduler and its KV cache. The rules of a step are written down in `kvrouter.mocker.engine`, which is
+//! One rank: its scheduler and its KV cache. The rules of a step are written down in `kvrouter.mocker.engine.reference`, which is
 //! the oracle of this file; the order of operations is the same, so that outputs, events and times are equal.
 
 use std::collections::{HashMap, VecDeque};

@@ -1,8 +1,8 @@
 """A request's life in the engine: what is refused, what comes out, how it ends."""
 
 import pytest
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import DuplicateRequest, EngineRequest, PromptTooLong, QueueFull
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.types import DuplicateRequest, EngineRequest, PromptTooLong, QueueFull
 
 from .engine_harness import Drive, check_blocks, engine, request
 

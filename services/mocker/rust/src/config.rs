@@ -1,4 +1,4 @@
-//! What one engine is like, and how long its steps take. `kvrouter.mocker.engine_config` and `time_model` say it in full.
+//! What one engine is like, and how long its steps take. `kvrouter.mocker.engine.config` and `time_model` say it in full.
 
 #[derive(Clone, Copy)]
 pub struct TimeModel {

@@ -1,6 +1,6 @@
-from kvrouter.mocker.block_pool import Block, engine_hash, root_hash
-from kvrouter.mocker.engine_config import EngineConfig
-from kvrouter.mocker.engine_types import EngineRequest, pack_tokens
+from kvrouter.mocker.engine.block_pool import Block, engine_hash, root_hash
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
 from xxhash import xxh3_64_intdigest
 
 _MULTIPLIER, _INCREMENT, _MASK = 6364136223846793005, 1442695040888963407, (1 << 64) - 1

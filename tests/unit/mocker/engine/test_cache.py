@@ -1,7 +1,7 @@
 """What the cache reuses, stores and evicts, example by example. Engines have 10 blocks of 4 tokens."""
 
 import pytest
-from kvrouter.mocker.engine_types import UNSCOPED, Cleared, Removed, Scope, Stored, pack_tokens
+from kvrouter.mocker.engine.types import UNSCOPED, Cleared, Removed, Scope, Stored, pack_tokens
 
 from .engine_harness import Drive, check_blocks, counted, engine, held_copies
 

@@ -1,6 +1,6 @@
 from dataclasses import dataclass, field
 
-from kvrouter.mocker.time_model import TimeModel
+from kvrouter.mocker.engine.time_model import TimeModel
 
 
 @dataclass(frozen=True, slots=True)

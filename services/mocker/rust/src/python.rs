@@ -73,7 +73,7 @@ fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTup
     }
 }
 
-/// One engine; `kvrouter.mocker.native_engine` gives it the interface of `kvrouter.mocker.engine`.
+/// One engine; `kvrouter.mocker.engine.native` gives it the interface of `kvrouter.mocker.engine.reference`.
 #[pyclass(module = "kvrouter.engine._native")]
 pub struct Engine {
     model: Model,
