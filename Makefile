@@ -140,7 +140,7 @@ $(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/p
 	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[stack,dev]'
 	@touch $@ $(STAMPS)/core
 
-$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs services/mocker/rust/Cargo.toml services/mocker/rust/src/*.rs)
+$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/rust/src/*/*/*.rs services/mocker/rust/Cargo.toml services/mocker/rust/src/*.rs)
 	@echo "Building the core"
 	@$(PIP) install -c constraints.txt --no-build-isolation --no-deps -e core
 	@touch $@

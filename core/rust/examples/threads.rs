@@ -9,8 +9,8 @@ mod support;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use kvrouter_core::fair_lock::Turns;
 use kvrouter_core::index::Index;
-use kvrouter_core::turns::Turns;
 use support::{Random, removed, stored};
 
 const LIVE: usize = 1_000_000;

@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use crate::ebb::Ebb;
 use crate::hash::{Secret, sequence_hash};
-use crate::holders::Holders;
-use crate::ranks::Name;
-use crate::table::Table;
-use crate::tagmap::TagMap;
+use crate::index::tree::ranks::Name;
+use crate::storage::holders::Holders;
+use crate::storage::table::Table;
+use crate::storage::tagmap::TagMap;
+use crate::storage::trim_watermark::Ebb;
 
 /// Entries are told apart in 32 bits, and there may be twice as many as the bound, and one, before some are dropped.
 const MOST_BLOCKS: usize = (u32::MAX / 2 - 2) as usize;

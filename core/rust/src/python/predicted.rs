@@ -6,9 +6,9 @@ use pyo3::types::PyDict;
 
 use super::buffers::words;
 use super::exclusive::Exclusive;
-use crate::memory::trim_heap;
+use crate::index::tree::ranks::Name;
 use crate::predicted::Predicted;
-use crate::ranks::Name;
+use crate::storage::memory::trim_heap;
 
 /// Blocks that take some 20 µs to record, to look up or to drop, from where giving up the GIL pays.
 const LONG: usize = 512;

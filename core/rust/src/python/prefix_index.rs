@@ -6,10 +6,10 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use super::shared::Shared;
 use super::{buffers, hashing};
-use crate::apply::Summary;
 use crate::index::Index;
-use crate::ranks::Name;
-use crate::state::Dump;
+use crate::index::apply::Summary;
+use crate::index::dump::Dump;
+use crate::index::tree::ranks::Name;
 use crate::wire::{Batch, Change};
 
 /// Who holds which blocks; see `kvrouter.core.interface.PrefixIndex`.

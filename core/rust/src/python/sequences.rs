@@ -11,9 +11,9 @@ use pyo3::types::{PyBytes, PyMemoryView, PyTuple, PyType};
 
 use super::buffers;
 use super::exclusive::Exclusive;
-use crate::memory::trim_heap;
-use crate::ranks::Name;
-use crate::sequences::{Blocks, Booked, Key, Request, Sequences};
+use crate::index::tree::ranks::Name;
+use crate::load::active_sequences::{Blocks, Booked, Key, Request, Sequences};
+use crate::storage::memory::trim_heap;
 
 /// Blocks that take some 20 µs to book, to free or to look up, from where giving up the GIL pays.
 const LONG: usize = 512;

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 
-use crate::turns::Turns;
+use crate::fair_lock::Turns;
 
 /// A call that takes longer gives the GIL up; one that takes less would wait longer to get it back, ns.
 const LONG: usize = 20_000;

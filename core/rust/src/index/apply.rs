@@ -1,0 +1,210 @@
+//! Applying batches of events: cursors, incarnations, gaps, and what each event does.
+
+use crate::index::Index;
+use crate::index::store::Refused;
+use crate::index::tree::ranks::{Counting, Name, Rank};
+use crate::index::tree::runs::Seat;
+use crate::wire::{Batch, Change, Event};
+
+/// Blocks in one event, at most.
+const MAX_EVENT_BLOCKS: usize = 1 << 16;
+/// Reasons in a summary, at most.
+const MAX_REASONS: usize = 16;
+const SET: i32 = 2;
+
+/// What a batch did; see `ApplySummary` in `interface.py`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    pub rank: Name,
+    pub applied: u64,
+    pub stored_blocks: u64,
+    pub removed_blocks: u64,
+    pub duplicates: u64,
+    pub fenced: u64,
+    pub gap: Option<(u64, u64)>,
+    pub unknown_parents: u64,
+    pub unknown_removals: u64,
+    /// Ids of events, and why they were refused.
+    pub rejected: Vec<(u64, &'static str)>,
+    pub unparsable: &'static str,
+    pub next_event_id: u64,
+    pub incarnation: u64,
+    pub new_incarnation: bool,
+    pub digest_differs: bool,
+}
+
+/// How an event went, where it was not as usual.
+enum Odd {
+    UnknownParent,
+    Rejected(&'static str),
+}
+
+impl Index {
+    /// Applies an encoded KvEventBatch.
+    pub fn apply(&mut self, message: &[u8]) -> Summary {
+        let batch = match Batch::parse(message) {
+            Ok(batch) => batch,
+            Err(malformed) => return Summary { unparsable: malformed.0, ..Summary::default() },
+        };
+        let name = (batch.worker_id, batch.dp_rank);
+        let mut summary = Summary { rank: name, ..Summary::default() };
+        let Some(slot) = self.rank_slot(name, batch.incarnation) else {
+            return Summary { unparsable: "more ranks than an index can have", ..summary };
+        };
+        self.apply_to(slot, &batch, &mut summary);
+        if let Some(rank) = self.ranks.get(slot) {
+            summary.next_event_id = rank.next_event_id;
+            summary.incarnation = rank.incarnation;
+        }
+        self.ranks.weigh(slot);
+        self.scratch.trim();
+        self.give_back(summary.new_incarnation);
+        summary
+    }
+
+    fn apply_to(&mut self, slot: u32, batch: &Batch<'_>, summary: &mut Summary) {
+        let Some(rank) = self.ranks.get(slot) else { return };
+        if batch.incarnation < rank.incarnation {
+            summary.fenced = batch.events.len().max(1) as u64;
+            return;
+        }
+        if batch.incarnation > rank.incarnation {
+            summary.new_incarnation = true;
+            self.drop_held(slot, None);
+            if let Some(rank) = self.ranks.get_mut(slot) {
+                *rank = Rank::new(rank.name, batch.incarnation, 0);
+            }
+        }
+        if let Some(rank) = self.ranks.get_mut(slot) {
+            rank.counting = if batch.counting == SET { Counting::Set } else { Counting::Counted };
+        }
+        for event in &batch.events {
+            let Some(rank) = self.ranks.get(slot) else { return };
+            if event.id < rank.next_event_id {
+                summary.duplicates += 1;
+                continue;
+            }
+            if event.id > rank.next_event_id {
+                summary.gap = Some((rank.next_event_id, event.id));
+                break;
+            }
+            let odd = if event.id == u64::MAX {
+                Err(Odd::Rejected("its id is 2^64 - 1"))
+            } else {
+                self.apply_event(slot, event, summary)
+            };
+            let Some(rank) = self.ranks.get_mut(slot) else { return };
+            rank.next_event_id = event.id.saturating_add(1);
+            match odd {
+                Ok(()) => summary.applied += 1,
+                Err(Odd::UnknownParent) => {
+                    rank.missing = true;
+                    summary.unknown_parents += 1;
+                }
+                Err(Odd::Rejected(why)) => {
+                    rank.missing = true;
+                    if summary.rejected.len() < MAX_REASONS {
+                        summary.rejected.push((event.id, why));
+                    }
+                }
+            }
+        }
+        let Some(rank) = self.ranks.get(slot) else { return };
+        if summary.gap.is_none() && batch.next_event_id > rank.next_event_id {
+            summary.gap = Some((rank.next_event_id, batch.next_event_id));
+        }
+        if let Some(digest) = batch.digest
+            && batch.next_event_id == rank.next_event_id
+            && summary.gap.is_none()
+            && !rank.partial()
+            && (batch.events.is_empty() || self.check_digests)
+        {
+            summary.digest_differs = self.digest(slot) != digest;
+        }
+    }
+
+    fn apply_event(&mut self, slot: u32, event: &Event<'_>, summary: &mut Summary) -> Result<(), Odd> {
+        let tier = match event.tier {
+            0 => 0,
+            tier @ 1..=4 => tier as u32 - 1,
+            _ => return Err(Odd::Rejected("there is no such tier")),
+        };
+        let Some(rank) = self.ranks.get(slot) else { return Ok(()) };
+        let (counting, muted) = (rank.counting, rank.muted);
+        let seat = Seat::new(slot, tier);
+        match &event.change {
+            Change::None => Err(Odd::Rejected("it names no change")),
+            Change::Stored { parent, engines, locals } => {
+                if engines.len() > MAX_EVENT_BLOCKS || locals.len() > MAX_EVENT_BLOCKS {
+                    return Err(Odd::Rejected("it has over 65536 blocks"));
+                }
+                let mut engine_hashes = std::mem::take(&mut self.scratch.engines);
+                let mut local_hashes = std::mem::take(&mut self.scratch.locals);
+                engines.copy_to(&mut engine_hashes);
+                locals.copy_to(&mut local_hashes);
+                let stored = match self.check_chain(*parent, &engine_hashes, &local_hashes) {
+                    Ok(()) if !muted => self.store(seat, counting, *parent, &engine_hashes, &local_hashes),
+                    checked => checked,
+                };
+                if matches!(stored, Err(Refused::UnknownParent)) {
+                    // Where they were they are no longer, and where they are nobody knows.
+                    for tier in 0..4 {
+                        self.remove(Seat::new(slot, tier), Counting::Set, &engine_hashes);
+                    }
+                }
+                self.scratch.engines = engine_hashes;
+                self.scratch.locals = local_hashes;
+                match stored {
+                    Ok(()) if muted => {}
+                    Ok(()) if self.over_bounds(slot) => self.mute(slot),
+                    Ok(()) => summary.stored_blocks += engines.len() as u64,
+                    Err(Refused::UnknownParent) => return Err(Odd::UnknownParent),
+                    Err(Refused::Malformed(why)) => return Err(Odd::Rejected(why)),
+                    Err(Refused::Exhausted) => {
+                        self.mute(slot);
+                        return Err(Odd::Rejected("no memory is left"));
+                    }
+                }
+                Ok(())
+            }
+            Change::Removed { engines } => {
+                if engines.len() == 0 {
+                    return Err(Odd::Rejected("it has no blocks"));
+                }
+                if engines.len() > MAX_EVENT_BLOCKS {
+                    return Err(Odd::Rejected("it has over 65536 blocks"));
+                }
+                if muted {
+                    return Ok(());
+                }
+                let mut engine_hashes = std::mem::take(&mut self.scratch.engines);
+                engines.copy_to(&mut engine_hashes);
+                let held = self.remove(seat, counting, &engine_hashes);
+                self.scratch.engines = engine_hashes;
+                summary.removed_blocks += held;
+                summary.unknown_removals += engines.len() as u64 - held;
+                Ok(())
+            }
+            Change::Cleared => {
+                let all = event.tier == 0;
+                self.drop_held(slot, (!all).then_some(tier));
+                if let Some(rank) = self.ranks.get_mut(slot)
+                    && all
+                {
+                    rank.missing = false;
+                    rank.muted = false;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Empties a rank that took the index over a bound.
+    pub(crate) fn mute(&mut self, slot: u32) {
+        self.drop_held(slot, None);
+        if let Some(rank) = self.ranks.get_mut(slot) {
+            rank.muted = true;
+        }
+        self.give_back(true);
+    }
+}

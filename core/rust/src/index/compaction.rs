@@ -1,0 +1,156 @@
+//! Freeing what nobody holds any more, and giving its memory back.
+
+use crate::index::Index;
+use crate::index::tree::blocks::{LANES, Slot, bit, slot};
+use crate::index::tree::keys::{BranchKeys, SharedKeys, branch_hash};
+use crate::index::tree::runs::ROOT;
+use crate::storage::memory::trim_heap;
+
+/// Blocks that a departure must free before the heap is trimmed: trimming walks the whole heap.
+const TRIM_AFTER: u64 = 1 << 17;
+/// Engine hashes that are gathered before they go: their cache lines are asked for in one stream.
+const UNLISTED_AT_ONCE: usize = 1 << 10;
+
+impl Index {
+    /// Frees what nobody holds of the runs that were touched.
+    pub(crate) fn tidy(&mut self) {
+        self.reached = None;
+        while let Some(run) = self.loose.pop() {
+            self.tidy_run(run);
+        }
+        self.shared.shrink_to_fit(&SharedKeys { secret: self.secret, blocks: &self.blocks });
+    }
+
+    fn tidy_run(&mut self, id: u32) {
+        let mut id = id;
+        while id != ROOT {
+            let run = self.runs.at(id);
+            if run.len == 0 {
+                return;
+            }
+            if run.holdings.is_empty() && run.children == 0 {
+                let parent = run.parent;
+                self.free_run(id);
+                if parent != ROOT {
+                    let above = self.runs.at_mut(parent);
+                    above.children = above.children.saturating_sub(1);
+                    if above.children == 0 {
+                        above.deepest_branch = above.start;
+                        above.dropped = u32::MAX;
+                    }
+                }
+                id = parent;
+                continue;
+            }
+            // With many holders, the look at all of them is spread over as many removals.
+            if (run.dropped as usize).saturating_mul(4) >= run.holdings.len() {
+                let held = run.holdings.iter().map(|holding| holding.hi).max().unwrap_or(run.start);
+                let end = if run.children > 0 { held.max(run.deepest_branch) } else { held };
+                if end < run.end() && end > run.start {
+                    self.cut(id, end);
+                }
+                self.runs.at_mut(id).dropped = 0;
+            }
+            return;
+        }
+    }
+
+    /// Takes the engine hashes from a depth on out of the table. Chunks that lie behind it altogether are left marked as
+    /// listed: they are freed next.
+    fn unlist_from(&mut self, id: u32, depth: u32) {
+        let mut unlisting = std::mem::take(&mut self.scratch.references);
+        let first = depth - self.runs.at(id).start;
+        for number in first / LANES.. {
+            let Some(&chunk) = self.runs.at(id).chunks.get(number as usize) else { break };
+            let Some((header, content)) = self.blocks.both_mut(chunk) else { break };
+            let mut kept = 0;
+            if number == first / LANES {
+                kept = bit(first) - 1;
+                header.doubled &= kept;
+            }
+            for (lane, engine) in (0u32..).zip(&content.engines) {
+                if header.listed & !kept & bit(lane) != 0 {
+                    unlisting.push((self.secret.mix(*engine), slot(chunk, lane)));
+                }
+            }
+            if number == first / LANES {
+                header.listed &= kept;
+            }
+            if unlisting.len() >= UNLISTED_AT_ONCE {
+                self.unlist_all(&mut unlisting);
+            }
+        }
+        self.unlist_all(&mut unlisting);
+        self.scratch.references = unlisting;
+    }
+
+    fn unlist_all(&mut self, unlisting: &mut Vec<(u64, Slot)>) {
+        self.shared.remove_all(unlisting);
+        unlisting.clear();
+    }
+
+    /// Ends a run at a depth.
+    fn cut(&mut self, id: u32, end: u32) {
+        self.unlist_from(id, end);
+        let run = self.runs.at_mut(id);
+        let before = run.heap();
+        run.len = end - run.start;
+        let chunks = run.len.div_ceil(8) as usize;
+        for chunk in run.chunks.drain(chunks.min(run.chunks.len())..) {
+            self.blocks.pages_mut().free(chunk);
+        }
+        if run.chunks.capacity() > 2 * run.chunks.len() + 8 {
+            run.chunks.shrink_to(run.chunks.len() + 4);
+        }
+        self.heap = self.heap + run.heap() - before;
+    }
+
+    /// Removes a run that nobody holds and nothing branches off.
+    fn free_run(&mut self, id: u32) {
+        let run = self.runs.at(id);
+        let (start, parent) = (run.start, run.parent);
+        let hash = branch_hash(self.secret, parent, start, self.blocks.local(run.slot(start)));
+        self.unlist_from(id, start);
+        let (secret, runs, blocks) = (self.secret, &self.runs, &self.blocks);
+        self.branches.remove(hash, id, BranchKeys { secret, runs, blocks });
+        let run = self.runs.take(id);
+        self.heap -= run.heap();
+        self.trim_debt += u64::from(run.len);
+        for chunk in run.chunks {
+            self.blocks.pages_mut().free(chunk);
+        }
+    }
+
+    /// Lets memory that is free go back to the system. `departed`: much may have gone at once.
+    pub(crate) fn give_back(&mut self, departed: bool) {
+        self.blocks.pages_mut().give_back();
+        self.label_blocks.pages_mut().give_back();
+        if self.runs.len() == 0 {
+            self.runs.shrink();
+            self.labels.shrink();
+            self.bits.shrink();
+            self.shared.shrink();
+            self.private.shrink();
+            self.branches.shrink();
+            self.loose = Vec::new();
+        }
+        if departed && self.trim_debt > TRIM_AFTER {
+            self.trim_debt = 0;
+            trim_heap();
+        }
+    }
+
+    /// Takes a shared engine hash out of the table.
+    pub(crate) fn unlist(&mut self, at: Slot) {
+        if self.blocks.header(at).listed & bit(at) == 0 {
+            return;
+        }
+        let hash = self.secret.mix(self.blocks.engine(at));
+        let (secret, blocks) = (self.secret, &self.blocks);
+        self.shared.remove(hash, at, SharedKeys { secret, blocks });
+        if let Some(header) = self.blocks.header_mut(at) {
+            header.listed &= !bit(at);
+            header.doubled &= !bit(at);
+        }
+    }
+}

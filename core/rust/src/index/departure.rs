@@ -1,0 +1,111 @@
+//! Ranks that leave, or begin anew.
+
+use crate::index::Index;
+use crate::index::tree::ranks::{Held, Name, Rank};
+
+impl Index {
+    /// Drops all that a rank holds, in one tier or in all. Returns the entries dropped.
+    pub(crate) fn drop_held(&mut self, slot: u32, tier: Option<u32>) -> u64 {
+        let Some(rank) = self.ranks.get_mut(slot) else { return 0 };
+        let before = rank.entries;
+        rank.tail = None;
+        rank.removed = None;
+        let dropped = rank.floating.drop_tier(tier);
+        rank.entries -= dropped.0;
+        self.entries -= dropped.0;
+        self.slow_entries -= dropped.1;
+        self.floating -= dropped.0;
+        let mut left = rank.held.len();
+        while left > 0 {
+            left -= 1;
+            let Some(&held) = self.ranks.get(slot).and_then(|rank| rank.held.get(left)) else { continue };
+            if tier.is_some_and(|tier| held.seat.tier() != tier) {
+                continue;
+            }
+            self.release_whole(held);
+            self.loose.push(held.run);
+            if self.loose.len() >= 256 {
+                self.tidy();
+            }
+        }
+        self.tidy();
+        self.ranks.weigh(slot);
+        before - self.ranks.get(slot).map_or(0, |rank| rank.entries)
+    }
+
+    /// Ends a holding.
+    fn release_whole(&mut self, held: Held) {
+        let run = self.runs.at_mut(held.run);
+        run.dropped = u32::MAX;
+        let start = run.start;
+        let Ok(at) = run.find(held.seat, held.label) else { return };
+        let Some(&holding) = run.holdings.get(at) else { return };
+        if holding.bits == 0 {
+            self.release(held.seat, held.run, held.label, holding.lo, holding.hi);
+            return;
+        }
+        let mut from = holding.lo;
+        while from < holding.hi {
+            let bits = self.bits.at(holding.bits);
+            from = start + bits.next(from - start, holding.hi - start, true);
+            let to = start + bits.next(from - start, holding.hi - start, false);
+            if from < to {
+                self.release(held.seat, held.run, held.label, from, to);
+            }
+            // A holding without holes left has no bitmap any more, and lasts to its end.
+            let run = self.runs.at(held.run);
+            match run.find(held.seat, held.label).ok().and_then(|at| run.holdings.get(at)) {
+                Some(rest) if rest.bits == 0 => {
+                    let (lo, hi) = (rest.lo, rest.hi);
+                    self.release(held.seat, held.run, held.label, lo, hi);
+                    return;
+                }
+                Some(_) => from = to,
+                None => return,
+            }
+        }
+    }
+
+    /// The slot of a rank, which is added if it is not there.
+    pub(crate) fn rank_slot(&mut self, name: Name, incarnation: u64) -> Option<u32> {
+        match self.ranks.slot_of(name) {
+            Some(slot) => Some(slot),
+            None => self.ranks.add(Rank::new(name, incarnation, 0)),
+        }
+    }
+
+    /// Forgets a rank. Returns the entries dropped.
+    pub fn remove_rank(&mut self, name: Name) -> u64 {
+        let Some(slot) = self.ranks.slot_of(name) else { return 0 };
+        let dropped = self.drop_held(slot, None);
+        self.ranks.remove(slot);
+        self.give_back(true);
+        dropped
+    }
+
+    /// Replaces a rank by an empty one. Returns the entries dropped.
+    pub fn reset_rank(&mut self, name: Name, incarnation: u64, next_event_id: u64, partial: bool) -> u64 {
+        let Some(slot) = self.rank_slot(name, incarnation) else { return 0 };
+        let dropped = self.drop_held(slot, None);
+        if let Some(rank) = self.ranks.get_mut(slot) {
+            *rank = Rank { missing: partial, ..Rank::new(name, incarnation, next_event_id) };
+        }
+        self.ranks.weigh(slot);
+        self.give_back(true);
+        dropped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_reset_weighs_what_it_takes() {
+        let mut index = Index::new(0, 1 << 30, false);
+        let slots = [1, 2].map(|worker| index.rank_slot((worker, 0), 1).unwrap());
+        index.ranks.get_mut(slots[0]).unwrap().extras.reserve(1000);
+        index.reset_rank((1, 0), 2, 0, false);
+        assert_eq!(index.ranks.weigh(slots[1]), index.ranks.heap());
+    }
+}

@@ -1,0 +1,393 @@
+//! The state of a rank as a whole: its digest, its dump, and loading one.
+
+use std::collections::HashMap;
+
+use crate::hash::{digest_term, sequence_hash};
+use crate::index::Index;
+use crate::index::orphans::FloatingBlock;
+use crate::index::tree::ranks::{Counting, Name, Rank, Spot};
+use crate::index::tree::runs::Seat;
+use crate::wire::{BlockRecord, Malformed, RankState, Writer};
+
+/// A block of a rank, as it is walked over.
+struct Block {
+    spot: Spot,
+    engine: u64,
+    local: u64,
+    sequence: u64,
+    /// Sequence hash of the block before it; 0 at depth 0.
+    above: u64,
+    /// Copies in each tier.
+    copies: [u32; 4],
+}
+
+impl Index {
+    /// Calls `visit` with every block of a rank that is in the tree, ancestors before descendants.
+    fn for_blocks(&self, slot: u32, mut visit: impl FnMut(Block)) {
+        let Some(rank) = self.ranks.get(slot) else { return };
+        // A run starts deeper than the run that it branches off.
+        let mut runs: Vec<(u32, u32)> = rank.held.iter().map(|held| (self.runs.at(held.run).start, held.run)).collect();
+        runs.sort_unstable();
+        runs.dedup();
+        for (start, id) in runs {
+            let run = self.runs.at(id);
+            let of_rank = run.of_rank(slot);
+            let mut labels: Vec<u32> = of_rank.iter().map(|holding| holding.label).collect();
+            labels.sort_unstable();
+            labels.dedup();
+            let end = of_rank.iter().map(|holding| holding.hi).max().unwrap_or(start);
+            let mut sequence = self.prefix(id);
+            for depth in start..end {
+                let at = run.slot(depth);
+                let local = self.blocks.local(at);
+                let above = sequence;
+                sequence = sequence_hash(depth, above, local);
+                for &label in &labels {
+                    let spot = Spot { run: id, label, depth };
+                    let mut copies = [0; 4];
+                    for holding in of_rank.iter().filter(|holding| holding.label == label) {
+                        if self.has(run, holding, depth)
+                            && let Some(to) = copies.get_mut(holding.seat.tier() as usize)
+                        {
+                            *to = self.copies(rank, holding.seat.tier(), spot);
+                        }
+                    }
+                    if copies != [0; 4] {
+                        let engine = self.engine_at(spot).unwrap_or_default();
+                        visit(Block { spot, engine, local, sequence, above, copies });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Digest of a rank's entries.
+    pub fn digest(&self, slot: u32) -> u64 {
+        let mut digest = 0u64;
+        let mut add = |engine: u64, sequence: u64, copies: &[u32; 4]| {
+            for (tier, copies) in (1u32..).zip(copies).filter(|(_, copies)| **copies > 0) {
+                digest = digest.wrapping_add(digest_term(engine, sequence, tier, *copies));
+            }
+        };
+        self.for_blocks(slot, |block| add(block.engine, block.sequence, &block.copies));
+        for (engine, block) in self.ranks.get(slot).into_iter().flat_map(|rank| rank.floating.iter()) {
+            add(engine, block.sequence, &block.copies);
+        }
+        digest
+    }
+
+    /// Digest of a rank by name.
+    pub fn digest_of(&self, name: Name) -> Option<u64> {
+        self.ranks.slot_of(name).map(|slot| self.digest(slot))
+    }
+
+    /// Encoded RankState chunks of a rank; none if it is unknown.
+    pub fn dump(&self, name: Name, chunk_blocks: usize) -> Vec<Vec<u8>> {
+        let Some(slot) = self.ranks.slot_of(name) else { return Vec::new() };
+        let Some(rank) = self.ranks.get(slot) else { return Vec::new() };
+        let chunk_blocks = chunk_blocks.max(1);
+        let mut records = Vec::new();
+        let mut starts = Vec::new();
+        let mut digest = 0u64;
+        let mut count = 0usize;
+        let mut write = |record: Record| {
+            if count.is_multiple_of(chunk_blocks) {
+                starts.push(records.len());
+            }
+            count += 1;
+            for (tier, copies) in (1u32..).zip(record.copies).filter(|(_, copies)| *copies > 0) {
+                digest = digest.wrapping_add(digest_term(record.engine, record.sequence, tier, copies));
+            }
+            record.encode(&mut records);
+        };
+        if rank.floating.is_empty() {
+            let mut last: Option<(Spot, u64)> = None;
+            self.for_blocks(slot, |block| {
+                let parent = match last {
+                    Some((spot, engine)) if spot.run == block.spot.run && spot.depth + 1 == block.spot.depth => {
+                        Some(engine)
+                    }
+                    _ => self.parent_engine(slot, block.spot),
+                };
+                last = Some((block.spot, block.engine));
+                write(Record::of(&block, parent));
+            });
+        } else {
+            self.dump_with_floating(slot, rank, &mut write);
+        }
+        let mut chunks = Vec::with_capacity(starts.len().max(1));
+        starts.push(records.len());
+        if starts.len() == 1 {
+            starts.push(records.len());
+        }
+        let pieces = starts.len() - 1;
+        for (number, bounds) in starts.windows(2).enumerate() {
+            let [from, to] = bounds else { continue };
+            let mut state = Writer(Vec::with_capacity(to - from + 64));
+            let mut message = Writer::default();
+            message.varint(1, name.0);
+            message.varint(2, u64::from(name.1));
+            state.bytes(1, &message.0);
+            let mut message = Writer::default();
+            message.fixed64(1, rank.incarnation);
+            message.varint(2, rank.next_event_id);
+            state.bytes(2, &message.0);
+            state.0.extend_from_slice(records.get(*from..*to).unwrap_or_default());
+            state.varint(4, u64::from(number + 1 == pieces));
+            state.fixed64(5, digest);
+            state.varint(6, if rank.counting == Counting::Set { 2 } else { 1 });
+            state.varint(7, u64::from(rank.partial()));
+            chunks.push(state.0);
+        }
+        chunks
+    }
+
+    /// An engine hash that a rank holds at the place before a block's.
+    fn parent_engine(&self, slot: u32, spot: Spot) -> Option<u64> {
+        let depth = spot.depth.checked_sub(1)?;
+        let run = self.runs.at(spot.run);
+        let above = if depth >= run.start { spot.run } else { run.parent };
+        let run = self.runs.at(above);
+        let holding = run.of_rank(slot).iter().find(|holding| self.has(run, holding, depth))?;
+        self.engine_at(Spot { run: above, label: holding.label, depth })
+    }
+
+    fn dump_with_floating(&self, slot: u32, rank: &Rank, write: &mut impl FnMut(Record)) {
+        let mut records = Vec::new();
+        let mut at_place: HashMap<(u32, u64), u64> = HashMap::new();
+        self.for_blocks(slot, |block| {
+            let above = block.spot.depth.checked_sub(1).map(|depth| (depth, block.above));
+            at_place.insert((block.spot.depth, block.sequence), block.engine);
+            records.push((block.spot.depth, above, Record::of(&block, None)));
+        });
+        for (engine, block) in rank.floating.iter() {
+            at_place.insert((block.depth, block.sequence), engine);
+            let above = block.depth.checked_sub(1).zip(block.parent);
+            let FloatingBlock { sequence, local, depth, copies, .. } = *block;
+            records.push((depth, above, Record { engine, parent: None, local, sequence, depth, copies }));
+        }
+        records.sort_by_key(|(depth, ..)| *depth);
+        for (_, above, record) in records {
+            let parent = above.and_then(|above| at_place.get(&above).copied());
+            write(Record { parent, ..record });
+        }
+    }
+
+    /// Replaces a rank by a dump. Returns its entries.
+    pub fn load(&mut self, chunks: &[Vec<u8>]) -> Result<u64, String> {
+        self.replace(&Dump::parse(chunks)?)
+    }
+
+    /// Replaces a rank by a dump that was checked. Returns its entries.
+    pub(crate) fn replace(&mut self, dump: &Dump) -> Result<u64, String> {
+        let slot = match self.ranks.slot_of(dump.name) {
+            Some(slot) => slot,
+            None => self.rank_slot(dump.name, dump.cursor.0).ok_or("more ranks than an index can have")?,
+        };
+        self.drop_held(slot, None);
+        if let Some(rank) = self.ranks.get_mut(slot) {
+            *rank = Rank {
+                missing: dump.partial,
+                counting: dump.counting,
+                ..Rank::new(dump.name, dump.cursor.0, dump.cursor.1)
+            };
+        }
+        self.load_blocks(slot, dump);
+        if self.over_bounds(slot) {
+            self.mute(slot);
+        }
+        self.scratch.trim();
+        self.give_back(true);
+        Ok(self.ranks.get(slot).map_or(0, |rank| rank.entries))
+    }
+
+    /// Puts the blocks of a dump into an empty rank: chain by chain, as far as tiers and copies are alike.
+    fn load_blocks(&mut self, slot: u32, dump: &Dump) {
+        let mut rest = dump.blocks.as_slice();
+        while let Some(first) = rest.first() {
+            let follows = |pair: &[LoadedBlock]| matches!(pair, [one, two] if two.parent == Some(one.engine) && two.copies == one.copies && !two.floats);
+            let mut length = 1;
+            if !first.floats {
+                length += rest.windows(2).take_while(|pair| follows(pair)).count();
+            }
+            // An event's length, so that scratch space stays small.
+            let (chain, others) = rest.split_at_checked(length.min(4096)).unwrap_or((rest, &[]));
+            rest = others;
+            for (tier, copies) in (0u32..).zip(first.copies).filter(|(_, copies)| *copies > 0) {
+                let seat = Seat::new(slot, tier);
+                if first.floats {
+                    let LoadedBlock { engine, sequence, local, depth, above, .. } = *first;
+                    let block = FloatingBlock { sequence, parent: above, local, depth, copies: [0; 4] };
+                    self.float(seat, Counting::Counted, engine, block);
+                    if let Some(block) = self.ranks.get_mut(slot).and_then(|rank| rank.floating.get_mut(engine))
+                        && let Some(to) = block.copies.get_mut(tier as usize)
+                    {
+                        *to = copies;
+                    }
+                    continue;
+                }
+                let engines: Vec<u64> = chain.iter().map(|block| block.engine).collect();
+                let locals: Vec<u64> = chain.iter().map(|block| block.local).collect();
+                let checked = self.check_chain(first.parent, &engines, &locals);
+                if checked.and_then(|()| self.store(seat, Counting::Set, first.parent, &engines, &locals)).is_err() {
+                    self.mute(slot);
+                    return;
+                }
+                if copies > 1 {
+                    for engine in engines {
+                        if let Some(spot) = self.locate(slot, engine, self.secret.mix(engine)) {
+                            self.set_copies(seat, spot, copies);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What a BlockRecord says.
+struct Record {
+    engine: u64,
+    parent: Option<u64>,
+    local: u64,
+    sequence: u64,
+    depth: u32,
+    copies: [u32; 4],
+}
+
+impl Record {
+    fn of(block: &Block, parent: Option<u64>) -> Self {
+        let Block { spot, engine, local, sequence, copies, .. } = *block;
+        Self { engine, parent, local, sequence, depth: spot.depth, copies }
+    }
+
+    /// Appends the record as a block of a RankState.
+    fn encode(&self, to: &mut Vec<u8>) {
+        let mut message = Writer(Vec::with_capacity(64));
+        message.fixed64(1, self.engine);
+        if let Some(parent) = self.parent {
+            message.fixed64(2, parent);
+        }
+        message.fixed64(3, self.local);
+        message.fixed64(4, self.sequence);
+        message.varint(5, u64::from(self.depth));
+        for (tier, copies) in (1u64..).zip(self.copies).filter(|(_, copies)| *copies > 0) {
+            let mut in_tier = Writer(Vec::with_capacity(8));
+            in_tier.varint(1, tier);
+            in_tier.varint(2, u64::from(copies));
+            message.bytes(6, &in_tier.0);
+        }
+        let mut field = Writer(std::mem::take(to));
+        field.bytes(3, &message.0);
+        *to = field.0;
+    }
+}
+
+/// A dump that was checked.
+pub struct Dump {
+    name: Name,
+    cursor: (u64, u64),
+    counting: Counting,
+    partial: bool,
+    blocks: Vec<LoadedBlock>,
+}
+
+struct LoadedBlock {
+    engine: u64,
+    parent: Option<u64>,
+    /// Sequence hash at the parent's place, where there is a parent.
+    above: Option<u64>,
+    local: u64,
+    sequence: u64,
+    depth: u32,
+    copies: [u32; 4],
+    /// Whether its ancestors are unknown.
+    floats: bool,
+}
+
+impl Dump {
+    /// Reads the chunks of a dump and checks that they make one.
+    pub(crate) fn parse(chunks: &[Vec<u8>]) -> Result<Self, String> {
+        let mut dump: Option<Self> = None;
+        let mut known: HashMap<u64, (u64, u32, bool)> = HashMap::new();
+        let mut digest = 0u64;
+        let mut said = None;
+        for chunk in chunks {
+            if said.is_some() {
+                return Err("the dump goes on after its last chunk".into());
+            }
+            let state = RankState::parse(chunk).map_err(|Malformed(why)| format!("a chunk cannot be read: {why}"))?;
+            let (Some(name), Some(cursor)) = (state.rank, state.cursor) else {
+                return Err("a chunk lacks its rank or its cursor".into());
+            };
+            let dump = dump.get_or_insert_with(|| Self {
+                name,
+                cursor,
+                counting: Counting::Counted,
+                partial: false,
+                blocks: Vec::new(),
+            });
+            if dump.name != name || dump.cursor != cursor {
+                return Err("the chunks are of several ranks, or of several moments".into());
+            }
+            for record in &state.blocks {
+                let block = LoadedBlock::check(record, &known)?;
+                if known.insert(block.engine, (block.sequence, block.depth, block.floats)).is_some() {
+                    return Err(format!("engine hash {:#x} comes twice", block.engine));
+                }
+                for (tier, copies) in (1u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
+                    digest = digest.wrapping_add(digest_term(block.engine, block.sequence, tier, copies));
+                }
+                dump.blocks.push(block);
+            }
+            if state.last {
+                said = Some(state.digest);
+                dump.counting = if state.counting == 2 { Counting::Set } else { Counting::Counted };
+                dump.partial = state.partial;
+            }
+        }
+        match (dump, said) {
+            (Some(dump), Some(said)) if said == digest => Ok(dump),
+            (Some(_), Some(said)) => Err(format!("the digest is {digest:#x}, and the dump says {said:#x}")),
+            _ => Err("the last chunk is missing".into()),
+        }
+    }
+}
+
+impl LoadedBlock {
+    fn check(record: &BlockRecord, known: &HashMap<u64, (u64, u32, bool)>) -> Result<Self, String> {
+        let BlockRecord { engine, parent, local, sequence, depth, .. } = *record;
+        let wrong = |why: &str| Err(format!("block {engine:#x} {why}"));
+        let mut copies = [0; 4];
+        for &(tier, count) in &record.copies {
+            let tier = if tier == 0 { 1 } else { tier };
+            let place = usize::try_from(tier).ok().and_then(|tier| copies.get_mut(tier.wrapping_sub(1)));
+            match place {
+                Some(place) if *place == 0 && count > 0 => *place = count,
+                Some(_) => return wrong("has a tier twice, or without copies"),
+                None => return wrong("is in an unknown tier"),
+            }
+        }
+        if copies == [0; 4] {
+            return wrong("has no copies");
+        }
+        let (above, floats) = match parent {
+            Some(parent) => {
+                let Some(&(above, parent_depth, floats)) = known.get(&parent) else {
+                    return wrong("has a parent that did not come before it");
+                };
+                let right =
+                    parent_depth.checked_add(1) == Some(depth) && sequence == sequence_hash(depth, above, local);
+                if !right {
+                    return wrong("is elsewhere than its parent and its local hash say");
+                }
+                (Some(above), floats)
+            }
+            None if depth == 0 && sequence != local => {
+                return wrong("is elsewhere than its local hash says");
+            }
+            None => (None, depth > 0),
+        };
+        Ok(Self { engine, parent, above, local, sequence, depth, copies, floats })
+    }
+}

@@ -1,0 +1,245 @@
+//! The prefix index: a tree of runs of blocks, who holds which of them, and a table from engine hashes to blocks.
+//!
+//! Places are exact: a block's place is where the path of local hashes leads from the root, compared hash by hash. An
+//! engine hash is found through a table that holds 5 bytes for it; a run's blocks have one engine hash each that all
+//! ranks share, and a rank that knows a block by another name has a label of its own. See `bench/README.md`.
+
+pub(crate) mod aliases;
+pub mod apply;
+pub(crate) mod compaction;
+pub(crate) mod departure;
+pub(crate) mod dump;
+pub(crate) mod naming;
+pub(crate) mod orphans;
+pub(crate) mod query;
+pub(crate) mod remove;
+pub(crate) mod residency;
+pub(crate) mod statistics;
+pub(crate) mod store;
+pub mod tree;
+
+use crate::hash::{Secret, sequence_hash};
+use crate::index::tree::blocks::{Blocks, LabelBlocks, Slot};
+use crate::index::tree::keys::{branch_hash, private_hash};
+use crate::index::tree::ranks::{Ranks, Spot};
+use crate::index::tree::runs::{Bits, Holding, Label, ROOT, Run, SHARED};
+use crate::storage::table::Table;
+use crate::storage::tagmap::TagMap;
+
+/// Ids of runs and labels stay below this.
+pub const MAX_RECORDS: u32 = 1 << 30;
+
+/// Who holds which blocks.
+pub struct Index {
+    pub(crate) secret: Secret,
+    pub(crate) blocks: Blocks,
+    pub(crate) label_blocks: LabelBlocks,
+    pub(crate) runs: Table<Run>,
+    pub(crate) labels: Table<Label>,
+    pub(crate) bits: Table<Bits>,
+    /// Shared engine hashes, by their own hash; refers to slots of `blocks`.
+    pub(crate) shared: TagMap,
+    /// Engine hashes of labels, by their and their rank's hash; refers to slots of `label_blocks`.
+    pub(crate) private: TagMap,
+    /// Branches, by (run, depth, first local hash); refers to runs.
+    pub(crate) branches: TagMap,
+    pub(crate) ranks: Ranks,
+    /// (rank, engine hash, tier) triples.
+    pub(crate) entries: u64,
+    /// Those of other tiers than the first.
+    pub(crate) slow_entries: u64,
+    /// Entries whose ancestors are unknown.
+    pub(crate) floating: u64,
+    /// Bytes on the heap that belong to runs, labels and bitmaps.
+    pub(crate) heap: usize,
+    /// Runs that may have blocks nobody holds.
+    pub(crate) loose: Vec<u32>,
+    /// The block whose sequence hash was asked for last, by run and depth, and that hash; None once runs may have changed.
+    pub(crate) reached: Option<(u32, u32, u64)>,
+    pub(crate) scratch: crate::index::tree::scratch::Scratch,
+    pub(crate) max_blocks: u64,
+    pub(crate) max_bytes: u64,
+    pub(crate) check_digests: bool,
+    pub(crate) trim_debt: u64,
+}
+
+impl Index {
+    /// An empty index. A bound of 0 is none.
+    pub fn new(max_blocks: u64, max_bytes: u64, check_digests: bool) -> Self {
+        Self {
+            secret: Secret::random(),
+            blocks: Blocks::new(),
+            label_blocks: LabelBlocks::new(),
+            runs: Table::new(),
+            labels: Table::new(),
+            bits: Table::new(),
+            shared: TagMap::new(),
+            private: TagMap::dense(),
+            branches: TagMap::new(),
+            ranks: Ranks::default(),
+            entries: 0,
+            slow_entries: 0,
+            floating: 0,
+            heap: 0,
+            loose: Vec::new(),
+            reached: None,
+            scratch: Default::default(),
+            max_blocks,
+            max_bytes,
+            check_digests,
+            trim_debt: 0,
+        }
+    }
+
+    /// Bytes in memory.
+    pub fn memory_bytes(&self) -> usize {
+        self.ranks.heap() + self.bytes_beside_ranks()
+    }
+
+    fn bytes_beside_ranks(&self) -> usize {
+        self.blocks.pages().bytes()
+            + self.label_blocks.pages().bytes()
+            + self.runs.bytes()
+            + self.labels.bytes()
+            + self.bits.bytes()
+            + self.shared.bytes()
+            + self.private.bytes()
+            + self.branches.bytes()
+            + self.heap
+            + self.scratch.heap()
+    }
+
+    /// The most table entries that one operation has moved.
+    pub fn most_moved(&self) -> usize {
+        self.shared.most_moved().max(self.private.most_moved()).max(self.branches.most_moved())
+    }
+
+    /// Whether the index is over one of its bounds, where only one rank has changed since it was last asked.
+    pub(crate) fn over_bounds(&mut self, changed: u32) -> bool {
+        (self.max_blocks > 0 && self.entries > self.max_blocks)
+            || (self.max_bytes > 0 && (self.ranks.weigh(changed) + self.bytes_beside_ranks()) as u64 > self.max_bytes)
+    }
+
+    /// The run that branches off `run` at `depth` with this local hash.
+    #[inline]
+    pub(crate) fn branch(&self, run: u32, depth: u32, local: u64) -> Option<u32> {
+        self.branches.find(branch_hash(self.secret, run, depth, local), |id| {
+            let branch = self.runs.at(id);
+            branch.parent == run && branch.start == depth && self.blocks.local(branch.slot(depth)) == local
+        })
+    }
+
+    /// Whether a holding has the block at a depth.
+    #[inline]
+    pub(crate) fn has(&self, run: &Run, holding: &Holding, depth: u32) -> bool {
+        holding.lo <= depth
+            && depth < holding.hi
+            && (holding.bits == 0 || self.bits.at(holding.bits).get(depth - run.start))
+    }
+
+    /// Whether a rank holds a block by a label, in any tier.
+    #[inline]
+    pub(crate) fn holds(&self, rank: u32, spot: Spot) -> bool {
+        let run = self.runs.at(spot.run);
+        run.of_rank(rank).iter().any(|holding| holding.label == spot.label && self.has(run, holding, spot.depth))
+    }
+
+    /// The place of a shared slot.
+    #[inline]
+    pub(crate) fn spot_of(&self, at: Slot) -> Spot {
+        let header = self.blocks.header(at);
+        let depth = self.runs.at(header.owner).start + u32::from(header.number) * 8 + (at & 7);
+        Spot { run: header.owner, label: SHARED, depth }
+    }
+
+    /// Where a rank holds an engine hash. `hash` is the secret's mix of it.
+    pub(crate) fn locate(&self, rank: u32, engine: u64, hash: u64) -> Option<Spot> {
+        let mut spot = None;
+        let is_it = |at: Slot| {
+            if self.blocks.engine(at) != engine {
+                return false;
+            }
+            let candidate = self.spot_of(at);
+            let held = self.holds(rank, candidate);
+            if held {
+                spot = Some(candidate);
+            }
+            held
+        };
+        if self.shared.find(hash, is_it).is_some() {
+            return spot;
+        }
+        if self.ranks.get(rank).is_none_or(|rank| rank.private == 0) {
+            return None;
+        }
+        self.private.find(private_hash(self.secret, rank, engine), |at| {
+            let header = self.label_blocks.header(at);
+            let label = self.labels.at(header.owner);
+            if self.label_blocks.engine(at) != engine || label.rank != rank {
+                return false;
+            }
+            let depth = label.start + u32::from(header.number) * 8 + (at & 7);
+            spot = Some(Spot { run: label.run, label: header.owner, depth });
+            true
+        });
+        spot
+    }
+
+    /// The engine hash of a block under a label; None past the label's ends.
+    #[inline]
+    pub(crate) fn engine_at(&self, spot: Spot) -> Option<u64> {
+        if spot.label == SHARED {
+            let run = self.runs.at(spot.run);
+            (run.start <= spot.depth && spot.depth < run.end()).then(|| self.blocks.engine(run.slot(spot.depth)))
+        } else {
+            let label = self.labels.at(spot.label);
+            (label.start <= spot.depth && spot.depth < label.end())
+                .then(|| self.label_blocks.engine(label.slot(spot.depth)))
+        }
+    }
+
+    /// Sequence hash of the block before a run's first one.
+    pub(crate) fn prefix(&self, id: u32) -> u64 {
+        // Up to an ancestor whose prefix is known or that starts a sequence, then down again.
+        let mut path = Vec::new();
+        let mut at = id;
+        let mut hash = 0;
+        while at != ROOT {
+            let run = self.runs.at(at);
+            if run.start == 0 {
+                break;
+            }
+            if let Some(known) = run.prefix() {
+                hash = known;
+                break;
+            }
+            path.push(at);
+            at = run.parent;
+        }
+        // `at` is the lowest run whose prefix is known: `hash`, or none at depth 0.
+        for below in path.into_iter().rev() {
+            let run = self.runs.at(at);
+            let until = self.runs.at(below).start;
+            for depth in run.start..until {
+                hash = sequence_hash(depth, hash, self.blocks.local(run.slot(depth)));
+            }
+            self.runs.at(below).set_prefix(hash);
+            at = below;
+        }
+        hash
+    }
+
+    /// Sequence hash of a block of a run. It goes on from the one asked for last: chains are walked down block by block.
+    pub(crate) fn sequence_at(&mut self, run_id: u32, depth: u32) -> u64 {
+        let run = self.runs.at(run_id);
+        let (from, mut hash) = match self.reached {
+            Some((same, last, hash)) if same == run_id && last < depth => (last + 1, hash),
+            _ => (run.start, self.prefix(run_id)),
+        };
+        for at in from..=depth {
+            hash = sequence_hash(at, hash, self.blocks.local(run.slot(at)));
+        }
+        self.reached = Some((run_id, depth, hash));
+        hash
+    }
+}

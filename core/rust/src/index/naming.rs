@@ -1,0 +1,259 @@
+//! The names of stored blocks: under which engine hash a rank holds each, shared with all ranks or its own.
+
+use crate::index::Index;
+use crate::index::store::{Chain, Refused};
+use crate::index::tree::blocks::{LANES, Slot, bit, slot};
+use crate::index::tree::keys::{SharedKeys, private_hash};
+use crate::index::tree::ranks::Spot;
+use crate::index::tree::runs::SHARED;
+
+/// Equal engine hashes in the shared table, at most. Further ones go into labels, which are found by rank as well, so
+/// that engines whose hashes are no more than counters do not make long chains.
+const MAX_EQUAL: usize = 3;
+
+/// Blocks that are looked at together after one that needed a look of its own: where such blocks and others take turns, all
+/// that was asked about the others is asked again.
+const FEW: usize = 4;
+
+/// What becomes of a block's engine hash.
+enum Name {
+    /// It is, or has become, the block's shared one.
+    Shared,
+    /// The rank has it in a label at this very place.
+    Known(u32),
+    /// The rank needs it in a label.
+    Private,
+}
+
+impl Index {
+    /// Lets the chain's rank hold the blocks `from..to` of the chain, which lie in a run from `depth` on.
+    pub(crate) fn cover(
+        &mut self,
+        chain: &Chain<'_>,
+        run: u32,
+        depth: u32,
+        from: usize,
+        to: usize,
+    ) -> Result<(), Refused> {
+        let covered = self.cover_all(chain, run, depth, from, to);
+        if covered.is_err() {
+            self.runs.at_mut(run).dropped = u32::MAX;
+            self.loose.push(run);
+        }
+        covered
+    }
+
+    fn cover_all(&mut self, chain: &Chain<'_>, run: u32, depth: u32, from: usize, to: usize) -> Result<(), Refused> {
+        let seat = chain.seat;
+        let depth_of = |at: usize| depth + (at - from) as u32;
+        let mut at = from;
+        let mut ahead = usize::MAX;
+        while at < to {
+            let first = at;
+            at = self.name_shared(chain, run, depth_of(at), at, to, &mut ahead);
+            let mut name = Name::Shared;
+            if at < to {
+                name = self.name(chain, Spot { run, label: SHARED, depth: depth_of(at) }, at);
+                if let Name::Shared = name {
+                    at += 1;
+                }
+            }
+            if at > first {
+                self.hold(seat, run, SHARED, depth_of(first), depth_of(at), chain.counting);
+            }
+            let label = match name {
+                Name::Shared => SHARED,
+                Name::Known(label) => label,
+                Name::Private => {
+                    let engine = chain.engines.get(at).copied().unwrap_or_default();
+                    let label = self.label_for(seat.rank(), run, depth_of(at)).ok_or(Refused::Exhausted)?;
+                    if !self.put_private(label, depth_of(at), engine) {
+                        return Err(Refused::Exhausted);
+                    }
+                    label
+                }
+            };
+            if label != SHARED {
+                // Held at once: a label is freed with the last block that is held by it.
+                self.hold(seat, run, label, depth_of(at), depth_of(at) + 1, chain.counting);
+                at += 1;
+            }
+            let last = Spot { run, label, depth: depth_of(at) - 1 };
+            if let Some(rank) = self.ranks.get_mut(seat.rank()) {
+                rank.tail = Some(last);
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on as long as engine hashes are, or can simply become, the shared ones. Returns where it stopped. `ahead` blocks
+    /// are looked at together: few after a stop, and more again as it goes well.
+    fn name_shared(
+        &mut self,
+        chain: &Chain<'_>,
+        run: u32,
+        depth: u32,
+        from: usize,
+        to: usize,
+        ahead: &mut usize,
+    ) -> usize {
+        let Some(rank) = self.ranks.get(chain.seat.rank()) else { return from };
+        if !rank.floating.is_empty() {
+            return from;
+        }
+        let private = rank.private > 0;
+        let mut at = from;
+        while at < to {
+            let end = at.saturating_add(*ahead).min(to);
+            let most = if private { at + self.without_labels(chain, at, end) } else { end };
+            while at < most {
+                let depth = depth + (at - from) as u32;
+                let known = self.named_alike(chain, run, depth, at, most);
+                let new = self.name_new(chain, run, depth + known as u32, at + known, most);
+                at += known + new;
+                if known + new == 0 {
+                    break;
+                }
+            }
+            if at < end {
+                *ahead = FEW;
+                break;
+            }
+            *ahead = ahead.saturating_mul(4);
+        }
+        at
+    }
+
+    /// How many blocks of a chain, from one on, its rank surely has in no label.
+    fn without_labels(&mut self, chain: &Chain<'_>, from: usize, to: usize) -> usize {
+        let rank = chain.seat.rank();
+        let mut hashes = std::mem::take(&mut self.scratch.references);
+        let engines = chain.engines.get(from..to).unwrap_or_default();
+        hashes.extend(engines.iter().map(|engine| (private_hash(self.secret, rank, *engine), 0)));
+        let (blocks, labels) = (&self.label_blocks, &self.labels);
+        let absent = self.private.absent(&hashes, |number, at| {
+            engines.get(number) == Some(&blocks.engine(at)) && labels.at(blocks.header(at).owner).rank == rank
+        });
+        hashes.clear();
+        self.scratch.references = hashes;
+        absent
+    }
+
+    /// How many blocks, from a depth on, have the chain's engine hashes as their shared ones, listed nowhere else.
+    fn named_alike(&self, chain: &Chain<'_>, run: u32, depth: u32, from: usize, to: usize) -> usize {
+        let run = self.runs.at(run);
+        let mut offset = depth - run.start;
+        let mut at = from;
+        while at < to
+            && let Some(&chunk) = run.chunks.get((offset / LANES) as usize)
+        {
+            let lane = offset % LANES;
+            if let Some(&ahead) = run.chunks.get((offset / LANES) as usize + 16) {
+                self.blocks.prefetch_engines(ahead);
+            }
+            let header = self.blocks.header(slot(chunk, lane));
+            let named = ((header.listed & !header.doubled) >> lane).trailing_ones();
+            let shared = self.blocks.chunk(chunk).engines.iter().skip(lane as usize).take(named as usize);
+            let asked = chain.engines.get(at..to).unwrap_or_default();
+            let alike = shared.zip(asked).take_while(|(shared, asked)| shared == asked).count();
+            at += alike;
+            offset += alike as u32;
+            if alike < (LANES - lane) as usize {
+                break;
+            }
+        }
+        at - from
+    }
+
+    /// Gives blocks that have no shared engine hash those of the chain, as far as nobody uses them elsewhere. Returns how
+    /// many.
+    fn name_new(&mut self, chain: &Chain<'_>, run_id: u32, depth: u32, from: usize, to: usize) -> usize {
+        let run = self.runs.at(run_id);
+        let start = depth - run.start;
+        let mut references = std::mem::take(&mut self.scratch.references);
+        let mut hashes = chain.hashes.get(from..to).unwrap_or_default();
+        let mut engines = chain.engines.get(from..to).unwrap_or_default();
+        for number in start / LANES.. {
+            let Some(&chunk) = run.chunks.get(number as usize).filter(|_| !hashes.is_empty()) else { break };
+            let lane = if number == start / LANES { start % LANES } else { 0 };
+            let Some((header, content)) = self.blocks.both_mut(chunk) else { break };
+            let free = (header.listed >> lane).trailing_zeros().min(LANES - lane);
+            let (now, later) = hashes.split_at(hashes.len().min(free as usize));
+            references.extend(now.iter().zip(lane..).map(|(hash, lane)| (*hash, slot(chunk, lane))));
+            hashes = later;
+            let (now, later) = engines.split_at(now.len());
+            for (to, engine) in content.engines.iter_mut().skip(lane as usize).zip(now) {
+                *to = *engine;
+            }
+            engines = later;
+            if free < LANES - lane {
+                break;
+            }
+        }
+        let keys = SharedKeys { secret: self.secret, blocks: &self.blocks };
+        let mut named = 0;
+        if self.shared.grow(references.len(), &keys) {
+            let engines = chain.engines.get(from..).unwrap_or_default();
+            let is_same = |number: usize, at| engines.get(number) == Some(&self.blocks.engine(at));
+            named = self.shared.insert_alone(&references, is_same);
+        }
+        references.clear();
+        self.scratch.references = references;
+        let run = self.runs.at(run_id);
+        let mut left = named as u32;
+        for number in start / LANES.. {
+            let Some(&chunk) = run.chunks.get(number as usize).filter(|_| left > 0) else { break };
+            let lane = if number == start / LANES { start % LANES } else { 0 };
+            let count = left.min(LANES - lane);
+            if let Some(header) = self.blocks.header_mut(slot(chunk, 0)) {
+                header.listed |= (((1u32 << count) - 1) << lane) as u8;
+            }
+            left -= count;
+        }
+        named
+    }
+
+    /// Finds the name under which a rank is to hold a block. Whatever it holds elsewhere under this engine hash moves.
+    fn name(&mut self, chain: &Chain<'_>, spot: Spot, at: usize) -> Name {
+        let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return Name::Private };
+        let rank = chain.seat.rank();
+        self.land(rank, engine, spot);
+        if let Some(held) = self.locate(rank, engine, hash) {
+            if (held.run, held.depth) == (spot.run, spot.depth) {
+                return if held.label == SHARED { Name::Shared } else { Name::Known(held.label) };
+            }
+            self.release_everywhere(rank, held);
+        }
+        let slot = self.runs.at(spot.run).slot(spot.depth);
+        if self.blocks.header(slot).listed & bit(slot) != 0 {
+            return if self.blocks.engine(slot) == engine { Name::Shared } else { Name::Private };
+        }
+        let mut equals: [Slot; MAX_EQUAL] = [0; MAX_EQUAL];
+        let mut found = 0;
+        let blocks = &self.blocks;
+        self.shared.find(hash, |other| {
+            if blocks.engine(other) == engine {
+                if let Some(place) = equals.get_mut(found) {
+                    *place = other;
+                }
+                found += 1;
+            }
+            found >= MAX_EQUAL
+        });
+        let keys = SharedKeys { secret: self.secret, blocks };
+        if found >= MAX_EQUAL || !self.shared.insert(hash, slot, keys) {
+            return Name::Private;
+        }
+        self.blocks.set_engine(slot, engine);
+        if let Some(header) = self.blocks.header_mut(slot) {
+            header.listed |= bit(slot);
+            header.doubled = if found > 0 { header.doubled | bit(slot) } else { header.doubled & !bit(slot) };
+        }
+        for other in equals.into_iter().take(found) {
+            if let Some(header) = self.blocks.header_mut(other) {
+                header.doubled |= bit(other);
+            }
+        }
+        Name::Shared
+    }
+}

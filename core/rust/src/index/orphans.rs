@@ -1,0 +1,234 @@
+//! Blocks of a rank whose ancestors nobody has told: a dump may hold them, since engines evict parents before children.
+//!
+//! Such a block's place is known by its sequence hash alone, so it cannot be in the tree. It stays here until it is
+//! removed, or stored again below a known parent.
+
+use std::collections::HashMap;
+
+use crate::hash::sequence_hash;
+use crate::index::Index;
+use crate::index::store::{Chain, Refused};
+use crate::index::tree::ranks::{Counting, Spot};
+use crate::index::tree::runs::Seat;
+
+/// A block that floats.
+#[derive(Clone, Copy, Debug)]
+pub struct FloatingBlock {
+    pub sequence: u64,
+    /// Sequence hash of the block before it, where that is known.
+    pub parent: Option<u64>,
+    pub local: u64,
+    pub depth: u32,
+    /// Copies in each tier.
+    pub copies: [u32; 4],
+}
+
+impl FloatingBlock {
+    /// Tiers that it is held in, and those of them beyond the first.
+    fn entries(&self) -> (u64, u64) {
+        let held = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
+        (held, held - u64::from(matches!(self.copies, [first, ..] if first > 0)))
+    }
+}
+
+/// The floating blocks of one rank.
+#[derive(Default)]
+pub struct Floating {
+    blocks: HashMap<u64, FloatingBlock>,
+    /// Engine hashes by sequence hash.
+    places: HashMap<u64, Vec<u64>>,
+}
+
+impl Floating {
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    pub fn get(&self, engine: u64) -> Option<&FloatingBlock> {
+        self.blocks.get(&engine)
+    }
+
+    /// Copies of an engine hash, to be changed; never to none in all tiers.
+    pub fn get_mut(&mut self, engine: u64) -> Option<&mut FloatingBlock> {
+        self.blocks.get_mut(&engine)
+    }
+
+    /// Adds a block; one with this engine hash must not be there.
+    pub fn add(&mut self, engine: u64, block: FloatingBlock) {
+        self.places.entry(block.sequence).or_default().push(engine);
+        self.blocks.insert(engine, block);
+    }
+
+    /// Takes a block out.
+    pub fn take(&mut self, engine: u64) -> Option<FloatingBlock> {
+        let block = self.blocks.remove(&engine)?;
+        if let Some(engines) = self.places.get_mut(&block.sequence) {
+            engines.retain(|at| *at != engine);
+            if engines.is_empty() {
+                self.places.remove(&block.sequence);
+            }
+        }
+        Some(block)
+    }
+
+    /// Whether a place is held in a tier up to `tier` (from 0).
+    pub fn holds(&self, sequence: u64, tier: u32) -> bool {
+        self.places.get(&sequence).into_iter().flatten().any(|engine| {
+            self.get(*engine).is_some_and(|block| block.copies.iter().take(tier as usize + 1).any(|copies| *copies > 0))
+        })
+    }
+
+    /// All blocks, by engine hash.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, &FloatingBlock)> {
+        self.blocks.iter().map(|(engine, block)| (*engine, block))
+    }
+
+    /// Drops a tier, or all. Returns the entries dropped, and those of them in other tiers than the first.
+    pub fn drop_tier(&mut self, tier: Option<u32>) -> (u64, u64) {
+        let (mut dropped, mut slow) = (0, 0);
+        let mut gone = Vec::new();
+        for (engine, block) in &mut self.blocks {
+            for (at, copies) in (0u32..).zip(&mut block.copies) {
+                if *copies > 0 && tier.is_none_or(|tier| tier == at) {
+                    *copies = 0;
+                    dropped += 1;
+                    slow += u64::from(at > 0);
+                }
+            }
+            if block.copies == [0; 4] {
+                gone.push(*engine);
+            }
+        }
+        for engine in gone {
+            self.take(engine);
+        }
+        (dropped, slow)
+    }
+
+    pub fn heap(&self) -> usize {
+        self.blocks.capacity() * (size_of::<FloatingBlock>() + 9) + self.places.capacity() * 41 + self.places.len() * 32
+    }
+}
+
+impl Index {
+    /// Takes an engine hash out of the floating blocks of a rank that stores it at a known place. Where the place is the
+    /// same, its copies come along.
+    pub(crate) fn land(&mut self, rank_slot: u32, engine: u64, spot: Spot) {
+        let Some(rank) = self.ranks.get_mut(rank_slot) else { return };
+        if rank.floating.is_empty() {
+            return;
+        }
+        let Some(block) = rank.floating.take(engine) else { return };
+        self.uncount(rank_slot, &block);
+        if block.depth != spot.depth || self.sequence_at(spot.run, spot.depth) != block.sequence {
+            return;
+        }
+        // As if each copy were stored again at its place, where the tree now knows it.
+        let single = [engine];
+        let hashes = [self.secret.mix(engine)];
+        for (tier, copies) in (0u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
+            let seat = Seat::new(rank_slot, tier);
+            let chain =
+                Chain { seat, counting: Counting::Set, engines: &single, locals: &[block.local], hashes: &hashes };
+            if self.cover(&chain, spot.run, spot.depth, 0, 1).is_err() {
+                return;
+            }
+            if let Some(held) = self.locate(rank_slot, engine, self.secret.mix(engine)) {
+                self.set_copies(seat, held, copies);
+            }
+        }
+    }
+
+    /// Stores a chain below a floating block.
+    pub(crate) fn store_floating(
+        &mut self,
+        seat: Seat,
+        counting: Counting,
+        parent: u64,
+        engines: &[u64],
+        locals: &[u64],
+    ) -> Result<(), Refused> {
+        let Some(rank) = self.ranks.get(seat.rank()) else { return Err(Refused::UnknownParent) };
+        let Some(above) = rank.floating.get(parent).copied() else { return Err(Refused::UnknownParent) };
+        let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;
+        if above.depth.checked_add(count).is_none() {
+            return Err(Refused::Malformed("its chain is deeper than 2^32 blocks"));
+        }
+        let (mut depth, mut sequence) = (above.depth, above.sequence);
+        for (&engine, &local) in engines.iter().zip(locals) {
+            let before = sequence;
+            (depth, sequence) = (depth + 1, sequence_hash(depth + 1, sequence, local));
+            let block = FloatingBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
+            self.float(seat, counting, engine, block);
+        }
+        self.tidy();
+        Ok(())
+    }
+
+    /// Adds a copy of a floating block in a seat's tier. What the rank holds elsewhere under this engine hash moves.
+    pub(crate) fn float(&mut self, seat: Seat, counting: Counting, engine: u64, block: FloatingBlock) {
+        let rank = seat.rank();
+        let hash = self.secret.mix(engine);
+        let mut block = block;
+        if let Some(held) = self.locate(rank, engine, hash) {
+            if held.depth == block.depth && self.sequence_at(held.run, held.depth) == block.sequence {
+                self.hold(seat, held.run, held.label, held.depth, held.depth + 1, counting);
+                return;
+            }
+            self.release_everywhere(rank, held);
+        }
+        if let Some(old) = self.ranks.get_mut(rank).and_then(|rank| rank.floating.take(engine)) {
+            self.uncount(rank, &old);
+            if (old.sequence, old.depth) == (block.sequence, block.depth) {
+                block.copies = old.copies;
+                block.parent = block.parent.or(old.parent);
+            }
+        }
+        if let Some(copies) = block.copies.get_mut(seat.tier() as usize) {
+            *copies = if counting == Counting::Set { 1 } else { copies.saturating_add(1) };
+        }
+        let Some(rank) = self.ranks.get_mut(rank) else { return };
+        let (entries, slow) = block.entries();
+        rank.floating.add(engine, block);
+        rank.entries += entries;
+        self.entries += entries;
+        self.slow_entries += slow;
+        self.floating += entries;
+    }
+
+    /// Takes the entries of a block that floats no more out of the counts.
+    fn uncount(&mut self, rank: u32, block: &FloatingBlock) {
+        let (entries, slow) = block.entries();
+        if let Some(rank) = self.ranks.get_mut(rank) {
+            rank.entries -= entries;
+        }
+        self.entries -= entries;
+        self.slow_entries -= slow;
+        self.floating -= entries;
+    }
+
+    /// Removes a copy of a floating block from a seat (as a set: all copies). Returns whether it was held.
+    pub(crate) fn remove_floating(&mut self, seat: Seat, counting: Counting, engine: u64) -> bool {
+        let Some(rank) = self.ranks.get_mut(seat.rank()) else { return false };
+        if rank.floating.is_empty() {
+            return false;
+        }
+        let Some(block) = rank.floating.get_mut(engine) else { return false };
+        let Some(copies) = block.copies.get_mut(seat.tier() as usize).filter(|copies| **copies > 0) else {
+            return false;
+        };
+        *copies = if counting == Counting::Set { 0 } else { *copies - 1 };
+        if *copies == 0 {
+            let gone = block.copies == [0; 4];
+            rank.entries -= 1;
+            self.entries -= 1;
+            self.floating -= 1;
+            self.slow_entries -= u64::from(seat.tier() > 0);
+            if gone {
+                rank.floating.take(engine);
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,174 @@
+//! How much of a prompt each rank holds.
+
+use crate::hash::sequence_hash;
+use crate::index::Index;
+use crate::index::tree::ranks::Rank;
+use crate::index::tree::runs::{Holding, ROOT, Run};
+use crate::wire::Writer;
+
+/// A stretch of a prompt that lies in one run.
+struct Stretch {
+    run: u32,
+    from: u32,
+    to: u32,
+}
+
+impl Index {
+    /// The overlap of every slot, to a tier (from 0) or a faster one.
+    pub fn overlaps(&self, locals: &[u64], tier: u32) -> Vec<u32> {
+        let mut held = vec![0u32; self.ranks.slots()];
+        self.for_stretches(locals, |run, stretch| {
+            let mut alive = false;
+            let mut rest = run.holdings.as_slice();
+            while let Some(first) = rest.first() {
+                let rank = first.seat.rank();
+                let same = rest.iter().skip(1).take_while(|holding| holding.seat.rank() == rank).count() + 1;
+                let (of_rank, others) = rest.split_at_checked(same).unwrap_or((rest, &[]));
+                rest = others;
+                let Some(overlap) = held.get_mut(rank as usize).filter(|overlap| **overlap == stretch.from) else {
+                    continue;
+                };
+                *overlap = self.leading(run, of_rank, tier, stretch.from, stretch.to);
+                alive |= *overlap == stretch.to;
+            }
+            alive
+        });
+        if self.floating > 0 {
+            self.add_floating(locals, tier, &mut held);
+        }
+        held
+    }
+
+    /// The depth up to which a rank holds a run without a hole, from `from` on, at most `to`.
+    #[inline]
+    fn leading(&self, run: &Run, of_rank: &[Holding], tier: u32, from: u32, to: u32) -> u32 {
+        let mut depth = from;
+        loop {
+            let before = depth;
+            for holding in of_rank.iter().filter(|holding| holding.seat.tier() <= tier) {
+                if holding.lo <= depth && depth < holding.hi {
+                    let end = holding.hi.min(to);
+                    depth = if holding.bits == 0 {
+                        end
+                    } else {
+                        let bits = self.bits.at(holding.bits);
+                        run.start + bits.next(depth - run.start, end - run.start, false)
+                    };
+                }
+            }
+            // Another tier or label may go on where one ends.
+            if depth == before || depth >= to || of_rank.len() == 1 {
+                return depth.min(to);
+            }
+        }
+    }
+
+    /// Follows a prompt down the tree, as long as there are runs for it and `visit` wants more.
+    fn for_stretches(&self, locals: &[u64], mut visit: impl FnMut(&Run, Stretch) -> bool) {
+        let mut at = 0usize;
+        let mut run_id = ROOT;
+        while let Some(&next) = locals.get(at) {
+            let Ok(from) = u32::try_from(at) else { return };
+            let Some(branch) = self.branch(run_id, from, next) else { return };
+            run_id = branch;
+            let run = self.runs.at(run_id);
+            let same = self.common(run, from, locals.get(at..).unwrap_or_default());
+            let to = from + same as u32;
+            if same == 0 || !visit(run, Stretch { run: run_id, from, to }) {
+                return;
+            }
+            at += same;
+            if run.children == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Extends the overlaps of ranks that have blocks outside the tree.
+    fn add_floating(&self, locals: &[u64], tier: u32, held: &mut [u32]) {
+        let mut stretches = Vec::new();
+        self.for_stretches(locals, |_, stretch| {
+            stretches.push(stretch);
+            true
+        });
+        let mut sequences = Vec::with_capacity(locals.len());
+        let mut sequence = 0;
+        for (depth, local) in (0u32..).zip(locals) {
+            sequence = sequence_hash(depth, sequence, *local);
+            sequences.push(sequence);
+        }
+        for (_, slot) in self.ranks.in_order() {
+            let Some(rank) = self.ranks.get(slot).filter(|rank| !rank.floating.is_empty()) else { continue };
+            let Some(overlap) = held.get_mut(slot as usize) else { continue };
+            while let Some(&sequence) = sequences.get(*overlap as usize) {
+                if rank.floating.holds(sequence, tier) {
+                    *overlap += 1;
+                    continue;
+                }
+                let Some(stretch) = stretches.iter().find(|stretch| stretch.from <= *overlap && *overlap < stretch.to)
+                else {
+                    break;
+                };
+                let run = self.runs.at(stretch.run);
+                let depth = self.leading(run, run.of_rank(slot), tier, *overlap, stretch.to);
+                if depth == *overlap {
+                    break;
+                }
+                *overlap = depth;
+            }
+        }
+    }
+
+    /// Distinct places that any rank holds.
+    pub fn distinct_blocks(&self) -> u64 {
+        let mut distinct = 0;
+        for id in self.runs.ids() {
+            let run = self.runs.at(id);
+            match run.holdings.as_slice() {
+                [] => {}
+                [only] if only.bits == 0 => distinct += u64::from(only.hi - only.lo),
+                holdings => {
+                    let mut ordered: Vec<&Holding> = holdings.iter().collect();
+                    ordered.sort_unstable_by_key(|holding| holding.lo);
+                    if ordered.iter().all(|holding| holding.bits == 0) {
+                        let mut end = run.start;
+                        for holding in ordered {
+                            distinct += u64::from(holding.hi.saturating_sub(holding.lo.max(end)));
+                            end = end.max(holding.hi);
+                        }
+                    } else {
+                        let held = |depth: &u32| holdings.iter().any(|holding| self.has(run, holding, *depth));
+                        distinct += (run.start..run.end()).filter(held).count() as u64;
+                    }
+                }
+            }
+        }
+        distinct
+    }
+}
+
+impl Index {
+    /// The encoded FindMatchesResponse for a prompt.
+    pub fn find_matches(&self, locals: &[u64]) -> Vec<u8> {
+        let device = self.overlaps(locals, 0);
+        let slower: Vec<Vec<u32>> = if self.slow_entries == 0 {
+            vec![device.clone(), device.clone(), device.clone()]
+        } else {
+            (1..4).map(|tier| self.overlaps(locals, tier)).collect()
+        };
+        let slots: Vec<u32> = self.ranks.in_order().map(|(_, slot)| slot).collect();
+        let ranks: Vec<&Rank> = slots.iter().filter_map(|slot| self.ranks.get(*slot)).collect();
+        let mut response = Writer(Vec::with_capacity(64 + ranks.len() * 48));
+        response.packed(1, ranks.iter().map(|rank| rank.name.0));
+        response.packed(2, ranks.iter().map(|rank| u64::from(rank.name.1)));
+        for (number, column) in (3u32..).zip(std::iter::once(&device).chain(&slower)) {
+            let overlap = |slot: &u32| column.get(*slot as usize).copied().unwrap_or_default();
+            response.packed(number, slots.iter().map(|slot| u64::from(overlap(slot))));
+        }
+        response.packed_fixed64(7, ranks.iter().map(|rank| rank.incarnation));
+        response.packed(8, ranks.iter().map(|rank| rank.next_event_id));
+        response.packed(9, ranks.iter().map(|rank| u64::from(rank.partial())));
+        response.varint(10, locals.len() as u64);
+        response.0
+    }
+}

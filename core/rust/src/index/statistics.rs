@@ -1,0 +1,73 @@
+//! What an index says about itself.
+
+use crate::index::Index;
+use crate::index::tree::ranks::Name;
+
+/// State of one rank.
+pub struct RankInfo {
+    pub name: Name,
+    /// (incarnation, next event id)
+    pub cursor: (u64, u64),
+    pub blocks: u64,
+    pub bytes: u64,
+    pub partial: bool,
+}
+
+/// Size of an index.
+pub struct Stats {
+    pub ranks: usize,
+    pub blocks: u64,
+    pub distinct_blocks: u64,
+    pub memory_bytes: usize,
+}
+
+impl Index {
+    /// The rank behind each slot.
+    pub fn names_by_slot(&self) -> Vec<Option<Name>> {
+        (0..self.ranks.slots() as u32).map(|slot| self.ranks.get(slot).map(|rank| rank.name)).collect()
+    }
+
+    /// (incarnation, next event id) of a rank.
+    pub fn cursor(&self, name: Name) -> Option<(u64, u64)> {
+        let rank = self.ranks.get(self.ranks.slot_of(name)?)?;
+        Some((rank.incarnation, rank.next_event_id))
+    }
+
+    /// Entries that a rank holds.
+    pub fn entries_of(&self, name: Name) -> u64 {
+        self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).map_or(0, |rank| rank.entries)
+    }
+
+    /// Sets whether a rank's blocks may be fewer than it holds.
+    pub fn mark_partial(&mut self, name: Name, partial: bool) {
+        if let Some(rank) = self.ranks.slot_of(name).and_then(|slot| self.ranks.get_mut(slot)) {
+            rank.missing = partial;
+        }
+    }
+
+    /// All ranks, in order of their names. A rank's bytes are its share of the blocks, and what is its alone.
+    pub fn rank_infos(&self) -> Vec<RankInfo> {
+        let shared = self.memory_bytes().saturating_sub(self.ranks.heap()) as u64;
+        let ranks = self.ranks.in_order().filter_map(|(_, slot)| self.ranks.get(slot));
+        ranks
+            .map(|rank| RankInfo {
+                name: rank.name,
+                cursor: (rank.incarnation, rank.next_event_id),
+                blocks: rank.entries,
+                bytes: rank.heap() as u64
+                    + (u128::from(shared) * u128::from(rank.entries) / u128::from(self.entries.max(1))) as u64,
+                partial: rank.partial(),
+            })
+            .collect()
+    }
+
+    /// Size of the index.
+    pub fn stats(&self) -> Stats {
+        Stats {
+            ranks: self.ranks.count(),
+            blocks: self.entries,
+            distinct_blocks: self.distinct_blocks(),
+            memory_bytes: self.memory_bytes(),
+        }
+    }
+}

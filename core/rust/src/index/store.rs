@@ -1,0 +1,228 @@
+//! Storing a chain of blocks: where it goes in the tree.
+
+use crate::index::tree::blocks::LANES;
+use crate::index::tree::keys::{BranchKeys, branch_hash};
+use crate::index::tree::ranks::{Counting, Spot};
+use crate::index::tree::runs::{MAX_BLOCKS, ROOT, Run, Seat};
+use crate::index::{Index, MAX_RECORDS};
+
+/// How many chunks are asked for ahead of their turn: as many cache misses as may be under way at a time.
+pub(crate) const CHUNKS_AHEAD: usize = 24;
+
+/// Why a chain was not stored.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// The rank does not hold the parent.
+    UnknownParent,
+    /// The event breaks the contract.
+    Malformed(&'static str),
+    /// There is no memory, or no room for ids.
+    Exhausted,
+}
+
+/// A chain that is being stored.
+pub(crate) struct Chain<'a> {
+    pub(crate) seat: Seat,
+    pub(crate) counting: Counting,
+    pub(crate) engines: &'a [u64],
+    pub(crate) locals: &'a [u64],
+    pub(crate) hashes: &'a [u64],
+}
+
+impl Index {
+    /// Whether a chain is one that may be stored. Leaves the hashes of its engine hashes for `store`.
+    pub(crate) fn check_chain(&mut self, parent: Option<u64>, engines: &[u64], locals: &[u64]) -> Result<(), Refused> {
+        if engines.is_empty() {
+            return Err(Refused::Malformed("it has no blocks"));
+        }
+        if engines.len() != locals.len() {
+            return Err(Refused::Malformed("it has unlike numbers of engine hashes and local hashes"));
+        }
+        let secret = self.secret;
+        self.scratch.hashes.clear();
+        self.scratch.hashes.extend(engines.iter().map(|engine| secret.mix(*engine)));
+        if self.scratch.repeats(engines) {
+            return Err(Refused::Malformed("an engine hash comes twice"));
+        }
+        if parent.is_some_and(|parent| engines.contains(&parent)) {
+            return Err(Refused::Malformed("a block is its own parent"));
+        }
+        Ok(())
+    }
+
+    /// Stores a chain of blocks for a rank, below `parent` or from the start of a sequence. `check_chain` comes first.
+    pub(crate) fn store(
+        &mut self,
+        seat: Seat,
+        counting: Counting,
+        parent: Option<u64>,
+        engines: &[u64],
+        locals: &[u64],
+    ) -> Result<(), Refused> {
+        let (run, depth) = match parent {
+            None => (ROOT, 0),
+            Some(parent) => match self.parent_place(seat.rank(), parent) {
+                Some(Spot { run, depth, .. }) => (run, depth + 1),
+                None => return self.store_floating(seat, counting, parent, engines, locals),
+            },
+        };
+        let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;
+        if depth.checked_add(count).is_none() {
+            return Err(Refused::Malformed("its chain is deeper than 2^32 blocks"));
+        }
+        let hashes = std::mem::take(&mut self.scratch.hashes);
+        let chain = Chain { seat, counting, engines, locals, hashes: &hashes };
+        let stored = self.walk_and_store(&chain, run, depth);
+        self.scratch.hashes = hashes;
+        self.tidy();
+        stored
+    }
+
+    fn parent_place(&self, rank: u32, parent: u64) -> Option<Spot> {
+        if let Some(tail) = self.ranks.get(rank)?.tail
+            && self.engine_at(tail) == Some(parent)
+            && self.holds(rank, tail)
+        {
+            return Some(tail);
+        }
+        self.locate(rank, parent, self.secret.mix(parent))
+    }
+
+    fn walk_and_store(&mut self, chain: &Chain<'_>, run: u32, depth: u32) -> Result<(), Refused> {
+        let (mut run_id, mut depth, mut at) = (run, depth, 0);
+        let count = chain.locals.len();
+        while at < count {
+            let rest = chain.locals.get(at..).unwrap_or_default();
+            let Some(&next) = rest.first() else { break };
+            let run = self.runs.at(run_id);
+            let same = if run_id == ROOT { 0 } else { self.common(run, depth, rest) };
+            if same > 0 {
+                self.cover(chain, run_id, depth, at, at + same)?;
+                (at, depth) = (at + same, depth + same as u32);
+                continue;
+            }
+            let run = self.runs.at(run_id);
+            if (run.children > 0 || run_id == ROOT)
+                && let Some(branch) = self.branch(run_id, depth, next)
+            {
+                run_id = branch;
+                continue;
+            }
+            let extends = run_id != ROOT && depth == run.end() && run.len < MAX_BLOCKS;
+            if !extends {
+                run_id = self.runs.add(Run::branch(run_id, depth), MAX_RECORDS).ok_or(Refused::Exhausted)?;
+            }
+            let room = (MAX_BLOCKS - self.runs.at(run_id).len) as usize;
+            let added = rest.len().min(room);
+            let made = self.extend(run_id, rest.get(..added).unwrap_or_default());
+            if !extends {
+                self.link(run_id)?;
+            }
+            if made.is_err() {
+                self.runs.at_mut(run_id).dropped = u32::MAX;
+                self.loose.push(run_id);
+            }
+            made?;
+            self.cover(chain, run_id, depth, at, at + added)?;
+            (at, depth) = (at + added, depth + added as u32);
+        }
+        Ok(())
+    }
+
+    /// How many of the local hashes are those of the run from a depth on.
+    pub(crate) fn common(&self, run: &Run, depth: u32, locals: &[u64]) -> usize {
+        let offset = depth.wrapping_sub(run.start);
+        let most = locals.len().min(run.len.saturating_sub(offset) as usize);
+        let (first, end) = ((offset / LANES) as usize, (offset as usize + most).div_ceil(LANES as usize));
+        let chunks = run.chunks.get(first..end).unwrap_or_default();
+        for &chunk in chunks.iter().take(CHUNKS_AHEAD) {
+            self.blocks.prefetch_locals(chunk);
+        }
+        let mut lane = (offset % LANES) as usize;
+        let mut asked = locals.get(..most).unwrap_or_default();
+        for (at, &chunk) in chunks.iter().enumerate() {
+            if let Some(&ahead) = chunks.get(at + CHUNKS_AHEAD) {
+                self.blocks.prefetch_locals(ahead);
+            }
+            let held = &self.blocks.chunk(chunk).locals;
+            if let Some((eight, rest)) = asked.split_first_chunk::<8>()
+                && lane == 0
+                && held.iter().zip(eight).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
+            {
+                asked = rest;
+                continue;
+            }
+            let held = held.get(lane..).unwrap_or_default();
+            let equal = held.iter().zip(asked).take_while(|(held, asked)| held == asked).count();
+            asked = asked.get(equal..).unwrap_or_default();
+            if equal < held.len() {
+                break;
+            }
+            lane = 0;
+        }
+        most - asked.len()
+    }
+
+    /// Enters a new run, whose first block is there, into the table of branches.
+    fn link(&mut self, id: u32) -> Result<(), Refused> {
+        let run = self.runs.at(id);
+        if run.len == 0 {
+            let run = self.runs.take(id);
+            self.heap -= run.heap();
+            return Err(Refused::Exhausted);
+        }
+        let (parent, start) = (run.parent, run.start);
+        let hash = branch_hash(self.secret, parent, start, self.blocks.local(run.slot(start)));
+        let keys = BranchKeys { secret: self.secret, runs: &self.runs, blocks: &self.blocks };
+        if !self.branches.insert(hash, id, keys) {
+            let run = self.runs.take(id);
+            self.heap -= run.heap();
+            for chunk in run.chunks {
+                self.blocks.pages_mut().free(chunk);
+            }
+            return Err(Refused::Exhausted);
+        }
+        if parent != ROOT {
+            let above = self.runs.at_mut(parent);
+            above.children += 1;
+            above.deepest_branch = above.deepest_branch.max(start);
+        }
+        Ok(())
+    }
+
+    /// Adds blocks at a run's end, without engine hashes.
+    fn extend(&mut self, run_id: u32, locals: &[u64]) -> Result<(), Refused> {
+        let run = self.runs.at_mut(run_id);
+        let before = run.heap();
+        let chunks = (run.len as usize + locals.len()).div_ceil(LANES as usize);
+        run.chunks.reserve_exact(if run.chunks.is_empty() {
+            chunks
+        } else {
+            // An end that grows again and again must not be copied each time.
+            let more = chunks.saturating_sub(run.chunks.len());
+            if more > run.chunks.capacity() - run.chunks.len() { more.max(run.chunks.len() / 4) } else { 0 }
+        });
+        let mut rest = locals;
+        let mut made = Ok(());
+        while !rest.is_empty() {
+            let lane = run.len % LANES;
+            if lane == 0 {
+                let Some(chunk) = self.blocks.allocate(run_id, run.chunks.len() as u16) else {
+                    made = Err(Refused::Exhausted);
+                    break;
+                };
+                run.chunks.push(chunk);
+            }
+            let Some(chunk) = run.chunks.last().and_then(|&chunk| self.blocks.chunk_mut(chunk)) else { break };
+            let room = chunk.locals.get_mut(lane as usize..).unwrap_or_default();
+            let taken = room.len().min(rest.len());
+            for (to, local) in room.iter_mut().zip(rest) {
+                *to = *local;
+            }
+            run.len += taken as u32;
+            rest = rest.get(taken..).unwrap_or_default();
+        }
+        self.heap = self.heap + run.heap() - before;
+        made
+    }
+}

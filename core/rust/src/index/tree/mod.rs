@@ -1,0 +1,7 @@
+//! The records of the index's tree: runs of blocks and their places, ranks, keys of tables.
+
+pub(crate) mod blocks;
+pub(crate) mod keys;
+pub mod ranks;
+pub(crate) mod runs;
+pub(crate) mod scratch;

@@ -1,0 +1,217 @@
+//! The ranks of an index: their cursors, and what must be known about each beside the tree.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+
+use crate::index::orphans::Floating;
+use crate::index::tree::blocks::Slot;
+use crate::index::tree::runs::Seat;
+
+/// (worker_id, dp_rank)
+pub type Name = (u64, u32);
+
+/// How copies of a block are counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Counting {
+    /// Every copy is stored and removed on its own.
+    Counted,
+    /// Stores and removals name a set.
+    Set,
+}
+
+/// Where a holding is: an entry in a rank's list of them.
+#[derive(Clone, Copy)]
+pub struct Held {
+    pub run: u32,
+    pub seat: Seat,
+    pub label: u32,
+}
+
+/// A block by where it is, and the label under which a rank holds it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Spot {
+    pub run: u32,
+    pub label: u32,
+    pub depth: u32,
+}
+
+/// Hashes small integers that nobody outside chooses.
+#[derive(Default)]
+pub struct SlotHasher(u64);
+
+impl Hasher for SlotHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte));
+        }
+    }
+    fn write_u64(&mut self, word: u64) {
+        let product = u128::from(self.0 ^ word) * 0x9E37_79B9_7F4A_7C15_F39C_C060;
+        self.0 = (product as u64) ^ ((product >> 64) as u64);
+    }
+}
+
+/// Copies beyond the first, by tier and slot.
+pub type Extras = HashMap<u64, u32, BuildHasherDefault<SlotHasher>>;
+
+/// The key of a block in `Extras`.
+pub fn extra_key(tier: u32, label: u32, slot: Slot) -> u64 {
+    u64::from(tier) << 40 | u64::from(label != crate::index::tree::runs::SHARED) << 32 | u64::from(slot)
+}
+
+/// One rank.
+pub struct Rank {
+    pub name: Name,
+    pub incarnation: u64,
+    pub next_event_id: u64,
+    /// Whether blocks may be missing for another reason than a bound.
+    pub missing: bool,
+    /// Emptied over a bound: its events move the cursor only.
+    pub muted: bool,
+    pub counting: Counting,
+    /// (engine hash, tier) pairs held.
+    pub entries: u64,
+    /// Blocks held under engine hashes that other ranks do not share.
+    pub private: u64,
+    /// All its holdings.
+    pub held: Vec<Held>,
+    pub extras: Extras,
+    /// The last block stored: most likely the next store's parent.
+    pub tail: Option<Spot>,
+    /// The last block removed: the next one is most likely beside it.
+    pub removed: Option<Spot>,
+    /// Blocks whose ancestors are unknown.
+    pub floating: Floating,
+}
+
+impl Rank {
+    pub fn new(name: Name, incarnation: u64, next_event_id: u64) -> Self {
+        Self {
+            name,
+            incarnation,
+            next_event_id,
+            missing: false,
+            muted: false,
+            counting: Counting::Counted,
+            entries: 0,
+            private: 0,
+            held: Vec::new(),
+            extras: Extras::default(),
+            tail: None,
+            removed: None,
+            floating: Floating::default(),
+        }
+    }
+
+    /// Whether blocks may be missing.
+    pub fn partial(&self) -> bool {
+        self.missing || self.muted
+    }
+
+    /// Bytes on the heap.
+    pub fn heap(&self) -> usize {
+        size_of::<Self>()
+            + self.held.capacity() * size_of::<Held>()
+            + self.extras.capacity() * 17
+            + self.floating.heap()
+    }
+}
+
+/// Ranks by slot and by name. A rank keeps its slot; free slots are used again, the lowest first.
+#[derive(Default)]
+pub struct Ranks {
+    slots: Vec<Option<Box<Rank>>>,
+    by_name: BTreeMap<Name, u32>,
+    free: BinaryHeap<Reverse<u32>>,
+    /// Bytes on the heap of each slot's rank when it was last weighed.
+    weights: Vec<usize>,
+    /// The sum of the weights.
+    weight: usize,
+}
+
+/// Slots of ranks stay below this, so that a seat fits into 32 bits.
+const MAX_RANKS: usize = 1 << 29;
+
+impl Ranks {
+    /// The slot of a rank.
+    pub fn slot_of(&self, name: Name) -> Option<u32> {
+        self.by_name.get(&name).copied()
+    }
+
+    #[inline]
+    pub fn get(&self, slot: u32) -> Option<&Rank> {
+        self.slots.get(slot as usize)?.as_deref()
+    }
+
+    #[inline]
+    pub fn get_mut(&mut self, slot: u32) -> Option<&mut Rank> {
+        self.slots.get_mut(slot as usize)?.as_deref_mut()
+    }
+
+    /// Number of slots, free ones among them.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Number of ranks.
+    pub fn count(&self) -> usize {
+        self.by_name.len()
+    }
+
+    /// Slots in order of (worker_id, dp_rank).
+    pub fn in_order(&self) -> impl Iterator<Item = (Name, u32)> {
+        self.by_name.iter().map(|(name, slot)| (*name, *slot))
+    }
+
+    /// Adds a rank that is not there; None if there are too many.
+    pub fn add(&mut self, rank: Rank) -> Option<u32> {
+        let name = rank.name;
+        let slot = match self.free.pop() {
+            Some(Reverse(slot)) => slot,
+            None if self.slots.len() < MAX_RANKS => {
+                self.slots.push(None);
+                self.weights.push(0);
+                self.slots.len() as u32 - 1
+            }
+            None => return None,
+        };
+        if let Some(place) = self.slots.get_mut(slot as usize) {
+            *place = Some(Box::new(rank));
+        }
+        self.by_name.insert(name, slot);
+        Some(slot)
+    }
+
+    /// Takes a rank out.
+    pub fn remove(&mut self, slot: u32) -> Option<Box<Rank>> {
+        let rank = self.slots.get_mut(slot as usize)?.take()?;
+        self.by_name.remove(&rank.name);
+        self.free.push(Reverse(slot));
+        self.weigh(slot);
+        Some(rank)
+    }
+
+    /// Brings the weight up to date, of which only one rank's part has changed. Returns it.
+    pub fn weigh(&mut self, slot: u32) -> usize {
+        let heap = self.get(slot).map_or(0, |rank| rank.heap() + 64);
+        if let Some(weight) = self.weights.get_mut(slot as usize) {
+            self.weight = self.weight - *weight + heap;
+            *weight = heap;
+        }
+        self.weight + self.slots_heap()
+    }
+
+    /// Bytes on the heap.
+    pub fn heap(&self) -> usize {
+        let ranks: usize = self.slots.iter().flatten().map(|rank| rank.heap() + 64).sum();
+        ranks + self.slots_heap()
+    }
+
+    fn slots_heap(&self) -> usize {
+        (self.slots.capacity() + self.weights.capacity()) * 8
+    }
+}

@@ -1,0 +1,301 @@
+//! The records of the tree: runs of blocks, who holds them, and the names that ranks have for them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::index::tree::blocks::{LANES, Slot, slot};
+
+/// The run that every sequence starts from: it has no blocks.
+pub const ROOT: u32 = 0;
+/// In place of a label's id: the engine hashes beside the run's own blocks, which all ranks may share.
+pub const SHARED: u32 = 0;
+/// Blocks of a run or of a label, at most: a chunk's number is a u16.
+pub const MAX_BLOCKS: u32 = (1 << 16) * LANES;
+
+/// Blocks that follow each other, with branches hanging off anywhere in them.
+///
+/// Depths are absolute, counted from the start of the sequence, so nothing changes when a branch appears: runs are never
+/// split. A run begins where some rank first stored something that differs from all that was there.
+#[derive(Default)]
+pub struct Run {
+    /// The run that it branches off, at its own `start`.
+    pub parent: u32,
+    /// Depth of its first block.
+    pub start: u32,
+    /// Number of its blocks, held or not; 0 for a free record.
+    pub len: u32,
+    /// Runs that branch off it.
+    pub children: u32,
+    /// No branch is at a greater depth than this.
+    pub deepest_branch: u32,
+    /// Blocks removed at its end since it was last looked at for blocks that nobody holds.
+    pub dropped: u32,
+    /// Its chunks.
+    pub chunks: Vec<u32>,
+    /// Who holds what of it, in order of (seat, label).
+    pub holdings: Vec<Holding>,
+    /// Sequence hash of the block before its first one; 0 until somebody asks.
+    prefix: AtomicU64,
+}
+
+impl Run {
+    /// A run without blocks.
+    pub fn branch(parent: u32, start: u32) -> Self {
+        Self { parent, start, deepest_branch: start, ..Self::default() }
+    }
+
+    /// Depth after its last block.
+    #[inline]
+    pub fn end(&self) -> u32 {
+        self.start + self.len
+    }
+
+    /// The slot of the block at a depth; one that is in no chunk if it has none.
+    #[inline]
+    pub fn slot(&self, depth: u32) -> Slot {
+        let offset = depth.wrapping_sub(self.start);
+        self.chunks.get((offset / LANES) as usize).map_or(u32::MAX, |&chunk| slot(chunk, offset % LANES))
+    }
+
+    /// Where the holding of a seat by a label is, or would be.
+    #[inline]
+    pub fn find(&self, seat: Seat, label: u32) -> Result<usize, usize> {
+        let wanted = order(seat, label);
+        if let [only] = self.holdings.as_slice() {
+            return match only.order().cmp(&wanted) {
+                std::cmp::Ordering::Equal => Ok(0),
+                std::cmp::Ordering::Less => Err(1),
+                std::cmp::Ordering::Greater => Err(0),
+            };
+        }
+        self.holdings.binary_search_by_key(&wanted, Holding::order)
+    }
+
+    /// The holdings of a rank, over all tiers and labels.
+    #[inline]
+    pub fn of_rank(&self, rank: u32) -> &[Holding] {
+        if let [only] = self.holdings.as_slice() {
+            return if only.seat.rank() == rank { &self.holdings } else { &[] };
+        }
+        let from = self.holdings.partition_point(|holding| holding.seat.rank() < rank);
+        let rest = self.holdings.get(from..).unwrap_or_default();
+        let count = rest.iter().take_while(|holding| holding.seat.rank() == rank).count();
+        rest.get(..count).unwrap_or_default()
+    }
+
+    /// Sequence hash before the first block, if it is known.
+    pub fn prefix(&self) -> Option<u64> {
+        Some(self.prefix.load(Ordering::Relaxed)).filter(|hash| *hash != 0)
+    }
+
+    /// Remembers the sequence hash before the first block.
+    pub fn set_prefix(&self, hash: u64) {
+        self.prefix.store(hash, Ordering::Relaxed);
+    }
+
+    /// Bytes on the heap.
+    pub fn heap(&self) -> usize {
+        self.chunks.capacity() * 4 + self.holdings.capacity() * size_of::<Holding>()
+    }
+}
+
+/// A rank and a tier: a rank's slot shifted left by 2, plus the tier from 0.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct Seat(u32);
+
+impl Seat {
+    #[inline]
+    pub const fn new(rank: u32, tier: u32) -> Self {
+        Self(rank << 2 | (tier & 3))
+    }
+
+    /// The rank's slot.
+    #[inline]
+    pub const fn rank(self) -> u32 {
+        self.0 >> 2
+    }
+
+    /// The tier, from 0.
+    #[inline]
+    pub const fn tier(self) -> u32 {
+        self.0 & 3
+    }
+}
+
+#[inline]
+const fn order(seat: Seat, label: u32) -> u64 {
+    (seat.0 as u64) << 32 | label as u64
+}
+
+/// Blocks of a run that a seat holds under the engine hashes of one label.
+#[derive(Clone, Copy, Default)]
+pub struct Holding {
+    pub seat: Seat,
+    pub label: u32,
+    /// The first depth held.
+    pub lo: u32,
+    /// The depth after the last one held.
+    pub hi: u32,
+    /// Where there are holes: the bitmap. 0 where there are none.
+    pub bits: u32,
+    /// Where the rank's list of holdings has this one.
+    pub listed_at: u32,
+}
+
+impl Holding {
+    #[inline]
+    pub fn order(&self) -> u64 {
+        order(self.seat, self.label)
+    }
+}
+
+/// Which blocks are held, where there are holes. Bit i speaks of the run's block i.
+#[derive(Default)]
+pub struct Bits {
+    /// From the first one with a bit that was ever set: few blocks at a great depth take little.
+    words: Vec<u64>,
+    /// Words before them.
+    before: u32,
+    /// Bits set.
+    pub count: u32,
+}
+
+impl Bits {
+    pub fn range(lo: u32, hi: u32) -> Self {
+        let mut bits = Self::default();
+        for at in lo..hi {
+            bits.set(at);
+        }
+        bits
+    }
+
+    /// The word with a bit.
+    #[inline]
+    fn word(&self, at: u32) -> u64 {
+        (at / 64).checked_sub(self.before).and_then(|place| self.words.get(place as usize)).copied().unwrap_or(0)
+    }
+
+    #[inline]
+    fn word_mut(&mut self, at: u32) -> Option<&mut u64> {
+        self.words.get_mut((at / 64).checked_sub(self.before)? as usize)
+    }
+
+    #[inline]
+    pub fn get(&self, at: u32) -> bool {
+        self.word(at) >> (at % 64) & 1 != 0
+    }
+
+    /// Sets a bit; whether it was clear.
+    pub fn set(&mut self, at: u32) -> bool {
+        let word_at = at / 64;
+        if self.words.is_empty() {
+            self.before = word_at;
+        }
+        if let Some(more) = self.before.checked_sub(word_at) {
+            self.words.splice(0..0, std::iter::repeat_n(0, more as usize));
+            self.before = word_at;
+        }
+        let place = (word_at - self.before) as usize;
+        if self.words.len() <= place {
+            self.words.resize(place + 1, 0);
+        }
+        let Some(word) = self.words.get_mut(place) else { return false };
+        let new = *word >> (at % 64) & 1 == 0;
+        *word |= 1 << (at % 64);
+        self.count += u32::from(new);
+        new
+    }
+
+    /// Clears a bit; whether it was set.
+    pub fn clear(&mut self, at: u32) -> bool {
+        let Some(word) = self.word_mut(at) else { return false };
+        let was = *word >> (at % 64) & 1 != 0;
+        *word &= !(1 << (at % 64));
+        self.count -= u32::from(was);
+        was
+    }
+
+    /// The first position from `at` on whose bit is `value`; `until` if there is none before it.
+    pub fn next(&self, at: u32, until: u32, value: bool) -> u32 {
+        let mut at = at;
+        while at < until {
+            let word = self.word(at);
+            let word = (if value { word } else { !word }) >> (at % 64);
+            if word != 0 {
+                return (at + word.trailing_zeros()).min(until);
+            }
+            at = (at / 64 + 1) * 64;
+        }
+        until
+    }
+
+    /// The position after the last set bit below `until`.
+    pub fn last(&self, until: u32) -> u32 {
+        let mut at = until;
+        while at > 0 && !self.get(at - 1) {
+            let below = self.word(at - 1) & (u64::MAX >> (63 - (at - 1) % 64));
+            at = if below == 0 { (at - 1) / 64 * 64 } else { (at - 1) / 64 * 64 + 64 - below.leading_zeros() };
+        }
+        at
+    }
+
+    pub fn heap(&self) -> usize {
+        self.words.capacity() * 8
+    }
+}
+
+/// Engine hashes that one rank alone uses for blocks of a run.
+#[derive(Default)]
+pub struct Label {
+    /// The rank's slot.
+    pub rank: u32,
+    pub run: u32,
+    /// Depth of its first block.
+    pub start: u32,
+    pub len: u32,
+    pub chunks: Vec<u32>,
+}
+
+impl Label {
+    #[inline]
+    pub fn end(&self) -> u32 {
+        self.start + self.len
+    }
+
+    /// The slot of the block at a depth.
+    #[inline]
+    pub fn slot(&self, depth: u32) -> Slot {
+        let offset = depth.wrapping_sub(self.start);
+        self.chunks.get((offset / LANES) as usize).map_or(u32::MAX, |&chunk| slot(chunk, offset % LANES))
+    }
+
+    pub fn heap(&self) -> usize {
+        self.chunks.capacity() * 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_know_their_edges() {
+        let mut bits = Bits::range(3, 200);
+        assert_eq!((bits.count, bits.next(0, 300, true), bits.next(3, 300, false), bits.last(300)), (197, 3, 200, 200));
+        assert!(bits.clear(64) && !bits.clear(64));
+        assert_eq!((bits.next(3, 300, false), bits.next(64, 300, true), bits.last(65)), (64, 65, 64));
+        for at in 100..200 {
+            bits.clear(at);
+        }
+        assert_eq!((bits.last(300), bits.last(65), bits.next(99, 300, false)), (100, 64, 100));
+        assert_eq!(Bits::default().last(500), 0);
+        let mut deep = Bits::range(500_000, 500_010);
+        assert!(deep.heap() <= 64 && !deep.get(3) && deep.get(500_000));
+        assert_eq!(
+            (deep.next(0, 600_000, true), deep.next(0, 600_000, false), deep.last(600_000)),
+            (500_000, 0, 500_010)
+        );
+        assert!(deep.set(499_000) && deep.set(70) && !deep.set(500_009) && !deep.clear(69) && deep.clear(500_000));
+        assert_eq!((deep.count, deep.next(0, 600_000, true), deep.last(500_000)), (11, 70, 499_001));
+        assert_eq!(Bits::default().next(5, 500, true), 500);
+    }
+}

@@ -1,0 +1,68 @@
+//! Buffers that are used again from batch to batch.
+
+use crate::index::tree::blocks::Slot;
+
+/// The buffers.
+#[derive(Default)]
+pub struct Scratch {
+    pub hashes: Vec<u64>,
+    /// Hashes of engine hashes, with the slots that they are to have or to leave.
+    pub references: Vec<(u64, Slot)>,
+    seen: Vec<u32>,
+    epoch: u16,
+    pub engines: Vec<u64>,
+    pub locals: Vec<u64>,
+}
+
+/// Buffers larger than this many words are not kept.
+const KEPT_WORDS: usize = 1 << 18;
+
+impl Scratch {
+    pub fn heap(&self) -> usize {
+        8 * (self.hashes.capacity() + self.engines.capacity() + self.locals.capacity())
+            + 4 * self.seen.capacity()
+            + 16 * self.references.capacity()
+    }
+
+    pub fn trim(&mut self) {
+        for buffer in [&mut self.hashes, &mut self.engines, &mut self.locals] {
+            if buffer.capacity() > KEPT_WORDS {
+                *buffer = Vec::new();
+            }
+        }
+        if self.seen.capacity() > KEPT_WORDS {
+            self.seen = Vec::new();
+        }
+    }
+
+    /// Whether any of the words is there twice. `self.hashes` are theirs.
+    pub fn repeats(&mut self, words: &[u64]) -> bool {
+        if words.len() < 2 {
+            return false;
+        }
+        // Marks are words' numbers and, above them, the number of the call; a mark of another call is none.
+        let size = (words.len() * 8).next_power_of_two().max(64);
+        if self.seen.len() < size || self.epoch == u16::MAX || words.len() > 1 << 16 {
+            self.seen.clear();
+            self.seen.resize(size, 0);
+            self.epoch = 0;
+        }
+        self.epoch += 1;
+        let epoch = u32::from(self.epoch) << 16;
+        let Some(seen) = self.seen.get_mut(..size) else { return true };
+        for ((word, hash), at) in words.iter().zip(&self.hashes).zip(0u32..) {
+            let mut place = *hash as usize & (size - 1);
+            while let Some(mark) = seen.get_mut(place) {
+                if *mark & 0xFFFF_0000 != epoch {
+                    *mark = epoch | at;
+                    break;
+                }
+                if words.get((*mark & 0xFFFF) as usize) == Some(word) {
+                    return true;
+                }
+                place = (place + 1) & (size - 1);
+            }
+        }
+        false
+    }
+}

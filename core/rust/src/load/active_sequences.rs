@@ -1,0 +1,409 @@
+//! Load that requests in flight put on ranks: counted as they come and go, never counted over.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::hash::Secret;
+use crate::index::tree::ranks::Name;
+use crate::load::active_blocks::{ActiveBlocks, Piece, without_repeats};
+use crate::load::tombstones::Tombstones;
+use crate::storage::trim_watermark::Ebb;
+
+/// (request_id, attempt, stage)
+pub type Key = (String, i64, i64);
+
+/// What a booking asks for.
+pub struct Request<'a> {
+    pub key: Key,
+    /// None for a name that no rank can have.
+    pub rank: Option<Name>,
+    pub prompt_tokens: u64,
+    pub prefill_tokens: u64,
+    pub blocks: Blocks<'a>,
+}
+
+/// What counts of a booking's blocks.
+pub enum Blocks<'a> {
+    /// None.
+    Untracked,
+    /// All of them, shared with no one.
+    Unique,
+    /// These, by sequence hash, once for all bookings of the rank; and what is beyond the prompt's full blocks.
+    Shared(&'a [u64]),
+}
+
+/// What became of a request to book.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Booked {
+    Yes,
+    /// Booked already, or freed.
+    Known,
+    UnknownRank,
+    /// There are as many bookings as may be.
+    Full,
+    NoMemory,
+}
+
+struct Live<T> {
+    slot: u32,
+    /// Bookings before it.
+    order: u64,
+    prompt_tokens: u64,
+    prefill_tokens: u64,
+    output_tokens: u64,
+    prefilled: bool,
+    tracked: bool,
+    unique: bool,
+    pieces: Box<[Piece]>,
+    payload: T,
+}
+
+impl<T> Live<T> {
+    /// Blocks that count for this booking alone.
+    fn private_blocks(&self, block_size: u64) -> u128 {
+        if !self.tracked {
+            return 0;
+        }
+        let tokens = u128::from(self.prompt_tokens) + u128::from(self.output_tokens);
+        let shared = if self.unique { 0 } else { self.prompt_tokens / block_size };
+        tokens.div_ceil(u128::from(block_size)) - u128::from(shared)
+    }
+}
+
+/// Load of one rank. Sums are wide, so that no numbers of tokens whatever go past them.
+#[derive(Default)]
+struct Load {
+    shared_blocks: u64,
+    private_blocks: u128,
+    prefill_tokens: u128,
+    /// Keys in the order in which they were booked.
+    live: BTreeMap<u64, Arc<Key>>,
+}
+
+/// Load of all ranks, in order of (worker_id, dp_rank). What goes past a word reads as the most that it holds.
+#[derive(Default)]
+pub struct Columns {
+    /// The same slice as at the reading before, unless other ranks are there.
+    pub ranks: Arc<[Name]>,
+    pub active_blocks: Vec<i64>,
+    pub prefill_tokens: Vec<i64>,
+    pub requests: Vec<i64>,
+    pub leading_active_blocks: Vec<i64>,
+}
+
+/// The ranks in order, with their slots.
+struct Order {
+    names: Arc<[Name]>,
+    slots: Vec<u32>,
+}
+
+/// Bookings by key, with something of the caller's for each.
+pub struct Sequences<T> {
+    block_size: u64,
+    max_bookings: usize,
+    loads: Vec<Load>,
+    slots: BTreeMap<Name, u32>,
+    free_slots: Vec<u32>,
+    /// None where the ranks have changed since they were last read.
+    order: Option<Order>,
+    bookings: HashMap<Arc<Key>, Live<T>>,
+    booked: u64,
+    freed: Tombstones<Key>,
+    active: ActiveBlocks,
+    ebb: Ebb,
+    secret: Secret,
+}
+
+impl<T> Sequences<T> {
+    /// `block_size` is 1 or more.
+    pub fn new(block_size: u64, max_bookings: usize, tombstones: usize) -> Self {
+        Self {
+            block_size: block_size.max(1),
+            // A rank's bookings of a block are counted in 32 bits.
+            max_bookings: max_bookings.min(u32::MAX as usize),
+            loads: Vec::new(),
+            slots: BTreeMap::new(),
+            free_slots: Vec::new(),
+            order: None,
+            bookings: HashMap::new(),
+            booked: 0,
+            freed: Tombstones::new(tombstones),
+            active: ActiveBlocks::new(),
+            ebb: Ebb::default(),
+            secret: Secret::random(),
+        }
+    }
+
+    /// Live bookings.
+    pub fn len(&self) -> usize {
+        self.bookings.len()
+    }
+
+    /// Most live bookings.
+    pub fn max_bookings(&self) -> usize {
+        self.max_bookings
+    }
+
+    /// Tokens in a block.
+    pub fn block_size(&self) -> u64 {
+        self.block_size
+    }
+
+    /// Makes a rank known.
+    pub fn add_rank(&mut self, rank: Name) {
+        if self.slots.contains_key(&rank) {
+            return;
+        }
+        let slot = self.free_slots.pop().unwrap_or_else(|| {
+            self.loads.push(Load::default());
+            self.loads.len() as u32 - 1
+        });
+        self.slots.insert(rank, slot);
+        self.order = None;
+    }
+
+    /// Forgets a rank. Returns its bookings, in the order in which they were booked.
+    pub fn remove_rank(&mut self, rank: Name) -> Vec<(Arc<Key>, T)> {
+        let Some(slot) = self.slots.remove(&rank) else { return Vec::new() };
+        self.order = None;
+        let keys: Vec<Arc<Key>> =
+            self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
+        let gone =
+            keys.into_iter().filter_map(|key| self.free(Arc::clone(&key)).map(|payload| (key, payload))).collect();
+        if let Some(load) = self.loads.get_mut(slot as usize) {
+            *load = Load::default();
+        }
+        self.free_slots.push(slot);
+        gone
+    }
+
+    /// Books.
+    pub fn book(&mut self, request: Request<'_>, payload: T) -> Booked {
+        if self.bookings.contains_key(&request.key) || self.freed.contains(&request.key) {
+            return Booked::Known;
+        }
+        let Some(slot) = request.rank.and_then(|rank| self.slots.get(&rank).copied()) else {
+            return Booked::UnknownRank;
+        };
+        if self.bookings.len() >= self.max_bookings {
+            return Booked::Full;
+        }
+        let Some(load) = self.loads.get_mut(slot as usize) else { return Booked::UnknownRank };
+        let shared = match request.blocks {
+            Blocks::Shared(hashes) => hashes,
+            Blocks::Untracked | Blocks::Unique => &[],
+        };
+        let distinct = without_repeats(shared, &self.secret);
+        let distinct = distinct.as_ref().map_or(shared, |(hashes, _)| hashes);
+        let Some((pieces, gained)) = self.active.add(distinct, slot) else { return Booked::NoMemory };
+        let live = Live {
+            slot,
+            order: self.booked,
+            prompt_tokens: request.prompt_tokens,
+            prefill_tokens: request.prefill_tokens,
+            output_tokens: 0,
+            prefilled: false,
+            tracked: !matches!(request.blocks, Blocks::Untracked),
+            unique: matches!(request.blocks, Blocks::Unique),
+            pieces,
+            payload,
+        };
+        self.booked += 1;
+        load.shared_blocks += gained;
+        load.private_blocks += live.private_blocks(self.block_size);
+        load.prefill_tokens += u128::from(live.prefill_tokens);
+        let key = Arc::new(request.key);
+        load.live.insert(live.order, Arc::clone(&key));
+        self.bookings.insert(key, live);
+        Booked::Yes
+    }
+
+    /// Whether so much has gone that memory had better be given back to the system.
+    pub fn ebbed(&mut self) -> bool {
+        self.ebb.hear(self.active.len())
+    }
+
+    /// What the caller gave with a live booking.
+    pub fn payload(&self, key: &Key) -> Option<&T> {
+        self.bookings.get(key).map(|live| &live.payload)
+    }
+
+    /// Shared blocks of a live booking.
+    pub fn blocks_of(&self, key: &Key) -> usize {
+        self.bookings.get(key).map_or(0, |live| live.pieces.iter().map(Piece::blocks).sum())
+    }
+
+    /// Distinct blocks of a rank.
+    pub fn blocks_of_rank(&self, rank: Name) -> usize {
+        let load = self.slots.get(&rank).and_then(|slot| self.loads.get(*slot as usize));
+        load.map_or(0, |load| load.shared_blocks as usize)
+    }
+
+    /// Counts a booking's prefill tokens no more. Returns whether it is live.
+    pub fn prefill_complete(&mut self, key: &Key) -> bool {
+        let Some(live) = self.bookings.get_mut(key) else { return false };
+        if !std::mem::replace(&mut live.prefilled, true)
+            && let Some(load) = self.loads.get_mut(live.slot as usize)
+        {
+            load.prefill_tokens -= u128::from(live.prefill_tokens);
+        }
+        true
+    }
+
+    /// Raises a booking's output tokens to `tokens`. Returns whether it is live.
+    pub fn output_tokens(&mut self, key: &Key, tokens: u64) -> bool {
+        let Some(live) = self.bookings.get_mut(key) else { return false };
+        if tokens > live.output_tokens
+            && let Some(load) = self.loads.get_mut(live.slot as usize)
+        {
+            load.private_blocks -= live.private_blocks(self.block_size);
+            live.output_tokens = tokens;
+            load.private_blocks += live.private_blocks(self.block_size);
+        }
+        true
+    }
+
+    /// Releases a booking and remembers its key. Returns what the caller gave with it, if it was live.
+    pub fn free(&mut self, key: Arc<Key>) -> Option<T> {
+        let live = self.bookings.remove(&key);
+        self.freed.put(key);
+        let live = live?;
+        let lost = self.active.release(&live.pieces, live.slot);
+        if let Some(load) = self.loads.get_mut(live.slot as usize) {
+            load.shared_blocks -= lost;
+            load.private_blocks -= live.private_blocks(self.block_size);
+            if !live.prefilled {
+                load.prefill_tokens -= u128::from(live.prefill_tokens);
+            }
+            load.live.remove(&live.order);
+        }
+        if self.bookings.len() * 8 < self.bookings.capacity() {
+            self.bookings.shrink_to(self.bookings.len() * 2);
+        }
+        Some(live.payload)
+    }
+
+    /// Load of every rank, with a prompt added: its blocks, and `tail` private ones.
+    pub fn loads(&mut self, hashes: &[u64], tail: u64) -> Columns {
+        let repeats = without_repeats(hashes, &self.secret);
+        let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
+        let mut used = self.active.usage(distinct, self.loads.len());
+        if let Some((_, origins)) = &repeats {
+            // A run ends at the first block that is not used, which is where that block came first.
+            let whole = hashes.len() as u32;
+            for (_, leading) in &mut used {
+                *leading = origins.get(*leading as usize).copied().unwrap_or(whole);
+            }
+        }
+        let added = distinct.len() as u128 + u128::from(tail);
+        let order = self.order.get_or_insert_with(|| Order {
+            names: self.slots.keys().copied().collect(),
+            slots: self.slots.values().copied().collect(),
+        });
+        let mut columns = Columns::new(Arc::clone(&order.names));
+        for slot in &order.slots {
+            let slot = *slot as usize;
+            let (Some(load), Some((present, leading))) = (self.loads.get(slot), used.get(slot)) else { continue };
+            let blocks = u128::from(load.shared_blocks) + load.private_blocks + added - u128::from(*present);
+            columns.active_blocks.push(word(blocks));
+            columns.prefill_tokens.push(word(load.prefill_tokens));
+            columns.requests.push(load.live.len() as i64);
+            columns.leading_active_blocks.push(i64::from(*leading));
+        }
+        columns
+    }
+}
+
+/// A sum as a word, at most the most that it holds.
+fn word(sum: u128) -> i64 {
+    i64::try_from(sum).unwrap_or(i64::MAX)
+}
+
+impl Columns {
+    fn new(ranks: Arc<[Name]>) -> Self {
+        let column = || Vec::with_capacity(ranks.len());
+        let (active_blocks, prefill_tokens) = (column(), column());
+        let (requests, leading_active_blocks) = (column(), column());
+        Self { ranks, active_blocks, prefill_tokens, requests, leading_active_blocks }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(name: &str) -> Key {
+        (name.to_owned(), 0, 1)
+    }
+
+    fn request<'a>(name: &str, rank: Name, tokens: u64, blocks: Blocks<'a>) -> Request<'a> {
+        Request { key: key(name), rank: Some(rank), prompt_tokens: tokens, prefill_tokens: tokens, blocks }
+    }
+
+    #[test]
+    fn the_widest_numbers_fit() {
+        let mut sequences = Sequences::new(1, 10, 10);
+        sequences.add_rank((1, 0));
+        for name in ["a", "b", "c"] {
+            assert_eq!(sequences.book(request(name, (1, 0), u64::MAX, Blocks::Unique), ()), Booked::Yes);
+            assert!(sequences.output_tokens(&key(name), u64::MAX));
+        }
+        let columns = sequences.loads(&[], 0);
+        assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![i64::MAX], vec![i64::MAX]));
+        for name in ["a", "b", "c"] {
+            assert!(sequences.free(Arc::new(key(name))).is_some());
+        }
+        let columns = sequences.loads(&[], 0);
+        assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![0], vec![0]));
+    }
+
+    #[test]
+    fn slots_are_used_again_without_what_was_there() {
+        let mut sequences = Sequences::new(16, 10, 10);
+        sequences.add_rank((1, 0));
+        sequences.book(request("a", (1, 0), 48, Blocks::Shared(&[1, 2, 3])), ());
+        assert_eq!(sequences.remove_rank((1, 0)).len(), 1);
+        assert!(sequences.remove_rank((1, 0)).is_empty());
+        sequences.add_rank((2, 0));
+        let columns = sequences.loads(&[1, 2], 0);
+        assert_eq!((columns.active_blocks, columns.leading_active_blocks), (vec![2], vec![0]));
+        assert_eq!((sequences.loads.len(), sequences.active.len()), (1, 0));
+    }
+
+    #[test]
+    fn what_is_freed_takes_no_room() {
+        let mut sequences = Sequences::new(1, usize::MAX, 10);
+        let bytes = |sequences: &Sequences<()>| {
+            sequences.active.bytes() + sequences.bookings.capacity() * size_of::<(Arc<Key>, Live<()>)>()
+        };
+        sequences.add_rank((1, 0));
+        for number in 0..4000 {
+            let hashes: Vec<u64> = (number * 100..number * 100 + 50).collect();
+            sequences.book(request(&number.to_string(), (1, 0), 50, Blocks::Shared(&hashes)), ());
+        }
+        let full = bytes(&sequences);
+        assert!(full > 4_000_000);
+        for number in 1..4000 {
+            assert!(sequences.free(Arc::new(key(&number.to_string()))).is_some());
+        }
+        // Ids of blocks are kept, 4 bytes each, until none is left.
+        assert!(bytes(&sequences) < full / 4, "{} of {full}", bytes(&sequences));
+        assert!(sequences.free(Arc::new(key("0"))).is_some());
+        assert!(bytes(&sequences) < 5000, "{}", bytes(&sequences));
+    }
+
+    #[test]
+    fn ranks_are_read_anew_only_where_they_changed() {
+        let mut sequences = Sequences::new(16, 10, 10);
+        for worker in [3, 1, 2] {
+            sequences.add_rank((worker, 0));
+        }
+        let before = sequences.loads(&[], 0).ranks;
+        sequences.book(request("a", (2, 0), 16, Blocks::Untracked), ());
+        let columns = sequences.loads(&[], 0);
+        assert!(Arc::ptr_eq(&before, &columns.ranks));
+        assert_eq!((&*columns.ranks, columns.requests), ([(1, 0), (2, 0), (3, 0)].as_slice(), vec![0, 1, 0]));
+        sequences.remove_rank((1, 0));
+        assert_eq!(&*sequences.loads(&[], 0).ranks, &[(2, 0), (3, 0)]);
+    }
+}

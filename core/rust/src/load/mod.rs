@@ -1,0 +1,6 @@
+//! Load that requests in flight put on ranks.
+
+pub(crate) mod active_blocks;
+pub(crate) mod active_sequences;
+pub(crate) mod block_users;
+pub(crate) mod tombstones;

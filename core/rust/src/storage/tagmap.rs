@@ -1,0 +1,436 @@
+//! A hash table of references, some 13 bytes each: 10 bits of the key's hash beside a 32-bit reference to the key.
+//!
+//! Keys stay where they are referred to, so a lookup names the references that may be right and its caller looks. Equal
+//! keys may be there several times. Twelve references and their tags share a cache line; a line that is full passes
+//! references on to the next one and counts them, so that a lookup knows where to stop and a removal leaves no mark.
+//!
+//! Lines are in segments of 16 KiB, and the table grows by one segment at a time (spiral storage, see `growth`). Hashes are
+//! spread so that bucket `b` has a load in proportion to 1/b: the bucket to be parted is always the fullest, so that the
+//! table is as full at every size, and no two moments of its growth differ. A directory leads from the first bits of a
+//! spread hash to its bucket's segment.
+
+mod growth;
+
+use std::ptr::NonNull;
+
+use crate::storage::memory::{HUGE_PAGE, Mapping, prefetch};
+use crate::storage::tagline::{Line, Tag};
+
+/// Lines of a segment: as many as a u8 can number.
+const LINES: usize = 256;
+const SEGMENT_BYTES: usize = LINES * 64;
+/// Segments of a mapping: a huge page's.
+const STRETCH: usize = HUGE_PAGE / SEGMENT_BYTES;
+/// How many lines are asked for at once, at most 32: the group before is worked on after that.
+const GROUP: usize = 32;
+
+/// What references refer to.
+pub trait Keys {
+    /// Hash of the key that a reference refers to.
+    fn hash(&self, reference: u32) -> u64;
+    /// Asks for the key's cache line.
+    fn prefetch(&self, _reference: u32) {}
+}
+
+impl<F: Fn(u32) -> u64> Keys for F {
+    fn hash(&self, reference: u32) -> u64 {
+        self(reference)
+    }
+}
+
+/// A segment of a table. Good as long as the table has it.
+#[derive(Clone, Copy)]
+struct Segment(NonNull<Line>);
+
+// SAFETY: a segment is an address, of plain memory that its table owns; to look there takes a borrow of the table.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+/// A line of a table. Good until the table grows or shrinks.
+#[derive(Clone, Copy)]
+struct At {
+    segment: Segment,
+    line: u8,
+}
+
+impl At {
+    #[inline]
+    fn address(self) -> NonNull<Line> {
+        // SAFETY: a segment has 256 lines.
+        unsafe { self.segment.0.add(usize::from(self.line)) }
+    }
+
+    /// The line that takes what this one passes on.
+    #[inline]
+    fn next(self) -> Self {
+        Self { line: self.line.wrapping_add(1), ..self }
+    }
+}
+
+/// The table.
+pub struct TagMap {
+    stretches: Vec<Mapping>,
+    segments: u32,
+    /// The segments by the first bits of spread hashes: a power of two of them, none in a table that was never used.
+    directory: Vec<Segment>,
+    /// Shifts a spread hash of 32 bits to its place in the directory.
+    shift: u32,
+    /// References for each segment on average, at most.
+    most: usize,
+    count: usize,
+    moving: Vec<u32>,
+    most_moved: usize,
+}
+
+impl TagMap {
+    /// A table that is quick.
+    pub fn new() -> Self {
+        Self::filled_to(growth::ROOMY)
+    }
+
+    /// A table that takes 11 bytes for each reference rather than 13, and some more time.
+    pub fn dense() -> Self {
+        Self::filled_to(growth::DENSE)
+    }
+
+    fn filled_to(most: usize) -> Self {
+        Self {
+            most,
+            stretches: Vec::new(),
+            segments: 0,
+            directory: Vec::new(),
+            shift: 32,
+            count: 0,
+            moving: Vec::new(),
+            most_moved: 0,
+        }
+    }
+
+    /// References in the table.
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Bytes in memory.
+    pub fn bytes(&self) -> usize {
+        self.segments as usize * SEGMENT_BYTES
+            + self.directory.capacity() * size_of::<Segment>()
+            + self.stretches.capacity() * size_of::<Mapping>()
+            + self.moving.capacity() * 4
+    }
+
+    /// The most references that one operation has moved.
+    pub fn most_moved(&self) -> usize {
+        self.most_moved
+    }
+
+    /// The line that is a hash's home; None in a table without segments.
+    #[inline]
+    fn home(&self, hash: u64) -> Option<At> {
+        // 2^x - 1 is nearly x * (5 + 3 * x) / 8: near enough for even loads.
+        const FLAT: u64 = 5 << 29;
+        let x = hash >> 32;
+        let spread = (x * (FLAT + ((x * 3) >> 3))) >> 32;
+        let segment = *self.directory.get((spread >> self.shift) as usize)?;
+        Some(At { segment, line: (hash >> 24) as u8 })
+    }
+
+    #[inline]
+    fn line(&self, at: At) -> &Line {
+        // SAFETY: the table has not changed since it led here, so that the line is in a live mapping; it is aligned, any
+        // bytes are a line, and `self` is borrowed as long.
+        unsafe { at.address().as_ref() }
+    }
+
+    #[inline]
+    fn line_mut(&mut self, at: At) -> &mut Line {
+        // SAFETY: as in `line`, with `self` borrowed exclusively.
+        unsafe { at.address().as_mut() }
+    }
+
+    /// Asks for the cache line that a hash leads to.
+    #[inline]
+    pub fn prefetch(&self, hash: u64) {
+        if let Some(home) = self.home(hash) {
+            prefetch(home.address().as_ptr());
+        }
+    }
+
+    /// The first reference under a hash that `is_it` accepts; it may be asked about references of other hashes.
+    #[inline]
+    pub fn find(&self, hash: u64, is_it: impl FnMut(u32) -> bool) -> Option<u32> {
+        self.find_from(self.home(hash)?, Tag::of(hash), is_it)
+    }
+
+    #[inline]
+    fn find_from(&self, home: At, tag: Tag, mut is_it: impl FnMut(u32) -> bool) -> Option<u32> {
+        let mut at = home;
+        for _ in 0..LINES {
+            let line = self.line(at);
+            if let Some((_, reference)) = line.find(tag, &mut is_it) {
+                return Some(reference);
+            }
+            if line.passed() == 0 {
+                return None;
+            }
+            at = at.next();
+        }
+        None
+    }
+
+    /// Inserts references in order, and stops before the first one beside which there is another of the same hash that
+    /// `is_same` accepts: it is told the number of the new one, and the other. Returns how many it inserted. `grow` must
+    /// have been called for them.
+    pub fn insert_alone(&mut self, references: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
+        let mut number = 0;
+        let Some(mut ahead) = self.nowhere() else { return 0 };
+        self.ask(references, &mut ahead);
+        for group in references.chunks(GROUP) {
+            let homes = ahead;
+            self.ask(references.get(number + GROUP..).unwrap_or_default(), &mut ahead);
+            // Those whose line alone does not tell that they are the only ones, or has no room: they look further when
+            // the others are in.
+            let mut later = 0u32;
+            for (at, (&(hash, reference), &home)) in group.iter().zip(&homes).enumerate() {
+                let tag = Tag::of(hash);
+                let line = self.line_mut(home);
+                let free = line.free();
+                if free != 0 && line.passed() == 0 && !line.may_have(tag) {
+                    line.put(free.trailing_zeros(), tag, reference);
+                } else {
+                    prefetch(home.next().address().as_ptr());
+                    later |= 1 << at;
+                }
+            }
+            while later != 0 {
+                let at = later.trailing_zeros() as usize;
+                let (Some(&(hash, reference)), Some(&home)) = (group.get(at), homes.get(at)) else { break };
+                let tag = Tag::of(hash);
+                let alone = self.find_from(home, tag, |other| is_same(number + at, other)).is_none();
+                if !alone || !self.put_from(home, tag, reference) {
+                    for (after, (&(hash, reference), &home)) in group.iter().zip(&homes).enumerate().skip(at + 1) {
+                        if later >> after & 1 == 0 {
+                            self.remove_from(home, Tag::of(hash), reference);
+                        }
+                    }
+                    self.count += number + at;
+                    return number + at;
+                }
+                later &= later - 1;
+            }
+            number += group.len();
+        }
+        self.count += number;
+        number
+    }
+
+    /// How many of the hashes, in order, have no reference here that `is_same` accepts: it is told the hash's number, and
+    /// the reference.
+    pub fn absent(&mut self, hashes: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
+        if self.count == 0 {
+            return hashes.len();
+        }
+        self.at_homes(hashes, |map, home, number, hash, _| {
+            map.find_from(home, Tag::of(hash), |other| is_same(number, other)).is_none()
+        })
+    }
+
+    /// Removes references, those that are there. `shrink_to_fit` should follow.
+    pub fn remove_all(&mut self, references: &[(u64, u32)]) {
+        self.at_homes(references, |map, home, _, hash, reference| {
+            map.count -= usize::from(map.remove_from(home, Tag::of(hash), reference));
+            true
+        });
+    }
+
+    /// Does something at the home of each hash, in order, until it returns false. Returns how often it did not. Homes are
+    /// asked for in groups, well before their turn.
+    #[inline]
+    fn at_homes(
+        &mut self,
+        hashes: &[(u64, u32)],
+        mut work: impl FnMut(&mut Self, At, usize, u64, u32) -> bool,
+    ) -> usize {
+        let mut number = 0;
+        let Some(mut ahead) = self.nowhere() else { return 0 };
+        self.ask(hashes, &mut ahead);
+        for group in hashes.chunks(GROUP) {
+            let homes = ahead;
+            self.ask(hashes.get(number + GROUP..).unwrap_or_default(), &mut ahead);
+            for (&(hash, reference), &home) in group.iter().zip(&homes) {
+                if !work(self, home, number, hash, reference) {
+                    return number;
+                }
+                number += 1;
+            }
+        }
+        number
+    }
+
+    /// Room for the homes of a group.
+    fn nowhere(&self) -> Option<[At; GROUP]> {
+        Some([At { segment: *self.directory.first()?, line: 0 }; GROUP])
+    }
+
+    /// Asks for the homes of a group.
+    #[inline]
+    fn ask(&self, hashes: &[(u64, u32)], homes: &mut [At; GROUP]) {
+        for (home, (hash, _)) in homes.iter_mut().zip(hashes) {
+            let Some(at) = self.home(*hash) else { return };
+            prefetch(at.address().as_ptr());
+            *home = at;
+        }
+    }
+
+    /// Inserts; false if there is no memory, or if thousands of equal keys are there.
+    pub fn insert(&mut self, hash: u64, reference: u32, keys: impl Keys) -> bool {
+        if !self.grow(1, &keys) {
+            return false;
+        }
+        let inserted = self.home(hash).is_some_and(|home| self.put_from(home, Tag::of(hash), reference));
+        self.count += usize::from(inserted);
+        inserted
+    }
+
+    /// Puts a reference into the first line with room from its home on.
+    #[inline]
+    fn put_from(&mut self, home: At, tag: Tag, reference: u32) -> bool {
+        let mut at = home;
+        for _ in 0..LINES {
+            let line = self.line_mut(at);
+            let free = line.free();
+            if free != 0 {
+                line.put(free.trailing_zeros(), tag, reference);
+                return true;
+            }
+            line.pass();
+            at = at.next();
+        }
+        // No line has room, and each was told of one more that passed.
+        self.unpass(home, home);
+        false
+    }
+
+    /// Takes back that a reference was passed on from its home up to a line; if they are one, all around.
+    fn unpass(&mut self, home: At, to: At) {
+        let mut at = home;
+        loop {
+            self.line_mut(at).unpass();
+            at = at.next();
+            if at.line == to.line {
+                return;
+            }
+        }
+    }
+
+    /// Removes a reference; false if it is not there.
+    pub fn remove(&mut self, hash: u64, reference: u32, keys: impl Keys) -> bool {
+        let removed = self.home(hash).is_some_and(|home| self.remove_from(home, Tag::of(hash), reference));
+        self.count -= usize::from(removed);
+        self.shrink_to_fit(&keys);
+        removed
+    }
+
+    #[inline]
+    fn remove_from(&mut self, home: At, tag: Tag, reference: u32) -> bool {
+        let mut at = home;
+        for _ in 0..LINES {
+            let line = self.line_mut(at);
+            if let Some((lane, _)) = line.find(tag, |other| other == reference) {
+                line.clear(lane);
+                if at.line != home.line {
+                    self.unpass(home, at);
+                }
+                return true;
+            }
+            if line.passed() == 0 {
+                return false;
+            }
+            at = at.next();
+        }
+        false
+    }
+
+    /// Gives all memory of an empty table back.
+    pub fn shrink(&mut self) {
+        if self.count == 0 {
+            *self = Self { most_moved: self.most_moved, ..Self::filled_to(self.most) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::Secret;
+
+    #[test]
+    fn grows_without_stalls_and_shrinks() {
+        let secret = Secret::random();
+        let hash = |key: u32| secret.mix(u64::from(key));
+        let mut map = TagMap::new();
+        for key in 0..1_000_000u32 {
+            assert!(map.grow(1, &hash));
+            if map.insert_alone(&[(hash(key), key)], |_, other| other == key) == 0 {
+                assert!(map.insert(hash(key), key, hash));
+            }
+            if key >= 100_000 && key.is_multiple_of(1000) {
+                assert!(map.bytes() < 15 * key as usize, "{} for {key}", map.bytes());
+            }
+        }
+        assert!((1500..=2200).contains(&map.most_moved()), "{}", map.most_moved());
+        for key in 0..1_000_000u32 {
+            assert_eq!(map.find(hash(key), |found| found == key), Some(key));
+        }
+        assert!((1_000_000..1_001_000u32).all(|key| map.find(hash(key), |found| found == key).is_none()));
+        for key in (0..1_000_000u32).filter(|key| !key.is_multiple_of(50)) {
+            assert!(map.remove(hash(key), key, hash));
+            assert!(!map.remove(hash(key), key, hash));
+        }
+        assert_eq!(map.len(), 20_000);
+        assert!(map.bytes() < 500_000, "{}", map.bytes());
+        for key in 0..1_000_000u32 {
+            assert_eq!(map.find(hash(key), |found| found == key).is_some(), key.is_multiple_of(50));
+        }
+        assert!(map.most_moved() <= 4096);
+    }
+
+    #[test]
+    fn equal_keys_are_all_found() {
+        let mut map = TagMap::new();
+        for reference in 0..300u32 {
+            assert!(map.insert(7 << 40, reference, |_| 7 << 40));
+        }
+        let mut seen = 0;
+        assert_eq!(
+            map.find(7 << 40, |_| {
+                seen += 1;
+                false
+            }),
+            None
+        );
+        assert_eq!(seen, 300);
+        assert!((0..300).rev().all(|reference| map.remove(7 << 40, reference, |_| 7 << 40)));
+        assert_eq!(map.len(), 0);
+    }
+
+    #[test]
+    fn a_dense_table_stays_dense_when_it_was_empty() {
+        let secret = Secret::random();
+        let hash = |key: u32| secret.mix(u64::from(key));
+        let mut map = TagMap::dense();
+        for _ in 0..2 {
+            map.shrink();
+            assert_eq!(map.bytes(), 0);
+            for key in 0..100_000u32 {
+                assert!(map.insert(hash(key), key, hash));
+            }
+            assert!(map.bytes() < 1_200_000, "{}", map.bytes());
+            for key in 0..100_000u32 {
+                assert!(map.remove(hash(key), key, hash));
+            }
+        }
+    }
+}
