@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 
@@ -16,6 +17,12 @@ from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("gate", settings.get_profile("any"), derandomize=True)
 settings.load_profile("gate" if os.environ.get("CI") else "any")
+
+
+@pytest.fixture(autouse=True)
+def log_as_by_default() -> None:
+    """Drops what an earlier test in this process configured: a filter by level would hide lines from this one."""
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
