@@ -101,7 +101,7 @@ async def test_figures_that_documents_name_are_exposed(
 ) -> None:
     documented = {
         name
-        for pattern in ("README.md", "docs/*.md", "services/*/README.md")
+        for pattern in ("README.md", "docs/**/*.md", "services/*/README.md")
         for document in _ROOT.glob(pattern)
         for name in re.findall(r"\bkvrouter_[a-z_]*[a-z]\b", document.read_text(encoding="utf-8"))
     }
