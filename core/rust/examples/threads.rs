@@ -9,7 +9,7 @@ mod support;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kvrouter_core::fair_lock::Turns;
+use kvrouter_core::fair_lock::FairLock;
 use kvrouter_core::index::Index;
 use support::{Random, removed, stored};
 
@@ -43,7 +43,7 @@ fn main() {
         batches.push(stored(next(), new, new));
         batches.push(removed(next(), &old.iter().rev().copied().collect::<Vec<u64>>()));
     }
-    let index = Turns::new(index);
+    let index = FairLock::new(index);
     ask(&index, &prompts, seconds, "alone");
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -64,7 +64,7 @@ fn main() {
     });
 }
 
-fn ask(index: &Turns<Index>, prompts: &[Vec<u64>], seconds: usize, when: &str) {
+fn ask(index: &FairLock<Index>, prompts: &[Vec<u64>], seconds: usize, when: &str) {
     let mut taken = Vec::new();
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(seconds as u64) {

@@ -1,20 +1,20 @@
-//! Many who read or one who writes, in turns: who reads never waits for more than one write.
+//! A fair read-write lock: a reader waits for one write at most.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-/// State that is read by many, and changed by one at a time.
-pub struct Turns<S> {
+/// A lock for many readers or one writer.
+pub struct FairLock<S> {
     state: RwLock<S>,
-    /// Writers, and those who read for long, hold it all the while: so no writer waits at the lock while somebody reads
-    /// for long, and others who read pass by.
+    /// Taken by writers and by long reads for their whole duration. A writer thus never queues at `state` behind a long
+    /// read, where it would block other readers.
     gate: Mutex<()>,
-    /// Who had to wait. They go before the next writer.
+    /// Readers that had to wait. They go before the next writer.
     waiting: AtomicUsize,
 }
 
-/// The state, to be changed, for as long as this is there.
+/// Write access until it is dropped.
 pub struct Writing<'a, S> {
     state: RwLockWriteGuard<'a, S>,
     _gate: MutexGuard<'a, ()>,
@@ -34,12 +34,12 @@ impl<S> DerefMut for Writing<'_, S> {
     }
 }
 
-impl<S> Turns<S> {
+impl<S> FairLock<S> {
     pub fn new(state: S) -> Self {
         Self { state: RwLock::new(state), gate: Mutex::new(()), waiting: AtomicUsize::new(0) }
     }
 
-    /// The state, to be read, if that needs no wait.
+    /// Returns read access if it is free at once.
     pub fn try_read(&self) -> Option<RwLockReadGuard<'_, S>> {
         match self.state.try_read() {
             Ok(state) => Some(state),
@@ -48,7 +48,7 @@ impl<S> Turns<S> {
         }
     }
 
-    /// The state, to be changed, if that needs no wait and nobody else waits.
+    /// Returns write access if it is free at once and no reader waits.
     pub fn try_write(&self) -> Option<Writing<'_, S>> {
         let gate = match self.gate.try_lock() {
             Ok(gate) => gate,
@@ -65,7 +65,7 @@ impl<S> Turns<S> {
         }
     }
 
-    /// Calls `f` with the state.
+    /// Calls `f` with read access.
     pub fn read<T>(&self, f: impl FnOnce(&S) -> T) -> T {
         let state = self.try_read().unwrap_or_else(|| {
             self.waiting.fetch_add(1, Ordering::AcqRel);
@@ -76,16 +76,16 @@ impl<S> Turns<S> {
         f(&state)
     }
 
-    /// Calls `f` with the state, for long: writers wait meanwhile, and others who read do not.
+    /// Calls `f` with read access for a long time: writers wait, other readers do not.
     pub fn read_long<T>(&self, f: impl FnOnce(&S) -> T) -> T {
         let _gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
         f(&self.state.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Calls `f` with the state, to change it.
+    /// Calls `f` with write access.
     pub fn write<T>(&self, f: impl FnOnce(&mut S) -> T) -> T {
         let _gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
-        // Nobody writes: those who wait are about to wake.
+        // No writer is active, so the waiting readers are about to wake.
         while self.waiting.load(Ordering::Acquire) > 0 {
             std::thread::yield_now();
         }
@@ -99,30 +99,30 @@ mod tests {
     use std::sync::mpsc;
 
     #[test]
-    fn who_waited_to_read_goes_before_the_next_write() {
-        let turns = Turns::new(Vec::new());
+    fn a_waiting_reader_goes_before_the_next_write() {
+        let lock = FairLock::new(Vec::new());
         std::thread::scope(|scope| {
-            turns.write(|order| {
-                scope.spawn(|| turns.read(|order| assert_eq!(*order, ["first"])));
-                while turns.waiting.load(Ordering::Acquire) == 0 {
+            lock.write(|order| {
+                scope.spawn(|| lock.read(|order| assert_eq!(*order, ["first"])));
+                while lock.waiting.load(Ordering::Acquire) == 0 {
                     std::thread::yield_now();
                 }
                 order.push("first");
             });
-            turns.write(|order| order.push("second"));
+            lock.write(|order| order.push("second"));
         });
-        assert_eq!(turns.read(Vec::clone), ["first", "second"]);
+        assert_eq!(lock.read(Vec::clone), ["first", "second"]);
     }
 
     #[test]
-    fn others_read_while_somebody_reads_for_long_and_a_writer_waits() {
-        let turns = Turns::new(0);
+    fn other_readers_pass_while_a_long_read_runs_and_a_writer_waits() {
+        let lock = FairLock::new(0);
         let (begun, begins) = mpsc::channel::<()>();
         let (end, ends) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
-            let (turns, end) = (&turns, end);
+            let (lock, end) = (&lock, end);
             scope.spawn(move || {
-                turns.read_long(|_| {
+                lock.read_long(|_| {
                     drop(begun);
                     let _ = ends.recv();
                 });
@@ -131,16 +131,16 @@ mod tests {
             let (written, writes) = mpsc::channel();
             scope.spawn(move || {
                 let _ = written.send(());
-                turns.write(|state| *state += 1);
+                lock.write(|state| *state += 1);
             });
             let _ = writes.recv();
             for _ in 0..100 {
-                assert!(turns.try_read().is_some(), "a reader would have to wait");
-                assert!(turns.try_write().is_none(), "a writer would not have to wait");
+                assert!(lock.try_read().is_some(), "a reader would have to wait");
+                assert!(lock.try_write().is_none(), "a writer would not have to wait");
                 std::thread::yield_now();
             }
             drop(end);
         });
-        assert_eq!(turns.read(|state| *state), 1);
+        assert_eq!(lock.read(|state| *state), 1);
     }
 }

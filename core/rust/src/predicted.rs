@@ -8,7 +8,7 @@ use crate::index::tree::ranks::Name;
 use crate::storage::holders::Holders;
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
-use crate::storage::trim_watermark::Ebb;
+use crate::storage::trim_watermark::TrimWatermark;
 
 /// Entries are told apart in 32 bits, and there may be twice as many as the bound, and one, before some are dropped.
 const MOST_BLOCKS: usize = (u32::MAX / 2 - 2) as usize;
@@ -59,7 +59,7 @@ pub struct Predicted {
     ranks: Vec<Rank>,
     slots: HashMap<Name, u32>,
     free_slots: Vec<u32>,
-    ebb: Ebb,
+    watermark: TrimWatermark,
 }
 
 impl Predicted {
@@ -80,7 +80,7 @@ impl Predicted {
             ranks: Vec::new(),
             slots: HashMap::new(),
             free_slots: Vec::new(),
-            ebb: Ebb::default(),
+            watermark: TrimWatermark::default(),
         }
     }
 
@@ -89,9 +89,9 @@ impl Predicted {
         self.entries.len()
     }
 
-    /// Whether so much has gone that memory had better be given back to the system.
-    pub fn ebbed(&mut self) -> bool {
-        self.ebb.hear(self.entries.len())
+    /// Whether enough entries were removed that free memory should be returned to the system.
+    pub fn should_trim(&mut self) -> bool {
+        self.watermark.observe(self.entries.len())
     }
 
     /// A request with these blocks was sent to the rank.

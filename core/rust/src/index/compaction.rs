@@ -13,7 +13,7 @@ const UNLISTED_AT_ONCE: usize = 1 << 10;
 
 impl Index {
     /// Frees what nobody holds of the runs that were touched.
-    pub(crate) fn tidy(&mut self) {
+    pub(crate) fn compact(&mut self) {
         self.reached = None;
         while let Some(run) = self.loose.pop() {
             self.tidy_run(run);

@@ -25,10 +25,10 @@ impl Index {
             self.release_whole(held);
             self.loose.push(held.run);
             if self.loose.len() >= 256 {
-                self.tidy();
+                self.compact();
             }
         }
-        self.tidy();
+        self.compact();
         self.ranks.weigh(slot);
         before - self.ranks.get(slot).map_or(0, |rank| rank.entries)
     }

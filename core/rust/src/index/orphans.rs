@@ -162,7 +162,7 @@ impl Index {
             let block = FloatingBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
             self.float(seat, counting, engine, block);
         }
-        self.tidy();
+        self.compact();
         Ok(())
     }
 

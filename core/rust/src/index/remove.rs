@@ -46,7 +46,7 @@ impl Index {
             held += u64::from(to - from);
             at += (to - from) as usize;
         }
-        self.tidy();
+        self.compact();
         held
     }
 

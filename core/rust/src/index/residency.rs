@@ -229,7 +229,7 @@ impl Index {
     }
 }
 
-/// Turns a bitmap without holes into a plain range.
+/// Replaces a bitmap without holes by a plain range.
 fn close_holes(bits: &mut Table<Bits>, heap: &mut usize, holding: &mut Holding) {
     if holding.bits != 0 && bits.at(holding.bits).count == holding.hi - holding.lo {
         *heap -= bits.take(holding.bits).heap();

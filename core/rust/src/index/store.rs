@@ -74,7 +74,7 @@ impl Index {
         let chain = Chain { seat, counting, engines, locals, hashes: &hashes };
         let stored = self.walk_and_store(&chain, run, depth);
         self.scratch.hashes = hashes;
-        self.tidy();
+        self.compact();
         stored
     }
 

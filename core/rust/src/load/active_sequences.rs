@@ -7,7 +7,7 @@ use crate::hash::Secret;
 use crate::index::tree::ranks::Name;
 use crate::load::active_blocks::{ActiveBlocks, Piece, without_repeats};
 use crate::load::tombstones::Tombstones;
-use crate::storage::trim_watermark::Ebb;
+use crate::storage::trim_watermark::TrimWatermark;
 
 /// (request_id, attempt, stage)
 pub type Key = (String, i64, i64);
@@ -110,7 +110,7 @@ pub struct Sequences<T> {
     booked: u64,
     freed: Tombstones<Key>,
     active: ActiveBlocks,
-    ebb: Ebb,
+    watermark: TrimWatermark,
     secret: Secret,
 }
 
@@ -129,7 +129,7 @@ impl<T> Sequences<T> {
             booked: 0,
             freed: Tombstones::new(tombstones),
             active: ActiveBlocks::new(),
-            ebb: Ebb::default(),
+            watermark: TrimWatermark::default(),
             secret: Secret::random(),
         }
     }
@@ -218,9 +218,9 @@ impl<T> Sequences<T> {
         Booked::Yes
     }
 
-    /// Whether so much has gone that memory had better be given back to the system.
-    pub fn ebbed(&mut self) -> bool {
-        self.ebb.hear(self.active.len())
+    /// Whether enough entries were removed that free memory should be returned to the system.
+    pub fn should_trim(&mut self) -> bool {
+        self.watermark.observe(self.active.len())
     }
 
     /// What the caller gave with a live booking.

@@ -1,10 +1,10 @@
-//! One caller at a time, without a wait that holds the GIL.
+//! State for one caller at a time. No thread waits for it with the GIL.
 
 use std::sync::{Mutex, PoisonError, TryLockError};
 
 use pyo3::prelude::*;
 
-/// State that calls change.
+/// State behind a mutex.
 pub struct Exclusive<S>(Mutex<S>);
 
 impl<S: Send> Exclusive<S> {
@@ -12,7 +12,7 @@ impl<S: Send> Exclusive<S> {
         Self(Mutex::new(state))
     }
 
-    /// Calls `f` with the state: with the GIL held if that is free and the call is not `long`, else without it.
+    /// Calls `f` with the state, without the GIL if the mutex is not free or the call is `long`.
     pub fn with<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&mut S) -> T + Send) -> T {
         if !long {
             match self.0.try_lock() {

@@ -20,8 +20,8 @@ pub struct PredictedIndex {
 }
 
 impl PredictedIndex {
-    fn ebb(&self, py: Python<'_>) {
-        if self.index.with(py, false, |index| index.ebbed()) {
+    fn trim_if_due(&self, py: Python<'_>) {
+        if self.index.with(py, false, |index| index.should_trim()) {
             py.detach(trim_heap);
         }
     }
@@ -49,7 +49,7 @@ impl PredictedIndex {
         let locals = words(local_hashes)?;
         let long = self.index.with(py, false, |index| index.work(locals.len(), now, LONG)) >= LONG;
         let recorded = self.index.with(py, long, |index| index.record(rank, &locals, now));
-        self.ebb(py);
+        self.trim_if_due(py);
         recorded.map_err(|_| PyMemoryError::new_err("no memory for the request's blocks"))
     }
 
@@ -70,14 +70,14 @@ impl PredictedIndex {
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> usize {
         let known = self.index.with(py, false, |index| index.entries_of(rank)) > 0;
         let dropped = if known { self.index.with(py, true, |index| index.remove_rank(rank)) } else { 0 };
-        self.ebb(py);
+        self.trim_if_due(py);
         dropped
     }
 
     fn expire(&self, py: Python<'_>, now: f64) -> usize {
         let long = self.index.with(py, false, |index| index.work(0, now, LONG)) >= LONG;
         let dropped = self.index.with(py, long, |index| index.expire(now));
-        self.ebb(py);
+        self.trim_if_due(py);
         dropped
     }
 

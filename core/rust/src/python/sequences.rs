@@ -68,8 +68,8 @@ fn buffer<'py>(py: Python<'py>, column: &[i64]) -> PyResult<Bound<'py, PyAny>> {
 }
 
 impl ActiveSequences {
-    fn ebb(&self, py: Python<'_>) {
-        if self.sequences.with(py, false, |sequences| sequences.ebbed()) {
+    fn trim_if_due(&self, py: Python<'_>) {
+        if self.sequences.with(py, false, |sequences| sequences.should_trim()) {
             py.detach(trim_heap);
         }
     }
@@ -110,7 +110,7 @@ impl ActiveSequences {
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> Vec<Key> {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of_rank(rank)) > LONG;
         let gone = self.sequences.with(py, long, |sequences| sequences.remove_rank(rank));
-        self.ebb(py);
+        self.trim_if_due(py);
         gone.into_iter().map(|(key, _)| Arc::unwrap_or_clone(key)).collect()
     }
 
@@ -165,7 +165,7 @@ impl ActiveSequences {
     fn free(&self, py: Python<'_>, key: Key) -> bool {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of(&key)) > LONG;
         let known = self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key))).is_some();
-        self.ebb(py);
+        self.trim_if_due(py);
         known
     }
 

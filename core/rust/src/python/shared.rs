@@ -1,21 +1,21 @@
-//! State that Python threads share, and when they give up the GIL for it.
+//! State shared between Python threads, and when a call releases the GIL.
 
 use pyo3::prelude::*;
 
-use crate::fair_lock::Turns;
+use crate::fair_lock::FairLock;
 
-/// A call that takes longer gives the GIL up; one that takes less would wait longer to get it back, ns.
+/// Calls that take longer release the GIL, ns. A shorter call would spend more time on getting it back.
 const LONG: usize = 20_000;
 
-/// State that is read by many, and changed by one at a time. Nobody waits for it with the GIL held.
-pub struct Shared<S>(Turns<S>);
+/// State with many readers or one writer. No thread waits for it with the GIL.
+pub struct Shared<S>(FairLock<S>);
 
 impl<S: Send + Sync> Shared<S> {
     pub fn new(state: S) -> Self {
-        Self(Turns::new(state))
+        Self(FairLock::new(state))
     }
 
-    /// Calls `f` with the state; without the GIL if somebody else has the state, or if `work` says that it takes long, ns.
+    /// Calls `f` with read access, without the GIL if the lock is not free or `work` estimates a long call, ns.
     pub fn read<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&S) -> usize, f: impl FnOnce(&S) -> T + Send) -> T {
         let mut long = false;
         if let Some(state) = self.0.try_read() {
@@ -27,7 +27,7 @@ impl<S: Send + Sync> Shared<S> {
         py.detach(|| if long { self.0.read_long(f) } else { self.0.read(f) })
     }
 
-    /// The same for what changes the state.
+    /// Calls `f` with write access, as `read`.
     pub fn write<T: Send>(
         &self,
         py: Python<'_>,

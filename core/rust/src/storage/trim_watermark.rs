@@ -1,24 +1,24 @@
-//! When memory is given back to the system: once most of much has gone.
+//! Decides when free memory is returned to the system: after a large share of many entries was removed.
 
-/// Below, what the allocator keeps is not worth the time that giving it back takes: some 60 MB, and a tenth of a second
-/// for ten times as many.
-const MUCH: usize = 1 << 20;
+/// Peaks below this never trim: the allocator keeps some 60 MB at most, which is not worth the time that a trim takes (a
+/// tenth of a second for ten times as many entries).
+const MIN_PEAK: usize = 1 << 20;
 
-/// Follows how many there are of something.
+/// Tracks the number of entries since the last trim.
 #[derive(Default)]
-pub struct Ebb {
-    most: usize,
+pub struct TrimWatermark {
+    peak: usize,
 }
 
-impl Ebb {
-    /// Hears how many there are. Returns whether three quarters have gone since it last returned so, if they were many.
-    pub fn hear(&mut self, count: usize) -> bool {
-        self.most = self.most.max(count);
-        let ebbed = self.most >= MUCH && count <= self.most / 4;
-        if ebbed {
-            self.most = count;
+impl TrimWatermark {
+    /// Records the current count. Returns whether to trim: the peak was large, and three quarters of it are gone.
+    pub fn observe(&mut self, count: usize) -> bool {
+        self.peak = self.peak.max(count);
+        let fallen = self.peak >= MIN_PEAK && count <= self.peak / 4;
+        if fallen {
+            self.peak = count;
         }
-        ebbed
+        fallen
     }
 }
 
@@ -27,10 +27,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_tells_once_for_each_fall() {
-        let mut ebb = Ebb::default();
-        let heard: Vec<bool> =
-            [0, 10, 0, MUCH, MUCH / 2, MUCH / 4, 5, 0, 2 * MUCH, 0].into_iter().map(|count| ebb.hear(count)).collect();
-        assert_eq!(heard, [false, false, false, false, false, true, false, false, false, true]);
+    fn each_fall_trims_once() {
+        let mut watermark = TrimWatermark::default();
+        let counts = [0, 10, 0, MIN_PEAK, MIN_PEAK / 2, MIN_PEAK / 4, 5, 0, 2 * MIN_PEAK, 0];
+        let trims = counts.map(|count| watermark.observe(count));
+        assert_eq!(trims, [false, false, false, false, false, true, false, false, false, true]);
     }
 }
