@@ -2,7 +2,7 @@
 
 use crate::index::tree::blocks::{LANES, bit};
 use crate::index::tree::keys::{PrivateKeys, private_hash};
-use crate::index::tree::ranks::Spot;
+use crate::index::tree::ranks::BlockPosition;
 use crate::index::tree::runs::{Label, MAX_BLOCKS, SHARED};
 use crate::index::{Index, MAX_RECORDS};
 
@@ -65,7 +65,7 @@ impl Index {
     /// with them.
     pub(crate) fn unlist_private(&mut self, rank: u32, run_id: u32, label_id: u32, from: u32, to: u32) {
         for depth in from..to {
-            if self.holds(rank, Spot { run: run_id, label: label_id, depth }) {
+            if self.holds(rank, BlockPosition { run: run_id, label: label_id, depth }) {
                 continue;
             }
             let at = self.labels.at(label_id).slot(depth);

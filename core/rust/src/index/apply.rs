@@ -3,7 +3,7 @@
 use crate::index::Index;
 use crate::index::store::Refused;
 use crate::index::tree::ranks::{Counting, Name, Rank};
-use crate::index::tree::runs::Seat;
+use crate::index::tree::runs::RankTier;
 use crate::wire::{Batch, Change, Event};
 
 /// Blocks in one event, at most.
@@ -131,7 +131,7 @@ impl Index {
         };
         let Some(rank) = self.ranks.get(slot) else { return Ok(()) };
         let (counting, muted) = (rank.counting, rank.muted);
-        let seat = Seat::new(slot, tier);
+        let rank_tier = RankTier::new(slot, tier);
         match &event.change {
             Change::None => Err(Odd::Rejected("it names no change")),
             Change::Stored { parent, engines, locals } => {
@@ -143,13 +143,13 @@ impl Index {
                 engines.copy_to(&mut engine_hashes);
                 locals.copy_to(&mut local_hashes);
                 let stored = match self.check_chain(*parent, &engine_hashes, &local_hashes) {
-                    Ok(()) if !muted => self.store(seat, counting, *parent, &engine_hashes, &local_hashes),
+                    Ok(()) if !muted => self.store(rank_tier, counting, *parent, &engine_hashes, &local_hashes),
                     checked => checked,
                 };
                 if matches!(stored, Err(Refused::UnknownParent)) {
                     // Where they were they are no longer, and where they are nobody knows.
                     for tier in 0..4 {
-                        self.remove(Seat::new(slot, tier), Counting::Set, &engine_hashes);
+                        self.remove(RankTier::new(slot, tier), Counting::Set, &engine_hashes);
                     }
                 }
                 self.scratch.engines = engine_hashes;
@@ -179,7 +179,7 @@ impl Index {
                 }
                 let mut engine_hashes = std::mem::take(&mut self.scratch.engines);
                 engines.copy_to(&mut engine_hashes);
-                let held = self.remove(seat, counting, &engine_hashes);
+                let held = self.remove(rank_tier, counting, &engine_hashes);
                 self.scratch.engines = engine_hashes;
                 summary.removed_blocks += held;
                 summary.unknown_removals += engines.len() as u64 - held;

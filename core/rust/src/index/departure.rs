@@ -19,7 +19,7 @@ impl Index {
         while left > 0 {
             left -= 1;
             let Some(&held) = self.ranks.get(slot).and_then(|rank| rank.held.get(left)) else { continue };
-            if tier.is_some_and(|tier| held.seat.tier() != tier) {
+            if tier.is_some_and(|tier| held.rank_tier.tier() != tier) {
                 continue;
             }
             self.release_whole(held);
@@ -38,10 +38,10 @@ impl Index {
         let run = self.runs.at_mut(held.run);
         run.dropped = u32::MAX;
         let start = run.start;
-        let Ok(at) = run.find(held.seat, held.label) else { return };
+        let Ok(at) = run.find(held.rank_tier, held.label) else { return };
         let Some(&holding) = run.holdings.get(at) else { return };
         if holding.bits == 0 {
-            self.release(held.seat, held.run, held.label, holding.lo, holding.hi);
+            self.release(held.rank_tier, held.run, held.label, holding.lo, holding.hi);
             return;
         }
         let mut from = holding.lo;
@@ -50,14 +50,14 @@ impl Index {
             from = start + bits.next(from - start, holding.hi - start, true);
             let to = start + bits.next(from - start, holding.hi - start, false);
             if from < to {
-                self.release(held.seat, held.run, held.label, from, to);
+                self.release(held.rank_tier, held.run, held.label, from, to);
             }
             // A holding without holes left has no bitmap any more, and lasts to its end.
             let run = self.runs.at(held.run);
-            match run.find(held.seat, held.label).ok().and_then(|at| run.holdings.get(at)) {
+            match run.find(held.rank_tier, held.label).ok().and_then(|at| run.holdings.get(at)) {
                 Some(rest) if rest.bits == 0 => {
                     let (lo, hi) = (rest.lo, rest.hi);
-                    self.release(held.seat, held.run, held.label, lo, hi);
+                    self.release(held.rank_tier, held.run, held.label, lo, hi);
                     return;
                 }
                 Some(_) => from = to,

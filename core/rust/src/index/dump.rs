@@ -5,13 +5,13 @@ use std::collections::HashMap;
 use crate::hash::{digest_term, sequence_hash};
 use crate::index::Index;
 use crate::index::orphans::FloatingBlock;
-use crate::index::tree::ranks::{Counting, Name, Rank, Spot};
-use crate::index::tree::runs::Seat;
+use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
+use crate::index::tree::runs::RankTier;
 use crate::wire::{BlockRecord, Malformed, RankState, Writer};
 
 /// A block of a rank, as it is walked over.
 struct Block {
-    spot: Spot,
+    position: BlockPosition,
     engine: u64,
     local: u64,
     sequence: u64,
@@ -43,18 +43,18 @@ impl Index {
                 let above = sequence;
                 sequence = sequence_hash(depth, above, local);
                 for &label in &labels {
-                    let spot = Spot { run: id, label, depth };
+                    let position = BlockPosition { run: id, label, depth };
                     let mut copies = [0; 4];
                     for holding in of_rank.iter().filter(|holding| holding.label == label) {
                         if self.has(run, holding, depth)
-                            && let Some(to) = copies.get_mut(holding.seat.tier() as usize)
+                            && let Some(to) = copies.get_mut(holding.rank_tier.tier() as usize)
                         {
-                            *to = self.copies(rank, holding.seat.tier(), spot);
+                            *to = self.copies(rank, holding.rank_tier.tier(), position);
                         }
                     }
                     if copies != [0; 4] {
-                        let engine = self.engine_at(spot).unwrap_or_default();
-                        visit(Block { spot, engine, local, sequence, above, copies });
+                        let engine = self.engine_at(position).unwrap_or_default();
+                        visit(Block { position, engine, local, sequence, above, copies });
                     }
                 }
             }
@@ -101,15 +101,17 @@ impl Index {
             record.encode(&mut records);
         };
         if rank.floating.is_empty() {
-            let mut last: Option<(Spot, u64)> = None;
+            let mut last: Option<(BlockPosition, u64)> = None;
             self.for_blocks(slot, |block| {
                 let parent = match last {
-                    Some((spot, engine)) if spot.run == block.spot.run && spot.depth + 1 == block.spot.depth => {
+                    Some((position, engine))
+                        if position.run == block.position.run && position.depth + 1 == block.position.depth =>
+                    {
                         Some(engine)
                     }
-                    _ => self.parent_engine(slot, block.spot),
+                    _ => self.parent_engine(slot, block.position),
                 };
-                last = Some((block.spot, block.engine));
+                last = Some((block.position, block.engine));
                 write(Record::of(&block, parent));
             });
         } else {
@@ -143,22 +145,22 @@ impl Index {
     }
 
     /// An engine hash that a rank holds at the place before a block's.
-    fn parent_engine(&self, slot: u32, spot: Spot) -> Option<u64> {
-        let depth = spot.depth.checked_sub(1)?;
-        let run = self.runs.at(spot.run);
-        let above = if depth >= run.start { spot.run } else { run.parent };
+    fn parent_engine(&self, slot: u32, position: BlockPosition) -> Option<u64> {
+        let depth = position.depth.checked_sub(1)?;
+        let run = self.runs.at(position.run);
+        let above = if depth >= run.start { position.run } else { run.parent };
         let run = self.runs.at(above);
         let holding = run.of_rank(slot).iter().find(|holding| self.has(run, holding, depth))?;
-        self.engine_at(Spot { run: above, label: holding.label, depth })
+        self.engine_at(BlockPosition { run: above, label: holding.label, depth })
     }
 
     fn dump_with_floating(&self, slot: u32, rank: &Rank, write: &mut impl FnMut(Record)) {
         let mut records = Vec::new();
         let mut at_place: HashMap<(u32, u64), u64> = HashMap::new();
         self.for_blocks(slot, |block| {
-            let above = block.spot.depth.checked_sub(1).map(|depth| (depth, block.above));
-            at_place.insert((block.spot.depth, block.sequence), block.engine);
-            records.push((block.spot.depth, above, Record::of(&block, None)));
+            let above = block.position.depth.checked_sub(1).map(|depth| (depth, block.above));
+            at_place.insert((block.position.depth, block.sequence), block.engine);
+            records.push((block.position.depth, above, Record::of(&block, None)));
         });
         for (engine, block) in rank.floating.iter() {
             at_place.insert((block.depth, block.sequence), engine);
@@ -214,11 +216,11 @@ impl Index {
             let (chain, others) = rest.split_at_checked(length.min(4096)).unwrap_or((rest, &[]));
             rest = others;
             for (tier, copies) in (0u32..).zip(first.copies).filter(|(_, copies)| *copies > 0) {
-                let seat = Seat::new(slot, tier);
+                let rank_tier = RankTier::new(slot, tier);
                 if first.floats {
                     let LoadedBlock { engine, sequence, local, depth, above, .. } = *first;
                     let block = FloatingBlock { sequence, parent: above, local, depth, copies: [0; 4] };
-                    self.float(seat, Counting::Counted, engine, block);
+                    self.float(rank_tier, Counting::Counted, engine, block);
                     if let Some(block) = self.ranks.get_mut(slot).and_then(|rank| rank.floating.get_mut(engine))
                         && let Some(to) = block.copies.get_mut(tier as usize)
                     {
@@ -229,14 +231,15 @@ impl Index {
                 let engines: Vec<u64> = chain.iter().map(|block| block.engine).collect();
                 let locals: Vec<u64> = chain.iter().map(|block| block.local).collect();
                 let checked = self.check_chain(first.parent, &engines, &locals);
-                if checked.and_then(|()| self.store(seat, Counting::Set, first.parent, &engines, &locals)).is_err() {
+                if checked.and_then(|()| self.store(rank_tier, Counting::Set, first.parent, &engines, &locals)).is_err()
+                {
                     self.mute(slot);
                     return;
                 }
                 if copies > 1 {
                     for engine in engines {
-                        if let Some(spot) = self.locate(slot, engine, self.secret.mix(engine)) {
-                            self.set_copies(seat, spot, copies);
+                        if let Some(position) = self.locate(slot, engine, self.secret.mix(engine)) {
+                            self.set_copies(rank_tier, position, copies);
                         }
                     }
                 }
@@ -257,8 +260,8 @@ struct Record {
 
 impl Record {
     fn of(block: &Block, parent: Option<u64>) -> Self {
-        let Block { spot, engine, local, sequence, copies, .. } = *block;
-        Self { engine, parent, local, sequence, depth: spot.depth, copies }
+        let Block { position, engine, local, sequence, copies, .. } = *block;
+        Self { engine, parent, local, sequence, depth: position.depth, copies }
     }
 
     /// Appends the record as a block of a RankState.

@@ -21,7 +21,7 @@ pub mod tree;
 use crate::hash::{Secret, sequence_hash};
 use crate::index::tree::blocks::{Blocks, LabelBlocks, Slot};
 use crate::index::tree::keys::{branch_hash, private_hash};
-use crate::index::tree::ranks::{Ranks, Spot};
+use crate::index::tree::ranks::{BlockPosition, Ranks};
 use crate::index::tree::runs::{Bits, Holding, Label, ROOT, Run, SHARED};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
@@ -139,35 +139,37 @@ impl Index {
 
     /// Whether a rank holds a block by a label, in any tier.
     #[inline]
-    pub(crate) fn holds(&self, rank: u32, spot: Spot) -> bool {
-        let run = self.runs.at(spot.run);
-        run.of_rank(rank).iter().any(|holding| holding.label == spot.label && self.has(run, holding, spot.depth))
+    pub(crate) fn holds(&self, rank: u32, position: BlockPosition) -> bool {
+        let run = self.runs.at(position.run);
+        run.of_rank(rank)
+            .iter()
+            .any(|holding| holding.label == position.label && self.has(run, holding, position.depth))
     }
 
     /// The place of a shared slot.
     #[inline]
-    pub(crate) fn spot_of(&self, at: Slot) -> Spot {
+    pub(crate) fn position_of(&self, at: Slot) -> BlockPosition {
         let header = self.blocks.header(at);
         let depth = self.runs.at(header.owner).start + u32::from(header.number) * 8 + (at & 7);
-        Spot { run: header.owner, label: SHARED, depth }
+        BlockPosition { run: header.owner, label: SHARED, depth }
     }
 
     /// Where a rank holds an engine hash. `hash` is the secret's mix of it.
-    pub(crate) fn locate(&self, rank: u32, engine: u64, hash: u64) -> Option<Spot> {
-        let mut spot = None;
+    pub(crate) fn locate(&self, rank: u32, engine: u64, hash: u64) -> Option<BlockPosition> {
+        let mut position = None;
         let is_it = |at: Slot| {
             if self.blocks.engine(at) != engine {
                 return false;
             }
-            let candidate = self.spot_of(at);
+            let candidate = self.position_of(at);
             let held = self.holds(rank, candidate);
             if held {
-                spot = Some(candidate);
+                position = Some(candidate);
             }
             held
         };
         if self.shared.find(hash, is_it).is_some() {
-            return spot;
+            return position;
         }
         if self.ranks.get(rank).is_none_or(|rank| rank.private == 0) {
             return None;
@@ -179,22 +181,23 @@ impl Index {
                 return false;
             }
             let depth = label.start + u32::from(header.number) * 8 + (at & 7);
-            spot = Some(Spot { run: label.run, label: header.owner, depth });
+            position = Some(BlockPosition { run: label.run, label: header.owner, depth });
             true
         });
-        spot
+        position
     }
 
     /// The engine hash of a block under a label; None past the label's ends.
     #[inline]
-    pub(crate) fn engine_at(&self, spot: Spot) -> Option<u64> {
-        if spot.label == SHARED {
-            let run = self.runs.at(spot.run);
-            (run.start <= spot.depth && spot.depth < run.end()).then(|| self.blocks.engine(run.slot(spot.depth)))
+    pub(crate) fn engine_at(&self, position: BlockPosition) -> Option<u64> {
+        if position.label == SHARED {
+            let run = self.runs.at(position.run);
+            (run.start <= position.depth && position.depth < run.end())
+                .then(|| self.blocks.engine(run.slot(position.depth)))
         } else {
-            let label = self.labels.at(spot.label);
-            (label.start <= spot.depth && spot.depth < label.end())
-                .then(|| self.label_blocks.engine(label.slot(spot.depth)))
+            let label = self.labels.at(position.label);
+            (label.start <= position.depth && position.depth < label.end())
+                .then(|| self.label_blocks.engine(label.slot(position.depth)))
         }
     }
 

@@ -4,7 +4,7 @@ use crate::index::Index;
 use crate::index::store::{Chain, Refused};
 use crate::index::tree::blocks::{LANES, Slot, bit, slot};
 use crate::index::tree::keys::{SharedKeys, private_hash};
-use crate::index::tree::ranks::Spot;
+use crate::index::tree::ranks::BlockPosition;
 use crate::index::tree::runs::SHARED;
 
 /// Equal engine hashes in the shared table, at most. Further ones go into labels, which are found by rank as well, so
@@ -44,7 +44,7 @@ impl Index {
     }
 
     fn cover_all(&mut self, chain: &Chain<'_>, run: u32, depth: u32, from: usize, to: usize) -> Result<(), Refused> {
-        let seat = chain.seat;
+        let rank_tier = chain.rank_tier;
         let depth_of = |at: usize| depth + (at - from) as u32;
         let mut at = from;
         let mut ahead = usize::MAX;
@@ -53,20 +53,20 @@ impl Index {
             at = self.name_shared(chain, run, depth_of(at), at, to, &mut ahead);
             let mut name = Name::Shared;
             if at < to {
-                name = self.name(chain, Spot { run, label: SHARED, depth: depth_of(at) }, at);
+                name = self.name(chain, BlockPosition { run, label: SHARED, depth: depth_of(at) }, at);
                 if let Name::Shared = name {
                     at += 1;
                 }
             }
             if at > first {
-                self.hold(seat, run, SHARED, depth_of(first), depth_of(at), chain.counting);
+                self.hold(rank_tier, run, SHARED, depth_of(first), depth_of(at), chain.counting);
             }
             let label = match name {
                 Name::Shared => SHARED,
                 Name::Known(label) => label,
                 Name::Private => {
                     let engine = chain.engines.get(at).copied().unwrap_or_default();
-                    let label = self.label_for(seat.rank(), run, depth_of(at)).ok_or(Refused::Exhausted)?;
+                    let label = self.label_for(rank_tier.rank(), run, depth_of(at)).ok_or(Refused::Exhausted)?;
                     if !self.put_private(label, depth_of(at), engine) {
                         return Err(Refused::Exhausted);
                     }
@@ -75,11 +75,11 @@ impl Index {
             };
             if label != SHARED {
                 // Held at once: a label is freed with the last block that is held by it.
-                self.hold(seat, run, label, depth_of(at), depth_of(at) + 1, chain.counting);
+                self.hold(rank_tier, run, label, depth_of(at), depth_of(at) + 1, chain.counting);
                 at += 1;
             }
-            let last = Spot { run, label, depth: depth_of(at) - 1 };
-            if let Some(rank) = self.ranks.get_mut(seat.rank()) {
+            let last = BlockPosition { run, label, depth: depth_of(at) - 1 };
+            if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
                 rank.tail = Some(last);
             }
         }
@@ -97,7 +97,7 @@ impl Index {
         to: usize,
         ahead: &mut usize,
     ) -> usize {
-        let Some(rank) = self.ranks.get(chain.seat.rank()) else { return from };
+        let Some(rank) = self.ranks.get(chain.rank_tier.rank()) else { return from };
         if !rank.floating.is_empty() {
             return from;
         }
@@ -126,7 +126,7 @@ impl Index {
 
     /// How many blocks of a chain, from one on, its rank surely has in no label.
     fn without_labels(&mut self, chain: &Chain<'_>, from: usize, to: usize) -> usize {
-        let rank = chain.seat.rank();
+        let rank = chain.rank_tier.rank();
         let mut hashes = std::mem::take(&mut self.scratch.references);
         let engines = chain.engines.get(from..to).unwrap_or_default();
         hashes.extend(engines.iter().map(|engine| (private_hash(self.secret, rank, *engine), 0)));
@@ -214,17 +214,17 @@ impl Index {
     }
 
     /// Finds the name under which a rank is to hold a block. Whatever it holds elsewhere under this engine hash moves.
-    fn name(&mut self, chain: &Chain<'_>, spot: Spot, at: usize) -> Name {
+    fn name(&mut self, chain: &Chain<'_>, position: BlockPosition, at: usize) -> Name {
         let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return Name::Private };
-        let rank = chain.seat.rank();
-        self.land(rank, engine, spot);
+        let rank = chain.rank_tier.rank();
+        self.land(rank, engine, position);
         if let Some(held) = self.locate(rank, engine, hash) {
-            if (held.run, held.depth) == (spot.run, spot.depth) {
+            if (held.run, held.depth) == (position.run, position.depth) {
                 return if held.label == SHARED { Name::Shared } else { Name::Known(held.label) };
             }
             self.release_everywhere(rank, held);
         }
-        let slot = self.runs.at(spot.run).slot(spot.depth);
+        let slot = self.runs.at(position.run).slot(position.depth);
         if self.blocks.header(slot).listed & bit(slot) != 0 {
             return if self.blocks.engine(slot) == engine { Name::Shared } else { Name::Private };
         }

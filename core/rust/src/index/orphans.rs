@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use crate::hash::sequence_hash;
 use crate::index::Index;
 use crate::index::store::{Chain, Refused};
-use crate::index::tree::ranks::{Counting, Spot};
-use crate::index::tree::runs::Seat;
+use crate::index::tree::ranks::{BlockPosition, Counting};
+use crate::index::tree::runs::RankTier;
 
 /// A block that floats.
 #[derive(Clone, Copy, Debug)]
@@ -114,28 +114,28 @@ impl Floating {
 impl Index {
     /// Takes an engine hash out of the floating blocks of a rank that stores it at a known place. Where the place is the
     /// same, its copies come along.
-    pub(crate) fn land(&mut self, rank_slot: u32, engine: u64, spot: Spot) {
+    pub(crate) fn land(&mut self, rank_slot: u32, engine: u64, position: BlockPosition) {
         let Some(rank) = self.ranks.get_mut(rank_slot) else { return };
         if rank.floating.is_empty() {
             return;
         }
         let Some(block) = rank.floating.take(engine) else { return };
         self.uncount(rank_slot, &block);
-        if block.depth != spot.depth || self.sequence_at(spot.run, spot.depth) != block.sequence {
+        if block.depth != position.depth || self.sequence_at(position.run, position.depth) != block.sequence {
             return;
         }
         // As if each copy were stored again at its place, where the tree now knows it.
         let single = [engine];
         let hashes = [self.secret.mix(engine)];
         for (tier, copies) in (0u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
-            let seat = Seat::new(rank_slot, tier);
+            let rank_tier = RankTier::new(rank_slot, tier);
             let chain =
-                Chain { seat, counting: Counting::Set, engines: &single, locals: &[block.local], hashes: &hashes };
-            if self.cover(&chain, spot.run, spot.depth, 0, 1).is_err() {
+                Chain { rank_tier, counting: Counting::Set, engines: &single, locals: &[block.local], hashes: &hashes };
+            if self.cover(&chain, position.run, position.depth, 0, 1).is_err() {
                 return;
             }
             if let Some(held) = self.locate(rank_slot, engine, self.secret.mix(engine)) {
-                self.set_copies(seat, held, copies);
+                self.set_copies(rank_tier, held, copies);
             }
         }
     }
@@ -143,13 +143,13 @@ impl Index {
     /// Stores a chain below a floating block.
     pub(crate) fn store_floating(
         &mut self,
-        seat: Seat,
+        rank_tier: RankTier,
         counting: Counting,
         parent: u64,
         engines: &[u64],
         locals: &[u64],
     ) -> Result<(), Refused> {
-        let Some(rank) = self.ranks.get(seat.rank()) else { return Err(Refused::UnknownParent) };
+        let Some(rank) = self.ranks.get(rank_tier.rank()) else { return Err(Refused::UnknownParent) };
         let Some(above) = rank.floating.get(parent).copied() else { return Err(Refused::UnknownParent) };
         let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;
         if above.depth.checked_add(count).is_none() {
@@ -160,20 +160,20 @@ impl Index {
             let before = sequence;
             (depth, sequence) = (depth + 1, sequence_hash(depth + 1, sequence, local));
             let block = FloatingBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
-            self.float(seat, counting, engine, block);
+            self.float(rank_tier, counting, engine, block);
         }
         self.compact();
         Ok(())
     }
 
     /// Adds a copy of a floating block in a seat's tier. What the rank holds elsewhere under this engine hash moves.
-    pub(crate) fn float(&mut self, seat: Seat, counting: Counting, engine: u64, block: FloatingBlock) {
-        let rank = seat.rank();
+    pub(crate) fn float(&mut self, rank_tier: RankTier, counting: Counting, engine: u64, block: FloatingBlock) {
+        let rank = rank_tier.rank();
         let hash = self.secret.mix(engine);
         let mut block = block;
         if let Some(held) = self.locate(rank, engine, hash) {
             if held.depth == block.depth && self.sequence_at(held.run, held.depth) == block.sequence {
-                self.hold(seat, held.run, held.label, held.depth, held.depth + 1, counting);
+                self.hold(rank_tier, held.run, held.label, held.depth, held.depth + 1, counting);
                 return;
             }
             self.release_everywhere(rank, held);
@@ -185,7 +185,7 @@ impl Index {
                 block.parent = block.parent.or(old.parent);
             }
         }
-        if let Some(copies) = block.copies.get_mut(seat.tier() as usize) {
+        if let Some(copies) = block.copies.get_mut(rank_tier.tier() as usize) {
             *copies = if counting == Counting::Set { 1 } else { copies.saturating_add(1) };
         }
         let Some(rank) = self.ranks.get_mut(rank) else { return };
@@ -209,13 +209,13 @@ impl Index {
     }
 
     /// Removes a copy of a floating block from a seat (as a set: all copies). Returns whether it was held.
-    pub(crate) fn remove_floating(&mut self, seat: Seat, counting: Counting, engine: u64) -> bool {
-        let Some(rank) = self.ranks.get_mut(seat.rank()) else { return false };
+    pub(crate) fn remove_floating(&mut self, rank_tier: RankTier, counting: Counting, engine: u64) -> bool {
+        let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return false };
         if rank.floating.is_empty() {
             return false;
         }
         let Some(block) = rank.floating.get_mut(engine) else { return false };
-        let Some(copies) = block.copies.get_mut(seat.tier() as usize).filter(|copies| **copies > 0) else {
+        let Some(copies) = block.copies.get_mut(rank_tier.tier() as usize).filter(|copies| **copies > 0) else {
             return false;
         };
         *copies = if counting == Counting::Set { 0 } else { *copies - 1 };
@@ -224,7 +224,7 @@ impl Index {
             rank.entries -= 1;
             self.entries -= 1;
             self.floating -= 1;
-            self.slow_entries -= u64::from(seat.tier() > 0);
+            self.slow_entries -= u64::from(rank_tier.tier() > 0);
             if gone {
                 rank.floating.take(engine);
             }

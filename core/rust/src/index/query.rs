@@ -21,8 +21,8 @@ impl Index {
             let mut alive = false;
             let mut rest = run.holdings.as_slice();
             while let Some(first) = rest.first() {
-                let rank = first.seat.rank();
-                let same = rest.iter().skip(1).take_while(|holding| holding.seat.rank() == rank).count() + 1;
+                let rank = first.rank_tier.rank();
+                let same = rest.iter().skip(1).take_while(|holding| holding.rank_tier.rank() == rank).count() + 1;
                 let (of_rank, others) = rest.split_at_checked(same).unwrap_or((rest, &[]));
                 rest = others;
                 let Some(overlap) = held.get_mut(rank as usize).filter(|overlap| **overlap == stretch.from) else {
@@ -45,7 +45,7 @@ impl Index {
         let mut depth = from;
         loop {
             let before = depth;
-            for holding in of_rank.iter().filter(|holding| holding.seat.tier() <= tier) {
+            for holding in of_rank.iter().filter(|holding| holding.rank_tier.tier() <= tier) {
                 if holding.lo <= depth && depth < holding.hi {
                     let end = holding.hi.min(to);
                     depth = if holding.bits == 0 {

@@ -3,44 +3,46 @@
 use crate::index::Index;
 use crate::index::store::CHUNKS_AHEAD;
 use crate::index::tree::blocks::LANES;
-use crate::index::tree::ranks::{Counting, Spot};
-use crate::index::tree::runs::{SHARED, Seat};
+use crate::index::tree::ranks::{BlockPosition, Counting};
+use crate::index::tree::runs::{RankTier, SHARED};
 
 impl Index {
     /// Removes a copy of each block from a seat (as a set: all copies). Returns how many were held.
-    pub(crate) fn remove(&mut self, seat: Seat, counting: Counting, engines: &[u64]) -> u64 {
+    pub(crate) fn remove(&mut self, rank_tier: RankTier, counting: Counting, engines: &[u64]) -> u64 {
         let mut held = 0;
         let mut at = 0;
         while let Some(&engine) = engines.get(at) {
-            let Some(spot) = self.spot_of_removed(seat, engine) else {
-                held += u64::from(self.remove_floating(seat, counting, engine));
+            let Some(position) = self.position_of_removed(rank_tier, engine) else {
+                held += u64::from(self.remove_floating(rank_tier, counting, engine));
                 at += 1;
                 continue;
             };
-            let run = self.runs.at(spot.run);
-            let holding = run.find(seat, spot.label).ok().and_then(|at| run.holdings.get(at)).copied();
-            let Some(holding) = holding.filter(|holding| self.has(run, holding, spot.depth)) else {
+            let run = self.runs.at(position.run);
+            let holding = run.find(rank_tier, position.label).ok().and_then(|at| run.holdings.get(at)).copied();
+            let Some(holding) = holding.filter(|holding| self.has(run, holding, position.depth)) else {
                 at += 1; // held in another tier
                 continue;
             };
-            let counted = counting == Counting::Counted && self.drop_copy(seat, spot);
-            let (mut from, mut to) = (spot.depth, spot.depth + 1);
+            let counted = counting == Counting::Counted && self.drop_copy(rank_tier, position);
+            let (mut from, mut to) = (position.depth, position.depth + 1);
             if !counted {
-                let plain = holding.bits == 0 && self.ranks.get(seat.rank()).is_some_and(|rank| rank.extras.is_empty());
+                let plain =
+                    holding.bits == 0 && self.ranks.get(rank_tier.rank()).is_some_and(|rank| rank.extras.is_empty());
                 if plain {
                     let rest = engines.get(at + 1..).unwrap_or_default();
                     // Engines remove from the leaf up, or from the root down: the neighbours follow.
-                    from -= self.followed(spot, holding.lo, rest);
-                    if from == spot.depth {
-                        to += self.preceded(spot, holding.hi, rest);
+                    from -= self.followed(position, holding.lo, rest);
+                    if from == position.depth {
+                        to += self.preceded(position, holding.hi, rest);
                     }
                 }
-                self.release(seat, spot.run, spot.label, from, to);
-                if self.loose.last() != Some(&spot.run) {
-                    self.loose.push(spot.run);
+                self.release(rank_tier, position.run, position.label, from, to);
+                if self.loose.last() != Some(&position.run) {
+                    self.loose.push(position.run);
                 }
-                if let Some(rank) = self.ranks.get_mut(seat.rank()) {
-                    rank.removed = Some(Spot { depth: if to > spot.depth + 1 { to - 1 } else { from }, ..spot });
+                if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
+                    rank.removed =
+                        Some(BlockPosition { depth: if to > position.depth + 1 { to - 1 } else { from }, ..position });
                 }
             }
             held += u64::from(to - from);
@@ -51,16 +53,16 @@ impl Index {
     }
 
     /// How many of the engine hashes are those of the blocks before a spot, from the nearest on, down to `lo`.
-    fn followed(&self, spot: Spot, lo: u32, engines: &[u64]) -> u32 {
-        let run = self.runs.at(spot.run);
-        if spot.label != SHARED {
-            let same = |depth: u32, engine: &u64| self.engine_at(Spot { depth, ..spot }) == Some(*engine);
-            return (lo..spot.depth).rev().zip(engines).take_while(|(depth, engine)| same(*depth, engine)).count()
+    fn followed(&self, position: BlockPosition, lo: u32, engines: &[u64]) -> u32 {
+        let run = self.runs.at(position.run);
+        if position.label != SHARED {
+            let same = |depth: u32, engine: &u64| self.engine_at(BlockPosition { depth, ..position }) == Some(*engine);
+            return (lo..position.depth).rev().zip(engines).take_while(|(depth, engine)| same(*depth, engine)).count()
                 as u32;
         }
-        let mut asked = engines.get(..(spot.depth - lo) as usize).unwrap_or(engines);
+        let mut asked = engines.get(..(position.depth - lo) as usize).unwrap_or(engines);
         let most = asked.len();
-        let mut last = spot.depth - run.start;
+        let mut last = position.depth - run.start;
         while last > 0 && !asked.is_empty() {
             last -= 1;
             let Some(&chunk) = run.chunks.get((last / LANES) as usize) else { break };
@@ -88,32 +90,34 @@ impl Index {
     }
 
     /// How many of the engine hashes are those of the blocks after a spot, up to `hi`.
-    fn preceded(&self, spot: Spot, hi: u32, engines: &[u64]) -> u32 {
-        let depths = spot.depth + 1..hi;
-        let same = |(depth, engine): &(u32, &u64)| self.engine_at(Spot { depth: *depth, ..spot }) == Some(**engine);
+    fn preceded(&self, position: BlockPosition, hi: u32, engines: &[u64]) -> u32 {
+        let depths = position.depth + 1..hi;
+        let same = |(depth, engine): &(u32, &u64)| {
+            self.engine_at(BlockPosition { depth: *depth, ..position }) == Some(**engine)
+        };
         depths.zip(engines).take_while(same).count() as u32
     }
 
     /// Where a seat's rank holds an engine hash; beside the block removed last, if it is there.
-    fn spot_of_removed(&self, seat: Seat, engine: u64) -> Option<Spot> {
-        if let Some(last) = self.ranks.get(seat.rank())?.removed {
+    fn position_of_removed(&self, rank_tier: RankTier, engine: u64) -> Option<BlockPosition> {
+        if let Some(last) = self.ranks.get(rank_tier.rank())?.removed {
             for depth in [last.depth.wrapping_sub(1), last.depth.wrapping_add(1)] {
-                let beside = Spot { depth, ..last };
-                if self.engine_at(beside) == Some(engine) && self.holds(seat.rank(), beside) {
+                let beside = BlockPosition { depth, ..last };
+                if self.engine_at(beside) == Some(engine) && self.holds(rank_tier.rank(), beside) {
                     return Some(beside);
                 }
             }
         }
-        self.locate(seat.rank(), engine, self.secret.mix(engine))
+        self.locate(rank_tier.rank(), engine, self.secret.mix(engine))
     }
 
     /// Drops a copy beyond the first; whether there was one.
-    fn drop_copy(&mut self, seat: Seat, spot: Spot) -> bool {
-        if self.ranks.get(seat.rank()).is_none_or(|rank| rank.extras.is_empty()) {
+    fn drop_copy(&mut self, rank_tier: RankTier, position: BlockPosition) -> bool {
+        if self.ranks.get(rank_tier.rank()).is_none_or(|rank| rank.extras.is_empty()) {
             return false;
         }
-        let key = self.extra(seat.tier(), spot);
-        let Some(rank) = self.ranks.get_mut(seat.rank()) else { return false };
+        let key = self.extra(rank_tier.tier(), position);
+        let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return false };
         let Some(extra) = rank.extras.get_mut(&key) else { return false };
         *extra -= 1;
         if *extra == 0 {

@@ -1,35 +1,35 @@
 //! Who holds what: holdings of runs begin, change and end, and copies are counted.
 
-use crate::index::tree::ranks::{Counting, Held, Rank, Spot, extra_key};
-use crate::index::tree::runs::{Bits, Holding, SHARED, Seat};
+use crate::index::tree::ranks::{BlockPosition, Counting, Held, Rank, extra_key};
+use crate::index::tree::runs::{Bits, Holding, RankTier, SHARED};
 use crate::index::{Index, MAX_RECORDS};
 use crate::storage::table::Table;
 
 impl Index {
     /// Key of a block in its rank's extra copies.
     #[inline]
-    pub(crate) fn extra(&self, tier: u32, spot: Spot) -> u64 {
-        let at = if spot.label == SHARED {
-            self.runs.at(spot.run).slot(spot.depth)
+    pub(crate) fn extra(&self, tier: u32, position: BlockPosition) -> u64 {
+        let at = if position.label == SHARED {
+            self.runs.at(position.run).slot(position.depth)
         } else {
-            self.labels.at(spot.label).slot(spot.depth)
+            self.labels.at(position.label).slot(position.depth)
         };
-        extra_key(tier, spot.label, at)
+        extra_key(tier, position.label, at)
     }
 
     /// Copies of a held block in a tier.
-    pub(crate) fn copies(&self, rank: &Rank, tier: u32, spot: Spot) -> u32 {
+    pub(crate) fn copies(&self, rank: &Rank, tier: u32, position: BlockPosition) -> u32 {
         if rank.extras.is_empty() {
             return 1;
         }
-        rank.extras.get(&self.extra(tier, spot)).map_or(1, |extra| extra.saturating_add(1))
+        rank.extras.get(&self.extra(tier, position)).map_or(1, |extra| extra.saturating_add(1))
     }
 
     /// Sets the number of copies of a block that a seat holds.
-    pub(crate) fn set_copies(&mut self, seat: Seat, spot: Spot, copies: u32) {
-        let key = self.extra(seat.tier(), spot);
-        debug_assert!(key >= extra_key(seat.tier(), SHARED, 0));
-        if let Some(rank) = self.ranks.get_mut(seat.rank()) {
+    pub(crate) fn set_copies(&mut self, rank_tier: RankTier, position: BlockPosition, copies: u32) {
+        let key = self.extra(rank_tier.tier(), position);
+        debug_assert!(key >= extra_key(rank_tier.tier(), SHARED, 0));
+        if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
             if copies > 1 {
                 rank.extras.insert(key, copies - 1);
             } else if !rank.extras.is_empty() {
@@ -40,22 +40,30 @@ impl Index {
 
     /// Lets a seat hold the blocks `from..to` of a run by a label. Those that it holds already gain a copy if copies
     /// are counted.
-    pub(crate) fn hold(&mut self, seat: Seat, run_id: u32, label: u32, from: u32, to: u32, counting: Counting) {
+    pub(crate) fn hold(
+        &mut self,
+        rank_tier: RankTier,
+        run_id: u32,
+        label: u32,
+        from: u32,
+        to: u32,
+        counting: Counting,
+    ) {
         let run = self.runs.at_mut(run_id);
         let start = run.start;
         let mut again: Vec<u32> = Vec::new();
         let mut repeated = 0..0;
         let new;
-        match run.find(seat, label) {
+        match run.find(rank_tier, label) {
             Err(at) => {
-                let Some(rank) = self.ranks.get_mut(seat.rank()) else { return };
+                let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return };
                 let listed_at = rank.held.len() as u32;
-                rank.held.push(Held { run: run_id, seat, label });
+                rank.held.push(Held { run: run_id, rank_tier, label });
                 let before = run.heap();
                 if run.holdings.capacity() == 0 {
                     run.holdings.reserve_exact(1);
                 }
-                run.holdings.insert(at, Holding { seat, label, lo: from, hi: to, bits: 0, listed_at });
+                run.holdings.insert(at, Holding { rank_tier, label, lo: from, hi: to, bits: 0, listed_at });
                 self.heap = self.heap + run.heap() - before;
                 new = to - from;
             }
@@ -87,16 +95,16 @@ impl Index {
                 close_holes(&mut self.bits, &mut self.heap, holding);
             }
         }
-        if let Some(rank) = self.ranks.get_mut(seat.rank()) {
+        if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
             rank.entries += u64::from(new);
         }
         self.entries += u64::from(new);
-        if seat.tier() > 0 {
+        if rank_tier.tier() > 0 {
             self.slow_entries += u64::from(new);
         }
         for depth in repeated.chain(again) {
-            let key = self.extra(seat.tier(), Spot { run: run_id, label, depth });
-            let Some(rank) = self.ranks.get_mut(seat.rank()) else { return };
+            let key = self.extra(rank_tier.tier(), BlockPosition { run: run_id, label, depth });
+            let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return };
             if counting == Counting::Counted {
                 let extra = rank.extras.entry(key).or_insert(0);
                 *extra = extra.saturating_add(1).min(u32::MAX - 1);
@@ -109,26 +117,26 @@ impl Index {
     }
 
     /// Ends the holding of the blocks `from..to`, all of which the seat holds by the label, with all their copies.
-    pub(crate) fn release(&mut self, seat: Seat, run_id: u32, label: u32, from: u32, to: u32) {
+    pub(crate) fn release(&mut self, rank_tier: RankTier, run_id: u32, label: u32, from: u32, to: u32) {
         let gone = u64::from(to - from);
-        if let Some(rank) = self.ranks.get_mut(seat.rank()) {
+        if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
             rank.entries -= gone;
             if !rank.extras.is_empty() {
                 for depth in from..to {
-                    let key = self.extra(seat.tier(), Spot { run: run_id, label, depth });
-                    if let Some(rank) = self.ranks.get_mut(seat.rank()) {
+                    let key = self.extra(rank_tier.tier(), BlockPosition { run: run_id, label, depth });
+                    if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
                         rank.extras.remove(&key);
                     }
                 }
             }
         }
         self.entries -= gone;
-        if seat.tier() > 0 {
+        if rank_tier.tier() > 0 {
             self.slow_entries -= gone;
         }
         let run = self.runs.at_mut(run_id);
         let (start, end) = (run.start, run.end());
-        let Ok(at) = run.find(seat, label) else { return };
+        let Ok(at) = run.find(rank_tier, label) else { return };
         let Some(holding) = run.holdings.get_mut(at) else { return };
         if to == holding.hi || to == end {
             run.dropped = run.dropped.saturating_add(to - from);
@@ -169,7 +177,7 @@ impl Index {
             self.drop_holding(run_id, at);
         }
         if label != SHARED {
-            self.unlist_private(seat.rank(), run_id, label, from, to);
+            self.unlist_private(rank_tier.rank(), run_id, label, from, to);
         }
     }
 
@@ -188,7 +196,7 @@ impl Index {
         if holding.bits != 0 {
             self.heap -= self.bits.take(holding.bits).heap();
         }
-        let Some(rank) = self.ranks.get_mut(holding.seat.rank()) else { return };
+        let Some(rank) = self.ranks.get_mut(holding.rank_tier.rank()) else { return };
         let listed_at = holding.listed_at as usize;
         if listed_at >= rank.held.len() {
             return;
@@ -199,7 +207,7 @@ impl Index {
         }
         if let Some(&moved) = rank.held.get(listed_at) {
             let run = self.runs.at_mut(moved.run);
-            if let Ok(at) = run.find(moved.seat, moved.label)
+            if let Ok(at) = run.find(moved.rank_tier, moved.label)
                 && let Some(holding) = run.holdings.get_mut(at)
             {
                 holding.listed_at = listed_at as u32;
@@ -208,24 +216,24 @@ impl Index {
     }
 
     /// Takes the engine hashes of a label that its rank holds in no tier any more out of the table, and the label's end    /// Ends all that a rank holds of one block, in every tier.
-    pub(crate) fn release_everywhere(&mut self, rank: u32, spot: Spot) {
+    pub(crate) fn release_everywhere(&mut self, rank: u32, position: BlockPosition) {
         for tier in 0..4 {
-            let seat = Seat::new(rank, tier);
-            let run = self.runs.at(spot.run);
-            let held = run.find(seat, spot.label).ok().and_then(|at| run.holdings.get(at));
-            if held.is_some_and(|holding| self.has(run, holding, spot.depth)) {
-                self.release(seat, spot.run, spot.label, spot.depth, spot.depth + 1);
+            let rank_tier = RankTier::new(rank, tier);
+            let run = self.runs.at(position.run);
+            let held = run.find(rank_tier, position.label).ok().and_then(|at| run.holdings.get(at));
+            if held.is_some_and(|holding| self.has(run, holding, position.depth)) {
+                self.release(rank_tier, position.run, position.label, position.depth, position.depth + 1);
             }
         }
-        if spot.label == SHARED {
-            let run = self.runs.at(spot.run);
-            let held = |holding: &Holding| holding.label == SHARED && self.has(run, holding, spot.depth);
+        if position.label == SHARED {
+            let run = self.runs.at(position.run);
+            let held = |holding: &Holding| holding.label == SHARED && self.has(run, holding, position.depth);
             if !run.holdings.iter().any(held) {
-                let at = run.slot(spot.depth);
+                let at = run.slot(position.depth);
                 self.unlist(at);
             }
         }
-        self.loose.push(spot.run);
+        self.loose.push(position.run);
     }
 }
 

@@ -2,8 +2,8 @@
 
 use crate::index::tree::blocks::LANES;
 use crate::index::tree::keys::{BranchKeys, branch_hash};
-use crate::index::tree::ranks::{Counting, Spot};
-use crate::index::tree::runs::{MAX_BLOCKS, ROOT, Run, Seat};
+use crate::index::tree::ranks::{BlockPosition, Counting};
+use crate::index::tree::runs::{MAX_BLOCKS, ROOT, RankTier, Run};
 use crate::index::{Index, MAX_RECORDS};
 
 /// How many chunks are asked for ahead of their turn: as many cache misses as may be under way at a time.
@@ -22,7 +22,7 @@ pub enum Refused {
 
 /// A chain that is being stored.
 pub(crate) struct Chain<'a> {
-    pub(crate) seat: Seat,
+    pub(crate) rank_tier: RankTier,
     pub(crate) counting: Counting,
     pub(crate) engines: &'a [u64],
     pub(crate) locals: &'a [u64],
@@ -53,7 +53,7 @@ impl Index {
     /// Stores a chain of blocks for a rank, below `parent` or from the start of a sequence. `check_chain` comes first.
     pub(crate) fn store(
         &mut self,
-        seat: Seat,
+        rank_tier: RankTier,
         counting: Counting,
         parent: Option<u64>,
         engines: &[u64],
@@ -61,9 +61,9 @@ impl Index {
     ) -> Result<(), Refused> {
         let (run, depth) = match parent {
             None => (ROOT, 0),
-            Some(parent) => match self.parent_place(seat.rank(), parent) {
-                Some(Spot { run, depth, .. }) => (run, depth + 1),
-                None => return self.store_floating(seat, counting, parent, engines, locals),
+            Some(parent) => match self.parent_place(rank_tier.rank(), parent) {
+                Some(BlockPosition { run, depth, .. }) => (run, depth + 1),
+                None => return self.store_floating(rank_tier, counting, parent, engines, locals),
             },
         };
         let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;
@@ -71,14 +71,14 @@ impl Index {
             return Err(Refused::Malformed("its chain is deeper than 2^32 blocks"));
         }
         let hashes = std::mem::take(&mut self.scratch.hashes);
-        let chain = Chain { seat, counting, engines, locals, hashes: &hashes };
+        let chain = Chain { rank_tier, counting, engines, locals, hashes: &hashes };
         let stored = self.walk_and_store(&chain, run, depth);
         self.scratch.hashes = hashes;
         self.compact();
         stored
     }
 
-    fn parent_place(&self, rank: u32, parent: u64) -> Option<Spot> {
+    fn parent_place(&self, rank: u32, parent: u64) -> Option<BlockPosition> {
         if let Some(tail) = self.ranks.get(rank)?.tail
             && self.engine_at(tail) == Some(parent)
             && self.holds(rank, tail)

@@ -6,7 +6,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::index::orphans::Floating;
 use crate::index::tree::blocks::Slot;
-use crate::index::tree::runs::Seat;
+use crate::index::tree::runs::RankTier;
 
 /// (worker_id, dp_rank)
 pub type Name = (u64, u32);
@@ -24,13 +24,13 @@ pub enum Counting {
 #[derive(Clone, Copy)]
 pub struct Held {
     pub run: u32,
-    pub seat: Seat,
+    pub rank_tier: RankTier,
     pub label: u32,
 }
 
 /// A block by where it is, and the label under which a rank holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Spot {
+pub struct BlockPosition {
     pub run: u32,
     pub label: u32,
     pub depth: u32,
@@ -81,9 +81,9 @@ pub struct Rank {
     pub held: Vec<Held>,
     pub extras: Extras,
     /// The last block stored: most likely the next store's parent.
-    pub tail: Option<Spot>,
+    pub tail: Option<BlockPosition>,
     /// The last block removed: the next one is most likely beside it.
-    pub removed: Option<Spot>,
+    pub removed: Option<BlockPosition>,
     /// Blocks whose ancestors are unknown.
     pub floating: Floating,
 }

@@ -58,8 +58,8 @@ impl Run {
 
     /// Where the holding of a seat by a label is, or would be.
     #[inline]
-    pub fn find(&self, seat: Seat, label: u32) -> Result<usize, usize> {
-        let wanted = order(seat, label);
+    pub fn find(&self, rank_tier: RankTier, label: u32) -> Result<usize, usize> {
+        let wanted = order(rank_tier, label);
         if let [only] = self.holdings.as_slice() {
             return match only.order().cmp(&wanted) {
                 std::cmp::Ordering::Equal => Ok(0),
@@ -74,11 +74,11 @@ impl Run {
     #[inline]
     pub fn of_rank(&self, rank: u32) -> &[Holding] {
         if let [only] = self.holdings.as_slice() {
-            return if only.seat.rank() == rank { &self.holdings } else { &[] };
+            return if only.rank_tier.rank() == rank { &self.holdings } else { &[] };
         }
-        let from = self.holdings.partition_point(|holding| holding.seat.rank() < rank);
+        let from = self.holdings.partition_point(|holding| holding.rank_tier.rank() < rank);
         let rest = self.holdings.get(from..).unwrap_or_default();
-        let count = rest.iter().take_while(|holding| holding.seat.rank() == rank).count();
+        let count = rest.iter().take_while(|holding| holding.rank_tier.rank() == rank).count();
         rest.get(..count).unwrap_or_default()
     }
 
@@ -100,9 +100,9 @@ impl Run {
 
 /// A rank and a tier: a rank's slot shifted left by 2, plus the tier from 0.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub struct Seat(u32);
+pub struct RankTier(u32);
 
-impl Seat {
+impl RankTier {
     #[inline]
     pub const fn new(rank: u32, tier: u32) -> Self {
         Self(rank << 2 | (tier & 3))
@@ -122,14 +122,14 @@ impl Seat {
 }
 
 #[inline]
-const fn order(seat: Seat, label: u32) -> u64 {
-    (seat.0 as u64) << 32 | label as u64
+const fn order(rank_tier: RankTier, label: u32) -> u64 {
+    (rank_tier.0 as u64) << 32 | label as u64
 }
 
 /// Blocks of a run that a seat holds under the engine hashes of one label.
 #[derive(Clone, Copy, Default)]
 pub struct Holding {
-    pub seat: Seat,
+    pub rank_tier: RankTier,
     pub label: u32,
     /// The first depth held.
     pub lo: u32,
@@ -144,7 +144,7 @@ pub struct Holding {
 impl Holding {
     #[inline]
     pub fn order(&self) -> u64 {
-        order(self.seat, self.label)
+        order(self.rank_tier, self.label)
     }
 }
 
