@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use crate::hash::{Secret, sequence_hash};
 use crate::index::tree::ranks::Name;
-use crate::storage::holders::Holders;
+use crate::storage::slot_set::Holders;
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 use crate::storage::trim_watermark::TrimWatermark;

@@ -2,8 +2,8 @@
 
 use crate::index::tree::blocks::{LANES, bit};
 use crate::index::tree::keys::{PrivateKeys, private_hash};
+use crate::index::tree::nodes::{Label, MAX_BLOCKS, SHARED};
 use crate::index::tree::ranks::BlockPosition;
-use crate::index::tree::runs::{Label, MAX_BLOCKS, SHARED};
 use crate::index::{Index, MAX_RECORDS};
 
 impl Index {

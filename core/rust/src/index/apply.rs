@@ -2,8 +2,8 @@
 
 use crate::index::Index;
 use crate::index::store::Refused;
+use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{Counting, Name, Rank};
-use crate::index::tree::runs::RankTier;
 use crate::wire::{Batch, Change, Event};
 
 /// Blocks in one event, at most.

@@ -3,7 +3,7 @@
 use crate::index::Index;
 use crate::index::tree::blocks::{LANES, Slot, bit, slot};
 use crate::index::tree::keys::{BranchKeys, SharedKeys, branch_hash};
-use crate::index::tree::runs::ROOT;
+use crate::index::tree::nodes::ROOT;
 use crate::storage::memory::trim_heap;
 
 /// Blocks that a departure must free before the heap is trimmed: trimming walks the whole heap.

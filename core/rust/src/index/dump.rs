@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use crate::hash::{digest_term, sequence_hash};
 use crate::index::Index;
 use crate::index::orphans::FloatingBlock;
+use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
-use crate::index::tree::runs::RankTier;
 use crate::wire::{BlockRecord, Malformed, RankState, Writer};
 
 /// A block of a rank, as it is walked over.

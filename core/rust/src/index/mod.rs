@@ -21,8 +21,8 @@ pub mod tree;
 use crate::hash::{Secret, sequence_hash};
 use crate::index::tree::blocks::{Blocks, LabelBlocks, Slot};
 use crate::index::tree::keys::{branch_hash, private_hash};
+use crate::index::tree::nodes::{Bits, Holding, Label, ROOT, Run, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Ranks};
-use crate::index::tree::runs::{Bits, Holding, Label, ROOT, Run, SHARED};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 

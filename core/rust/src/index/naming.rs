@@ -4,8 +4,8 @@ use crate::index::Index;
 use crate::index::store::{Chain, Refused};
 use crate::index::tree::blocks::{LANES, Slot, bit, slot};
 use crate::index::tree::keys::{SharedKeys, private_hash};
+use crate::index::tree::nodes::SHARED;
 use crate::index::tree::ranks::BlockPosition;
-use crate::index::tree::runs::SHARED;
 
 /// Equal engine hashes in the shared table, at most. Further ones go into labels, which are found by rank as well, so
 /// that engines whose hashes are no more than counters do not make long chains.

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use crate::hash::sequence_hash;
 use crate::index::Index;
 use crate::index::store::{Chain, Refused};
+use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting};
-use crate::index::tree::runs::RankTier;
 
 /// A block that floats.
 #[derive(Clone, Copy, Debug)]

@@ -2,8 +2,8 @@
 
 use crate::hash::sequence_hash;
 use crate::index::Index;
+use crate::index::tree::nodes::{Holding, ROOT, Run};
 use crate::index::tree::ranks::Rank;
-use crate::index::tree::runs::{Holding, ROOT, Run};
 use crate::wire::Writer;
 
 /// A stretch of a prompt that lies in one run.

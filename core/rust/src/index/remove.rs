@@ -3,8 +3,8 @@
 use crate::index::Index;
 use crate::index::store::CHUNKS_AHEAD;
 use crate::index::tree::blocks::LANES;
+use crate::index::tree::nodes::{RankTier, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting};
-use crate::index::tree::runs::{RankTier, SHARED};
 
 impl Index {
     /// Removes a copy of each block from a seat (as a set: all copies). Returns how many were held.

@@ -1,7 +1,7 @@
 //! Who holds what: holdings of runs begin, change and end, and copies are counted.
 
+use crate::index::tree::nodes::{Bits, Holding, RankTier, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting, Held, Rank, extra_key};
-use crate::index::tree::runs::{Bits, Holding, RankTier, SHARED};
 use crate::index::{Index, MAX_RECORDS};
 use crate::storage::table::Table;
 

@@ -2,8 +2,8 @@
 
 use crate::index::tree::blocks::LANES;
 use crate::index::tree::keys::{BranchKeys, branch_hash};
+use crate::index::tree::nodes::{MAX_BLOCKS, ROOT, RankTier, Run};
 use crate::index::tree::ranks::{BlockPosition, Counting};
-use crate::index::tree::runs::{MAX_BLOCKS, ROOT, RankTier, Run};
 use crate::index::{Index, MAX_RECORDS};
 
 /// How many chunks are asked for ahead of their turn: as many cache misses as may be under way at a time.

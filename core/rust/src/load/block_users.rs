@@ -1,6 +1,6 @@
 //! Which ranks use a stretch of blocks, by slot.
 
-use crate::storage::holders::Holders;
+use crate::storage::slot_set::Holders;
 
 /// Ranks from which their set is kept as bits too: 64 of them are compared at once, so that a long prompt whose
 /// stretches nearly all ranks use costs what its stretches differ by.

@@ -2,7 +2,7 @@
 
 use crate::hash::Secret;
 use crate::index::tree::blocks::{Blocks, LabelBlocks, Slot};
-use crate::index::tree::runs::{Label, Run};
+use crate::index::tree::nodes::{Label, Run};
 use crate::storage::table::Table;
 use crate::storage::tagmap::Keys;
 

@@ -2,6 +2,6 @@
 
 pub(crate) mod blocks;
 pub(crate) mod keys;
+pub(crate) mod nodes;
 pub mod ranks;
-pub(crate) mod runs;
 pub(crate) mod scratch;

@@ -6,7 +6,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::index::orphans::Floating;
 use crate::index::tree::blocks::Slot;
-use crate::index::tree::runs::RankTier;
+use crate::index::tree::nodes::RankTier;
 
 /// (worker_id, dp_rank)
 pub type Name = (u64, u32);
@@ -60,7 +60,7 @@ pub type Extras = HashMap<u64, u32, BuildHasherDefault<SlotHasher>>;
 
 /// The key of a block in `Extras`.
 pub fn extra_key(tier: u32, label: u32, slot: Slot) -> u64 {
-    u64::from(tier) << 40 | u64::from(label != crate::index::tree::runs::SHARED) << 32 | u64::from(slot)
+    u64::from(tier) << 40 | u64::from(label != crate::index::tree::nodes::SHARED) << 32 | u64::from(slot)
 }
 
 /// One rank.
