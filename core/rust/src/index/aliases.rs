@@ -2,57 +2,57 @@
 
 use crate::index::tree::blocks::{LANES, bit};
 use crate::index::tree::keys::{PrivateKeys, private_hash};
-use crate::index::tree::nodes::{Label, MAX_BLOCKS, SHARED};
+use crate::index::tree::nodes::{HashAlias, MAX_BLOCKS, SHARED};
 use crate::index::tree::ranks::BlockPosition;
 use crate::index::{Index, MAX_RECORDS};
 
 impl Index {
     /// A label of a rank that can take an engine hash for the block at a depth.
-    pub(crate) fn label_for(&mut self, rank: u32, run_id: u32, depth: u32) -> Option<u32> {
-        let run = self.runs.at(run_id);
-        for holding in run.of_rank(rank).iter().filter(|holding| holding.label != SHARED) {
-            let label = self.labels.at(holding.label);
-            let slot = label.slot(depth);
-            let inside = label.start <= depth && depth < label.end();
-            if (inside && self.label_blocks.header(slot).listed & bit(slot) == 0)
-                || (depth == label.end() && label.len < MAX_BLOCKS)
+    pub(crate) fn alias_for(&mut self, rank: u32, node_id: u32, depth: u32) -> Option<u32> {
+        let node = self.nodes.at(node_id);
+        for holding in node.of_rank(rank).iter().filter(|holding| holding.alias != SHARED) {
+            let alias = self.aliases.at(holding.alias);
+            let slot = alias.slot(depth);
+            let inside = alias.start <= depth && depth < alias.end();
+            if (inside && self.alias_blocks.header(slot).listed & bit(slot) == 0)
+                || (depth == alias.end() && alias.len < MAX_BLOCKS)
             {
-                return Some(holding.label);
+                return Some(holding.alias);
             }
         }
-        self.labels.add(Label { rank, run: run_id, start: depth, ..Label::default() }, MAX_RECORDS)
+        self.aliases.add(HashAlias { rank, node: node_id, start: depth, ..HashAlias::default() }, MAX_RECORDS)
     }
 
     /// Gives a block an engine hash in a label, inside it or at its end.
-    pub(crate) fn put_private(&mut self, label_id: u32, depth: u32, engine: u64) -> bool {
-        let label = self.labels.at_mut(label_id);
-        let before = label.heap();
-        if depth == label.end() {
-            if label.len >= MAX_BLOCKS {
+    pub(crate) fn put_private(&mut self, alias_id: u32, depth: u32, engine: u64) -> bool {
+        let alias = self.aliases.at_mut(alias_id);
+        let before = alias.heap();
+        if depth == alias.end() {
+            if alias.len >= MAX_BLOCKS {
                 return false;
             }
-            if label.len.is_multiple_of(LANES) {
-                let Some(chunk) = self.label_blocks.allocate(label_id, label.chunks.len() as u16) else {
-                    if label.len == 0 {
-                        self.labels.take(label_id);
+            if alias.len.is_multiple_of(LANES) {
+                let Some(chunk) = self.alias_blocks.allocate(alias_id, alias.chunks.len() as u16) else {
+                    if alias.len == 0 {
+                        self.aliases.take(alias_id);
                     }
                     return false;
                 };
-                label.chunks.push(chunk);
+                alias.chunks.push(chunk);
             }
-            label.len += 1;
+            alias.len += 1;
         }
-        self.heap = self.heap + label.heap() - before;
-        let (rank, slot) = (label.rank, label.slot(depth));
-        self.label_blocks.set_engine(slot, engine);
+        self.heap = self.heap + alias.heap() - before;
+        let (rank, slot) = (alias.rank, alias.slot(depth));
+        self.alias_blocks.set_engine(slot, engine);
         let hash = private_hash(self.secret, rank, engine);
-        let keys = PrivateKeys { secret: self.secret, blocks: &self.label_blocks, labels: &self.labels };
+        let keys = PrivateKeys { secret: self.secret, blocks: &self.alias_blocks, aliases: &self.aliases };
         if !self.private.insert(hash, slot, keys) {
-            let run = self.labels.at(label_id).run;
-            self.unlist_private(rank, run, label_id, depth, depth);
+            let node = self.aliases.at(alias_id).node;
+            self.unlist_private(rank, node, alias_id, depth, depth);
             return false;
         }
-        if let Some(header) = self.label_blocks.header_mut(slot) {
+        if let Some(header) = self.alias_blocks.header_mut(slot) {
             header.listed |= bit(slot);
         }
         if let Some(rank) = self.ranks.get_mut(rank) {
@@ -63,38 +63,38 @@ impl Index {
 
     /// Takes the engine hashes of a label that its rank holds in no tier any more out of the table, and the label's end
     /// with them.
-    pub(crate) fn unlist_private(&mut self, rank: u32, run_id: u32, label_id: u32, from: u32, to: u32) {
+    pub(crate) fn unlist_private(&mut self, rank: u32, node_id: u32, alias_id: u32, from: u32, to: u32) {
         for depth in from..to {
-            if self.holds(rank, BlockPosition { run: run_id, label: label_id, depth }) {
+            if self.holds(rank, BlockPosition { node: node_id, alias: alias_id, depth }) {
                 continue;
             }
-            let at = self.labels.at(label_id).slot(depth);
-            let listed = self.label_blocks.header(at).listed & bit(at) != 0;
+            let at = self.aliases.at(alias_id).slot(depth);
+            let listed = self.alias_blocks.header(at).listed & bit(at) != 0;
             if !listed {
                 continue;
             }
-            let hash = private_hash(self.secret, rank, self.label_blocks.engine(at));
-            let keys = PrivateKeys { secret: self.secret, blocks: &self.label_blocks, labels: &self.labels };
+            let hash = private_hash(self.secret, rank, self.alias_blocks.engine(at));
+            let keys = PrivateKeys { secret: self.secret, blocks: &self.alias_blocks, aliases: &self.aliases };
             self.private.remove(hash, at, keys);
-            if let Some(header) = self.label_blocks.header_mut(at) {
+            if let Some(header) = self.alias_blocks.header_mut(at) {
                 header.listed &= !bit(at);
             }
             if let Some(rank) = self.ranks.get_mut(rank) {
                 rank.private -= 1;
             }
         }
-        let held = self.runs.at(run_id).of_rank(rank);
-        let end = held.iter().filter(|holding| holding.label == label_id).map(|holding| holding.hi).max();
-        let label = self.labels.at_mut(label_id);
-        let before = label.heap();
-        label.len = end.unwrap_or(label.start) - label.start;
-        while label.chunks.len() as u32 > label.len.div_ceil(8) {
-            if let Some(chunk) = label.chunks.pop() {
-                self.label_blocks.pages_mut().free(chunk);
+        let held = self.nodes.at(node_id).of_rank(rank);
+        let end = held.iter().filter(|holding| holding.alias == alias_id).map(|holding| holding.hi).max();
+        let alias = self.aliases.at_mut(alias_id);
+        let before = alias.heap();
+        alias.len = end.unwrap_or(alias.start) - alias.start;
+        while alias.chunks.len() as u32 > alias.len.div_ceil(8) {
+            if let Some(chunk) = alias.chunks.pop() {
+                self.alias_blocks.pages_mut().free(chunk);
             }
         }
-        if label.len == 0 {
-            self.labels.take(label_id);
+        if alias.len == 0 {
+            self.aliases.take(alias_id);
             self.heap -= before;
         }
     }

@@ -15,24 +15,24 @@ impl Index {
     /// Frees what nobody holds of the runs that were touched.
     pub(crate) fn compact(&mut self) {
         self.reached = None;
-        while let Some(run) = self.loose.pop() {
-            self.tidy_run(run);
+        while let Some(node) = self.loose.pop() {
+            self.compact_node(node);
         }
         self.shared.shrink_to_fit(&SharedKeys { secret: self.secret, blocks: &self.blocks });
     }
 
-    fn tidy_run(&mut self, id: u32) {
+    fn compact_node(&mut self, id: u32) {
         let mut id = id;
         while id != ROOT {
-            let run = self.runs.at(id);
-            if run.len == 0 {
+            let node = self.nodes.at(id);
+            if node.len == 0 {
                 return;
             }
-            if run.holdings.is_empty() && run.children == 0 {
-                let parent = run.parent;
-                self.free_run(id);
+            if node.holdings.is_empty() && node.children == 0 {
+                let parent = node.parent;
+                self.free_node(id);
                 if parent != ROOT {
-                    let above = self.runs.at_mut(parent);
+                    let above = self.nodes.at_mut(parent);
                     above.children = above.children.saturating_sub(1);
                     if above.children == 0 {
                         above.deepest_branch = above.start;
@@ -43,13 +43,13 @@ impl Index {
                 continue;
             }
             // With many holders, the look at all of them is spread over as many removals.
-            if (run.dropped as usize).saturating_mul(4) >= run.holdings.len() {
-                let held = run.holdings.iter().map(|holding| holding.hi).max().unwrap_or(run.start);
-                let end = if run.children > 0 { held.max(run.deepest_branch) } else { held };
-                if end < run.end() && end > run.start {
+            if (node.dropped as usize).saturating_mul(4) >= node.holdings.len() {
+                let held = node.holdings.iter().map(|holding| holding.hi).max().unwrap_or(node.start);
+                let end = if node.children > 0 { held.max(node.deepest_branch) } else { held };
+                if end < node.end() && end > node.start {
                     self.cut(id, end);
                 }
-                self.runs.at_mut(id).dropped = 0;
+                self.nodes.at_mut(id).dropped = 0;
             }
             return;
         }
@@ -59,9 +59,9 @@ impl Index {
     /// listed: they are freed next.
     fn unlist_from(&mut self, id: u32, depth: u32) {
         let mut unlisting = std::mem::take(&mut self.scratch.references);
-        let first = depth - self.runs.at(id).start;
+        let first = depth - self.nodes.at(id).start;
         for number in first / LANES.. {
-            let Some(&chunk) = self.runs.at(id).chunks.get(number as usize) else { break };
+            let Some(&chunk) = self.nodes.at(id).chunks.get(number as usize) else { break };
             let Some((header, content)) = self.blocks.both_mut(chunk) else { break };
             let mut kept = 0;
             if number == first / LANES {
@@ -92,31 +92,31 @@ impl Index {
     /// Ends a run at a depth.
     fn cut(&mut self, id: u32, end: u32) {
         self.unlist_from(id, end);
-        let run = self.runs.at_mut(id);
-        let before = run.heap();
-        run.len = end - run.start;
-        let chunks = run.len.div_ceil(8) as usize;
-        for chunk in run.chunks.drain(chunks.min(run.chunks.len())..) {
+        let node = self.nodes.at_mut(id);
+        let before = node.heap();
+        node.len = end - node.start;
+        let chunks = node.len.div_ceil(8) as usize;
+        for chunk in node.chunks.drain(chunks.min(node.chunks.len())..) {
             self.blocks.pages_mut().free(chunk);
         }
-        if run.chunks.capacity() > 2 * run.chunks.len() + 8 {
-            run.chunks.shrink_to(run.chunks.len() + 4);
+        if node.chunks.capacity() > 2 * node.chunks.len() + 8 {
+            node.chunks.shrink_to(node.chunks.len() + 4);
         }
-        self.heap = self.heap + run.heap() - before;
+        self.heap = self.heap + node.heap() - before;
     }
 
     /// Removes a run that nobody holds and nothing branches off.
-    fn free_run(&mut self, id: u32) {
-        let run = self.runs.at(id);
-        let (start, parent) = (run.start, run.parent);
-        let hash = branch_hash(self.secret, parent, start, self.blocks.local(run.slot(start)));
+    fn free_node(&mut self, id: u32) {
+        let node = self.nodes.at(id);
+        let (start, parent) = (node.start, node.parent);
+        let hash = branch_hash(self.secret, parent, start, self.blocks.local(node.slot(start)));
         self.unlist_from(id, start);
-        let (secret, runs, blocks) = (self.secret, &self.runs, &self.blocks);
-        self.branches.remove(hash, id, BranchKeys { secret, runs, blocks });
-        let run = self.runs.take(id);
-        self.heap -= run.heap();
-        self.trim_debt += u64::from(run.len);
-        for chunk in run.chunks {
+        let (secret, nodes, blocks) = (self.secret, &self.nodes, &self.blocks);
+        self.branches.remove(hash, id, BranchKeys { secret, nodes, blocks });
+        let node = self.nodes.take(id);
+        self.heap -= node.heap();
+        self.trim_debt += u64::from(node.len);
+        for chunk in node.chunks {
             self.blocks.pages_mut().free(chunk);
         }
     }
@@ -124,10 +124,10 @@ impl Index {
     /// Lets memory that is free go back to the system. `departed`: much may have gone at once.
     pub(crate) fn give_back(&mut self, departed: bool) {
         self.blocks.pages_mut().give_back();
-        self.label_blocks.pages_mut().give_back();
-        if self.runs.len() == 0 {
-            self.runs.shrink();
-            self.labels.shrink();
+        self.alias_blocks.pages_mut().give_back();
+        if self.nodes.len() == 0 {
+            self.nodes.shrink();
+            self.aliases.shrink();
             self.bits.shrink();
             self.shared.shrink();
             self.private.shrink();

@@ -23,7 +23,7 @@ impl Index {
                 continue;
             }
             self.release_whole(held);
-            self.loose.push(held.run);
+            self.loose.push(held.node);
             if self.loose.len() >= 256 {
                 self.compact();
             }
@@ -35,13 +35,13 @@ impl Index {
 
     /// Ends a holding.
     fn release_whole(&mut self, held: Held) {
-        let run = self.runs.at_mut(held.run);
-        run.dropped = u32::MAX;
-        let start = run.start;
-        let Ok(at) = run.find(held.rank_tier, held.label) else { return };
-        let Some(&holding) = run.holdings.get(at) else { return };
+        let node = self.nodes.at_mut(held.node);
+        node.dropped = u32::MAX;
+        let start = node.start;
+        let Ok(at) = node.find(held.rank_tier, held.alias) else { return };
+        let Some(&holding) = node.holdings.get(at) else { return };
         if holding.bits == 0 {
-            self.release(held.rank_tier, held.run, held.label, holding.lo, holding.hi);
+            self.release(held.rank_tier, held.node, held.alias, holding.lo, holding.hi);
             return;
         }
         let mut from = holding.lo;
@@ -50,14 +50,14 @@ impl Index {
             from = start + bits.next(from - start, holding.hi - start, true);
             let to = start + bits.next(from - start, holding.hi - start, false);
             if from < to {
-                self.release(held.rank_tier, held.run, held.label, from, to);
+                self.release(held.rank_tier, held.node, held.alias, from, to);
             }
             // A holding without holes left has no bitmap any more, and lasts to its end.
-            let run = self.runs.at(held.run);
-            match run.find(held.rank_tier, held.label).ok().and_then(|at| run.holdings.get(at)) {
+            let node = self.nodes.at(held.node);
+            match node.find(held.rank_tier, held.alias).ok().and_then(|at| node.holdings.get(at)) {
                 Some(rest) if rest.bits == 0 => {
                     let (lo, hi) = (rest.lo, rest.hi);
-                    self.release(held.rank_tier, held.run, held.label, lo, hi);
+                    self.release(held.rank_tier, held.node, held.alias, lo, hi);
                     return;
                 }
                 Some(_) => from = to,

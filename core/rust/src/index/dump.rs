@@ -26,27 +26,28 @@ impl Index {
     fn for_blocks(&self, slot: u32, mut visit: impl FnMut(Block)) {
         let Some(rank) = self.ranks.get(slot) else { return };
         // A run starts deeper than the run that it branches off.
-        let mut runs: Vec<(u32, u32)> = rank.held.iter().map(|held| (self.runs.at(held.run).start, held.run)).collect();
-        runs.sort_unstable();
-        runs.dedup();
-        for (start, id) in runs {
-            let run = self.runs.at(id);
-            let of_rank = run.of_rank(slot);
-            let mut labels: Vec<u32> = of_rank.iter().map(|holding| holding.label).collect();
-            labels.sort_unstable();
-            labels.dedup();
+        let mut nodes: Vec<(u32, u32)> =
+            rank.held.iter().map(|held| (self.nodes.at(held.node).start, held.node)).collect();
+        nodes.sort_unstable();
+        nodes.dedup();
+        for (start, id) in nodes {
+            let node = self.nodes.at(id);
+            let of_rank = node.of_rank(slot);
+            let mut aliases: Vec<u32> = of_rank.iter().map(|holding| holding.alias).collect();
+            aliases.sort_unstable();
+            aliases.dedup();
             let end = of_rank.iter().map(|holding| holding.hi).max().unwrap_or(start);
             let mut sequence = self.prefix(id);
             for depth in start..end {
-                let at = run.slot(depth);
+                let at = node.slot(depth);
                 let local = self.blocks.local(at);
                 let above = sequence;
                 sequence = sequence_hash(depth, above, local);
-                for &label in &labels {
-                    let position = BlockPosition { run: id, label, depth };
+                for &alias in &aliases {
+                    let position = BlockPosition { node: id, alias, depth };
                     let mut copies = [0; 4];
-                    for holding in of_rank.iter().filter(|holding| holding.label == label) {
-                        if self.has(run, holding, depth)
+                    for holding in of_rank.iter().filter(|holding| holding.alias == alias) {
+                        if self.has(node, holding, depth)
                             && let Some(to) = copies.get_mut(holding.rank_tier.tier() as usize)
                         {
                             *to = self.copies(rank, holding.rank_tier.tier(), position);
@@ -105,7 +106,7 @@ impl Index {
             self.for_blocks(slot, |block| {
                 let parent = match last {
                     Some((position, engine))
-                        if position.run == block.position.run && position.depth + 1 == block.position.depth =>
+                        if position.node == block.position.node && position.depth + 1 == block.position.depth =>
                     {
                         Some(engine)
                     }
@@ -147,11 +148,11 @@ impl Index {
     /// An engine hash that a rank holds at the place before a block's.
     fn parent_engine(&self, slot: u32, position: BlockPosition) -> Option<u64> {
         let depth = position.depth.checked_sub(1)?;
-        let run = self.runs.at(position.run);
-        let above = if depth >= run.start { position.run } else { run.parent };
-        let run = self.runs.at(above);
-        let holding = run.of_rank(slot).iter().find(|holding| self.has(run, holding, depth))?;
-        self.engine_at(BlockPosition { run: above, label: holding.label, depth })
+        let node = self.nodes.at(position.node);
+        let above = if depth >= node.start { position.node } else { node.parent };
+        let node = self.nodes.at(above);
+        let holding = node.of_rank(slot).iter().find(|holding| self.has(node, holding, depth))?;
+        self.engine_at(BlockPosition { node: above, alias: holding.alias, depth })
     }
 
     fn dump_with_floating(&self, slot: u32, rank: &Rank, write: &mut impl FnMut(Record)) {

@@ -19,9 +19,9 @@ pub(crate) mod store;
 pub mod tree;
 
 use crate::hash::{Secret, sequence_hash};
-use crate::index::tree::blocks::{Blocks, LabelBlocks, Slot};
+use crate::index::tree::blocks::{AliasBlocks, Blocks, Slot};
 use crate::index::tree::keys::{branch_hash, private_hash};
-use crate::index::tree::nodes::{Bits, Holding, Label, ROOT, Run, SHARED};
+use crate::index::tree::nodes::{Bits, HashAlias, Holding, Node, ROOT, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Ranks};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
@@ -33,9 +33,9 @@ pub const MAX_RECORDS: u32 = 1 << 30;
 pub struct Index {
     pub(crate) secret: Secret,
     pub(crate) blocks: Blocks,
-    pub(crate) label_blocks: LabelBlocks,
-    pub(crate) runs: Table<Run>,
-    pub(crate) labels: Table<Label>,
+    pub(crate) alias_blocks: AliasBlocks,
+    pub(crate) nodes: Table<Node>,
+    pub(crate) aliases: Table<HashAlias>,
     pub(crate) bits: Table<Bits>,
     /// Shared engine hashes, by their own hash; refers to slots of `blocks`.
     pub(crate) shared: TagMap,
@@ -69,9 +69,9 @@ impl Index {
         Self {
             secret: Secret::random(),
             blocks: Blocks::new(),
-            label_blocks: LabelBlocks::new(),
-            runs: Table::new(),
-            labels: Table::new(),
+            alias_blocks: AliasBlocks::new(),
+            nodes: Table::new(),
+            aliases: Table::new(),
             bits: Table::new(),
             shared: TagMap::new(),
             private: TagMap::dense(),
@@ -98,9 +98,9 @@ impl Index {
 
     fn bytes_beside_ranks(&self) -> usize {
         self.blocks.pages().bytes()
-            + self.label_blocks.pages().bytes()
-            + self.runs.bytes()
-            + self.labels.bytes()
+            + self.alias_blocks.pages().bytes()
+            + self.nodes.bytes()
+            + self.aliases.bytes()
             + self.bits.bytes()
             + self.shared.bytes()
             + self.private.bytes()
@@ -122,36 +122,36 @@ impl Index {
 
     /// The run that branches off `run` at `depth` with this local hash.
     #[inline]
-    pub(crate) fn branch(&self, run: u32, depth: u32, local: u64) -> Option<u32> {
-        self.branches.find(branch_hash(self.secret, run, depth, local), |id| {
-            let branch = self.runs.at(id);
-            branch.parent == run && branch.start == depth && self.blocks.local(branch.slot(depth)) == local
+    pub(crate) fn branch(&self, node: u32, depth: u32, local: u64) -> Option<u32> {
+        self.branches.find(branch_hash(self.secret, node, depth, local), |id| {
+            let branch = self.nodes.at(id);
+            branch.parent == node && branch.start == depth && self.blocks.local(branch.slot(depth)) == local
         })
     }
 
     /// Whether a holding has the block at a depth.
     #[inline]
-    pub(crate) fn has(&self, run: &Run, holding: &Holding, depth: u32) -> bool {
+    pub(crate) fn has(&self, node: &Node, holding: &Holding, depth: u32) -> bool {
         holding.lo <= depth
             && depth < holding.hi
-            && (holding.bits == 0 || self.bits.at(holding.bits).get(depth - run.start))
+            && (holding.bits == 0 || self.bits.at(holding.bits).get(depth - node.start))
     }
 
     /// Whether a rank holds a block by a label, in any tier.
     #[inline]
     pub(crate) fn holds(&self, rank: u32, position: BlockPosition) -> bool {
-        let run = self.runs.at(position.run);
-        run.of_rank(rank)
+        let node = self.nodes.at(position.node);
+        node.of_rank(rank)
             .iter()
-            .any(|holding| holding.label == position.label && self.has(run, holding, position.depth))
+            .any(|holding| holding.alias == position.alias && self.has(node, holding, position.depth))
     }
 
     /// The place of a shared slot.
     #[inline]
     pub(crate) fn position_of(&self, at: Slot) -> BlockPosition {
         let header = self.blocks.header(at);
-        let depth = self.runs.at(header.owner).start + u32::from(header.number) * 8 + (at & 7);
-        BlockPosition { run: header.owner, label: SHARED, depth }
+        let depth = self.nodes.at(header.owner).start + u32::from(header.number) * 8 + (at & 7);
+        BlockPosition { node: header.owner, alias: SHARED, depth }
     }
 
     /// Where a rank holds an engine hash. `hash` is the secret's mix of it.
@@ -175,13 +175,13 @@ impl Index {
             return None;
         }
         self.private.find(private_hash(self.secret, rank, engine), |at| {
-            let header = self.label_blocks.header(at);
-            let label = self.labels.at(header.owner);
-            if self.label_blocks.engine(at) != engine || label.rank != rank {
+            let header = self.alias_blocks.header(at);
+            let alias = self.aliases.at(header.owner);
+            if self.alias_blocks.engine(at) != engine || alias.rank != rank {
                 return false;
             }
-            let depth = label.start + u32::from(header.number) * 8 + (at & 7);
-            position = Some(BlockPosition { run: label.run, label: header.owner, depth });
+            let depth = alias.start + u32::from(header.number) * 8 + (at & 7);
+            position = Some(BlockPosition { node: alias.node, alias: header.owner, depth });
             true
         });
         position
@@ -190,14 +190,14 @@ impl Index {
     /// The engine hash of a block under a label; None past the label's ends.
     #[inline]
     pub(crate) fn engine_at(&self, position: BlockPosition) -> Option<u64> {
-        if position.label == SHARED {
-            let run = self.runs.at(position.run);
-            (run.start <= position.depth && position.depth < run.end())
-                .then(|| self.blocks.engine(run.slot(position.depth)))
+        if position.alias == SHARED {
+            let node = self.nodes.at(position.node);
+            (node.start <= position.depth && position.depth < node.end())
+                .then(|| self.blocks.engine(node.slot(position.depth)))
         } else {
-            let label = self.labels.at(position.label);
-            (label.start <= position.depth && position.depth < label.end())
-                .then(|| self.label_blocks.engine(label.slot(position.depth)))
+            let alias = self.aliases.at(position.alias);
+            (alias.start <= position.depth && position.depth < alias.end())
+                .then(|| self.alias_blocks.engine(alias.slot(position.depth)))
         }
     }
 
@@ -208,41 +208,41 @@ impl Index {
         let mut at = id;
         let mut hash = 0;
         while at != ROOT {
-            let run = self.runs.at(at);
-            if run.start == 0 {
+            let node = self.nodes.at(at);
+            if node.start == 0 {
                 break;
             }
-            if let Some(known) = run.prefix() {
+            if let Some(known) = node.prefix() {
                 hash = known;
                 break;
             }
             path.push(at);
-            at = run.parent;
+            at = node.parent;
         }
         // `at` is the lowest run whose prefix is known: `hash`, or none at depth 0.
         for below in path.into_iter().rev() {
-            let run = self.runs.at(at);
-            let until = self.runs.at(below).start;
-            for depth in run.start..until {
-                hash = sequence_hash(depth, hash, self.blocks.local(run.slot(depth)));
+            let node = self.nodes.at(at);
+            let until = self.nodes.at(below).start;
+            for depth in node.start..until {
+                hash = sequence_hash(depth, hash, self.blocks.local(node.slot(depth)));
             }
-            self.runs.at(below).set_prefix(hash);
+            self.nodes.at(below).set_prefix(hash);
             at = below;
         }
         hash
     }
 
     /// Sequence hash of a block of a run. It goes on from the one asked for last: chains are walked down block by block.
-    pub(crate) fn sequence_at(&mut self, run_id: u32, depth: u32) -> u64 {
-        let run = self.runs.at(run_id);
+    pub(crate) fn sequence_at(&mut self, node_id: u32, depth: u32) -> u64 {
+        let node = self.nodes.at(node_id);
         let (from, mut hash) = match self.reached {
-            Some((same, last, hash)) if same == run_id && last < depth => (last + 1, hash),
-            _ => (run.start, self.prefix(run_id)),
+            Some((same, last, hash)) if same == node_id && last < depth => (last + 1, hash),
+            _ => (node.start, self.prefix(node_id)),
         };
         for at in from..=depth {
-            hash = sequence_hash(at, hash, self.blocks.local(run.slot(at)));
+            hash = sequence_hash(at, hash, self.blocks.local(node.slot(at)));
         }
-        self.reached = Some((run_id, depth, hash));
+        self.reached = Some((node_id, depth, hash));
         hash
     }
 }

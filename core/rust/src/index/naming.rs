@@ -30,55 +30,55 @@ impl Index {
     pub(crate) fn cover(
         &mut self,
         chain: &Chain<'_>,
-        run: u32,
+        node: u32,
         depth: u32,
         from: usize,
         to: usize,
     ) -> Result<(), Refused> {
-        let covered = self.cover_all(chain, run, depth, from, to);
+        let covered = self.cover_all(chain, node, depth, from, to);
         if covered.is_err() {
-            self.runs.at_mut(run).dropped = u32::MAX;
-            self.loose.push(run);
+            self.nodes.at_mut(node).dropped = u32::MAX;
+            self.loose.push(node);
         }
         covered
     }
 
-    fn cover_all(&mut self, chain: &Chain<'_>, run: u32, depth: u32, from: usize, to: usize) -> Result<(), Refused> {
+    fn cover_all(&mut self, chain: &Chain<'_>, node: u32, depth: u32, from: usize, to: usize) -> Result<(), Refused> {
         let rank_tier = chain.rank_tier;
         let depth_of = |at: usize| depth + (at - from) as u32;
         let mut at = from;
         let mut ahead = usize::MAX;
         while at < to {
             let first = at;
-            at = self.name_shared(chain, run, depth_of(at), at, to, &mut ahead);
+            at = self.name_shared(chain, node, depth_of(at), at, to, &mut ahead);
             let mut name = Name::Shared;
             if at < to {
-                name = self.name(chain, BlockPosition { run, label: SHARED, depth: depth_of(at) }, at);
+                name = self.name(chain, BlockPosition { node, alias: SHARED, depth: depth_of(at) }, at);
                 if let Name::Shared = name {
                     at += 1;
                 }
             }
             if at > first {
-                self.hold(rank_tier, run, SHARED, depth_of(first), depth_of(at), chain.counting);
+                self.hold(rank_tier, node, SHARED, depth_of(first), depth_of(at), chain.counting);
             }
-            let label = match name {
+            let alias = match name {
                 Name::Shared => SHARED,
-                Name::Known(label) => label,
+                Name::Known(alias) => alias,
                 Name::Private => {
                     let engine = chain.engines.get(at).copied().unwrap_or_default();
-                    let label = self.label_for(rank_tier.rank(), run, depth_of(at)).ok_or(Refused::Exhausted)?;
-                    if !self.put_private(label, depth_of(at), engine) {
+                    let alias = self.alias_for(rank_tier.rank(), node, depth_of(at)).ok_or(Refused::Exhausted)?;
+                    if !self.put_private(alias, depth_of(at), engine) {
                         return Err(Refused::Exhausted);
                     }
-                    label
+                    alias
                 }
             };
-            if label != SHARED {
+            if alias != SHARED {
                 // Held at once: a label is freed with the last block that is held by it.
-                self.hold(rank_tier, run, label, depth_of(at), depth_of(at) + 1, chain.counting);
+                self.hold(rank_tier, node, alias, depth_of(at), depth_of(at) + 1, chain.counting);
                 at += 1;
             }
-            let last = BlockPosition { run, label, depth: depth_of(at) - 1 };
+            let last = BlockPosition { node, alias, depth: depth_of(at) - 1 };
             if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
                 rank.tail = Some(last);
             }
@@ -91,7 +91,7 @@ impl Index {
     fn name_shared(
         &mut self,
         chain: &Chain<'_>,
-        run: u32,
+        node: u32,
         depth: u32,
         from: usize,
         to: usize,
@@ -105,11 +105,11 @@ impl Index {
         let mut at = from;
         while at < to {
             let end = at.saturating_add(*ahead).min(to);
-            let most = if private { at + self.without_labels(chain, at, end) } else { end };
+            let most = if private { at + self.without_aliases(chain, at, end) } else { end };
             while at < most {
                 let depth = depth + (at - from) as u32;
-                let known = self.named_alike(chain, run, depth, at, most);
-                let new = self.name_new(chain, run, depth + known as u32, at + known, most);
+                let known = self.named_alike(chain, node, depth, at, most);
+                let new = self.name_new(chain, node, depth + known as u32, at + known, most);
                 at += known + new;
                 if known + new == 0 {
                     break;
@@ -125,14 +125,14 @@ impl Index {
     }
 
     /// How many blocks of a chain, from one on, its rank surely has in no label.
-    fn without_labels(&mut self, chain: &Chain<'_>, from: usize, to: usize) -> usize {
+    fn without_aliases(&mut self, chain: &Chain<'_>, from: usize, to: usize) -> usize {
         let rank = chain.rank_tier.rank();
         let mut hashes = std::mem::take(&mut self.scratch.references);
         let engines = chain.engines.get(from..to).unwrap_or_default();
         hashes.extend(engines.iter().map(|engine| (private_hash(self.secret, rank, *engine), 0)));
-        let (blocks, labels) = (&self.label_blocks, &self.labels);
+        let (blocks, aliases) = (&self.alias_blocks, &self.aliases);
         let absent = self.private.absent(&hashes, |number, at| {
-            engines.get(number) == Some(&blocks.engine(at)) && labels.at(blocks.header(at).owner).rank == rank
+            engines.get(number) == Some(&blocks.engine(at)) && aliases.at(blocks.header(at).owner).rank == rank
         });
         hashes.clear();
         self.scratch.references = hashes;
@@ -140,15 +140,15 @@ impl Index {
     }
 
     /// How many blocks, from a depth on, have the chain's engine hashes as their shared ones, listed nowhere else.
-    fn named_alike(&self, chain: &Chain<'_>, run: u32, depth: u32, from: usize, to: usize) -> usize {
-        let run = self.runs.at(run);
-        let mut offset = depth - run.start;
+    fn named_alike(&self, chain: &Chain<'_>, node: u32, depth: u32, from: usize, to: usize) -> usize {
+        let node = self.nodes.at(node);
+        let mut offset = depth - node.start;
         let mut at = from;
         while at < to
-            && let Some(&chunk) = run.chunks.get((offset / LANES) as usize)
+            && let Some(&chunk) = node.chunks.get((offset / LANES) as usize)
         {
             let lane = offset % LANES;
-            if let Some(&ahead) = run.chunks.get((offset / LANES) as usize + 16) {
+            if let Some(&ahead) = node.chunks.get((offset / LANES) as usize + 16) {
                 self.blocks.prefetch_engines(ahead);
             }
             let header = self.blocks.header(slot(chunk, lane));
@@ -167,14 +167,14 @@ impl Index {
 
     /// Gives blocks that have no shared engine hash those of the chain, as far as nobody uses them elsewhere. Returns how
     /// many.
-    fn name_new(&mut self, chain: &Chain<'_>, run_id: u32, depth: u32, from: usize, to: usize) -> usize {
-        let run = self.runs.at(run_id);
-        let start = depth - run.start;
+    fn name_new(&mut self, chain: &Chain<'_>, node_id: u32, depth: u32, from: usize, to: usize) -> usize {
+        let node = self.nodes.at(node_id);
+        let start = depth - node.start;
         let mut references = std::mem::take(&mut self.scratch.references);
         let mut hashes = chain.hashes.get(from..to).unwrap_or_default();
         let mut engines = chain.engines.get(from..to).unwrap_or_default();
         for number in start / LANES.. {
-            let Some(&chunk) = run.chunks.get(number as usize).filter(|_| !hashes.is_empty()) else { break };
+            let Some(&chunk) = node.chunks.get(number as usize).filter(|_| !hashes.is_empty()) else { break };
             let lane = if number == start / LANES { start % LANES } else { 0 };
             let Some((header, content)) = self.blocks.both_mut(chunk) else { break };
             let free = (header.listed >> lane).trailing_zeros().min(LANES - lane);
@@ -199,10 +199,10 @@ impl Index {
         }
         references.clear();
         self.scratch.references = references;
-        let run = self.runs.at(run_id);
+        let node = self.nodes.at(node_id);
         let mut left = named as u32;
         for number in start / LANES.. {
-            let Some(&chunk) = run.chunks.get(number as usize).filter(|_| left > 0) else { break };
+            let Some(&chunk) = node.chunks.get(number as usize).filter(|_| left > 0) else { break };
             let lane = if number == start / LANES { start % LANES } else { 0 };
             let count = left.min(LANES - lane);
             if let Some(header) = self.blocks.header_mut(slot(chunk, 0)) {
@@ -219,12 +219,12 @@ impl Index {
         let rank = chain.rank_tier.rank();
         self.land(rank, engine, position);
         if let Some(held) = self.locate(rank, engine, hash) {
-            if (held.run, held.depth) == (position.run, position.depth) {
-                return if held.label == SHARED { Name::Shared } else { Name::Known(held.label) };
+            if (held.node, held.depth) == (position.node, position.depth) {
+                return if held.alias == SHARED { Name::Shared } else { Name::Known(held.alias) };
             }
             self.release_everywhere(rank, held);
         }
-        let slot = self.runs.at(position.run).slot(position.depth);
+        let slot = self.nodes.at(position.node).slot(position.depth);
         if self.blocks.header(slot).listed & bit(slot) != 0 {
             return if self.blocks.engine(slot) == engine { Name::Shared } else { Name::Private };
         }

@@ -121,7 +121,7 @@ impl Index {
         }
         let Some(block) = rank.floating.take(engine) else { return };
         self.uncount(rank_slot, &block);
-        if block.depth != position.depth || self.sequence_at(position.run, position.depth) != block.sequence {
+        if block.depth != position.depth || self.sequence_at(position.node, position.depth) != block.sequence {
             return;
         }
         // As if each copy were stored again at its place, where the tree now knows it.
@@ -131,7 +131,7 @@ impl Index {
             let rank_tier = RankTier::new(rank_slot, tier);
             let chain =
                 Chain { rank_tier, counting: Counting::Set, engines: &single, locals: &[block.local], hashes: &hashes };
-            if self.cover(&chain, position.run, position.depth, 0, 1).is_err() {
+            if self.cover(&chain, position.node, position.depth, 0, 1).is_err() {
                 return;
             }
             if let Some(held) = self.locate(rank_slot, engine, self.secret.mix(engine)) {
@@ -172,8 +172,8 @@ impl Index {
         let hash = self.secret.mix(engine);
         let mut block = block;
         if let Some(held) = self.locate(rank, engine, hash) {
-            if held.depth == block.depth && self.sequence_at(held.run, held.depth) == block.sequence {
-                self.hold(rank_tier, held.run, held.label, held.depth, held.depth + 1, counting);
+            if held.depth == block.depth && self.sequence_at(held.node, held.depth) == block.sequence {
+                self.hold(rank_tier, held.node, held.alias, held.depth, held.depth + 1, counting);
                 return;
             }
             self.release_everywhere(rank, held);

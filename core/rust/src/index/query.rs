@@ -2,13 +2,13 @@
 
 use crate::hash::sequence_hash;
 use crate::index::Index;
-use crate::index::tree::nodes::{Holding, ROOT, Run};
+use crate::index::tree::nodes::{Holding, Node, ROOT};
 use crate::index::tree::ranks::Rank;
 use crate::wire::Writer;
 
 /// A stretch of a prompt that lies in one run.
 struct Stretch {
-    run: u32,
+    node: u32,
     from: u32,
     to: u32,
 }
@@ -17,9 +17,9 @@ impl Index {
     /// The overlap of every slot, to a tier (from 0) or a faster one.
     pub fn overlaps(&self, locals: &[u64], tier: u32) -> Vec<u32> {
         let mut held = vec![0u32; self.ranks.slots()];
-        self.for_stretches(locals, |run, stretch| {
+        self.for_stretches(locals, |node, stretch| {
             let mut alive = false;
-            let mut rest = run.holdings.as_slice();
+            let mut rest = node.holdings.as_slice();
             while let Some(first) = rest.first() {
                 let rank = first.rank_tier.rank();
                 let same = rest.iter().skip(1).take_while(|holding| holding.rank_tier.rank() == rank).count() + 1;
@@ -28,7 +28,7 @@ impl Index {
                 let Some(overlap) = held.get_mut(rank as usize).filter(|overlap| **overlap == stretch.from) else {
                     continue;
                 };
-                *overlap = self.leading(run, of_rank, tier, stretch.from, stretch.to);
+                *overlap = self.leading(node, of_rank, tier, stretch.from, stretch.to);
                 alive |= *overlap == stretch.to;
             }
             alive
@@ -41,7 +41,7 @@ impl Index {
 
     /// The depth up to which a rank holds a run without a hole, from `from` on, at most `to`.
     #[inline]
-    fn leading(&self, run: &Run, of_rank: &[Holding], tier: u32, from: u32, to: u32) -> u32 {
+    fn leading(&self, node: &Node, of_rank: &[Holding], tier: u32, from: u32, to: u32) -> u32 {
         let mut depth = from;
         loop {
             let before = depth;
@@ -52,7 +52,7 @@ impl Index {
                         end
                     } else {
                         let bits = self.bits.at(holding.bits);
-                        run.start + bits.next(depth - run.start, end - run.start, false)
+                        node.start + bits.next(depth - node.start, end - node.start, false)
                     };
                 }
             }
@@ -64,21 +64,21 @@ impl Index {
     }
 
     /// Follows a prompt down the tree, as long as there are runs for it and `visit` wants more.
-    fn for_stretches(&self, locals: &[u64], mut visit: impl FnMut(&Run, Stretch) -> bool) {
+    fn for_stretches(&self, locals: &[u64], mut visit: impl FnMut(&Node, Stretch) -> bool) {
         let mut at = 0usize;
-        let mut run_id = ROOT;
+        let mut node_id = ROOT;
         while let Some(&next) = locals.get(at) {
             let Ok(from) = u32::try_from(at) else { return };
-            let Some(branch) = self.branch(run_id, from, next) else { return };
-            run_id = branch;
-            let run = self.runs.at(run_id);
-            let same = self.common(run, from, locals.get(at..).unwrap_or_default());
+            let Some(branch) = self.branch(node_id, from, next) else { return };
+            node_id = branch;
+            let node = self.nodes.at(node_id);
+            let same = self.common(node, from, locals.get(at..).unwrap_or_default());
             let to = from + same as u32;
-            if same == 0 || !visit(run, Stretch { run: run_id, from, to }) {
+            if same == 0 || !visit(node, Stretch { node: node_id, from, to }) {
                 return;
             }
             at += same;
-            if run.children == 0 {
+            if node.children == 0 {
                 return;
             }
         }
@@ -109,8 +109,8 @@ impl Index {
                 else {
                     break;
                 };
-                let run = self.runs.at(stretch.run);
-                let depth = self.leading(run, run.of_rank(slot), tier, *overlap, stretch.to);
+                let node = self.nodes.at(stretch.node);
+                let depth = self.leading(node, node.of_rank(slot), tier, *overlap, stretch.to);
                 if depth == *overlap {
                     break;
                 }
@@ -122,23 +122,23 @@ impl Index {
     /// Distinct places that any rank holds.
     pub fn distinct_blocks(&self) -> u64 {
         let mut distinct = 0;
-        for id in self.runs.ids() {
-            let run = self.runs.at(id);
-            match run.holdings.as_slice() {
+        for id in self.nodes.ids() {
+            let node = self.nodes.at(id);
+            match node.holdings.as_slice() {
                 [] => {}
                 [only] if only.bits == 0 => distinct += u64::from(only.hi - only.lo),
                 holdings => {
                     let mut ordered: Vec<&Holding> = holdings.iter().collect();
                     ordered.sort_unstable_by_key(|holding| holding.lo);
                     if ordered.iter().all(|holding| holding.bits == 0) {
-                        let mut end = run.start;
+                        let mut end = node.start;
                         for holding in ordered {
                             distinct += u64::from(holding.hi.saturating_sub(holding.lo.max(end)));
                             end = end.max(holding.hi);
                         }
                     } else {
-                        let held = |depth: &u32| holdings.iter().any(|holding| self.has(run, holding, *depth));
-                        distinct += (run.start..run.end()).filter(held).count() as u64;
+                        let held = |depth: &u32| holdings.iter().any(|holding| self.has(node, holding, *depth));
+                        distinct += (node.start..node.end()).filter(held).count() as u64;
                     }
                 }
             }

@@ -17,9 +17,9 @@ impl Index {
                 at += 1;
                 continue;
             };
-            let run = self.runs.at(position.run);
-            let holding = run.find(rank_tier, position.label).ok().and_then(|at| run.holdings.get(at)).copied();
-            let Some(holding) = holding.filter(|holding| self.has(run, holding, position.depth)) else {
+            let node = self.nodes.at(position.node);
+            let holding = node.find(rank_tier, position.alias).ok().and_then(|at| node.holdings.get(at)).copied();
+            let Some(holding) = holding.filter(|holding| self.has(node, holding, position.depth)) else {
                 at += 1; // held in another tier
                 continue;
             };
@@ -36,9 +36,9 @@ impl Index {
                         to += self.preceded(position, holding.hi, rest);
                     }
                 }
-                self.release(rank_tier, position.run, position.label, from, to);
-                if self.loose.last() != Some(&position.run) {
-                    self.loose.push(position.run);
+                self.release(rank_tier, position.node, position.alias, from, to);
+                if self.loose.last() != Some(&position.node) {
+                    self.loose.push(position.node);
                 }
                 if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
                     rank.removed =
@@ -54,19 +54,19 @@ impl Index {
 
     /// How many of the engine hashes are those of the blocks before a spot, from the nearest on, down to `lo`.
     fn followed(&self, position: BlockPosition, lo: u32, engines: &[u64]) -> u32 {
-        let run = self.runs.at(position.run);
-        if position.label != SHARED {
+        let node = self.nodes.at(position.node);
+        if position.alias != SHARED {
             let same = |depth: u32, engine: &u64| self.engine_at(BlockPosition { depth, ..position }) == Some(*engine);
             return (lo..position.depth).rev().zip(engines).take_while(|(depth, engine)| same(*depth, engine)).count()
                 as u32;
         }
         let mut asked = engines.get(..(position.depth - lo) as usize).unwrap_or(engines);
         let most = asked.len();
-        let mut last = position.depth - run.start;
+        let mut last = position.depth - node.start;
         while last > 0 && !asked.is_empty() {
             last -= 1;
-            let Some(&chunk) = run.chunks.get((last / LANES) as usize) else { break };
-            if let Some(&ahead) = run.chunks.get(((last / LANES) as usize).wrapping_sub(CHUNKS_AHEAD)) {
+            let Some(&chunk) = node.chunks.get((last / LANES) as usize) else { break };
+            if let Some(&ahead) = node.chunks.get(((last / LANES) as usize).wrapping_sub(CHUNKS_AHEAD)) {
                 self.blocks.prefetch_engines(ahead);
             }
             let held = &self.blocks.chunk(chunk).engines;

@@ -9,12 +9,12 @@ impl Index {
     /// Key of a block in its rank's extra copies.
     #[inline]
     pub(crate) fn extra(&self, tier: u32, position: BlockPosition) -> u64 {
-        let at = if position.label == SHARED {
-            self.runs.at(position.run).slot(position.depth)
+        let at = if position.alias == SHARED {
+            self.nodes.at(position.node).slot(position.depth)
         } else {
-            self.labels.at(position.label).slot(position.depth)
+            self.aliases.at(position.alias).slot(position.depth)
         };
-        extra_key(tier, position.label, at)
+        extra_key(tier, position.alias, at)
     }
 
     /// Copies of a held block in a tier.
@@ -43,32 +43,32 @@ impl Index {
     pub(crate) fn hold(
         &mut self,
         rank_tier: RankTier,
-        run_id: u32,
-        label: u32,
+        node_id: u32,
+        alias: u32,
         from: u32,
         to: u32,
         counting: Counting,
     ) {
-        let run = self.runs.at_mut(run_id);
-        let start = run.start;
+        let node = self.nodes.at_mut(node_id);
+        let start = node.start;
         let mut again: Vec<u32> = Vec::new();
         let mut repeated = 0..0;
         let new;
-        match run.find(rank_tier, label) {
+        match node.find(rank_tier, alias) {
             Err(at) => {
                 let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return };
                 let listed_at = rank.held.len() as u32;
-                rank.held.push(Held { run: run_id, rank_tier, label });
-                let before = run.heap();
-                if run.holdings.capacity() == 0 {
-                    run.holdings.reserve_exact(1);
+                rank.held.push(Held { node: node_id, rank_tier, alias });
+                let before = node.heap();
+                if node.holdings.capacity() == 0 {
+                    node.holdings.reserve_exact(1);
                 }
-                run.holdings.insert(at, Holding { rank_tier, label, lo: from, hi: to, bits: 0, listed_at });
-                self.heap = self.heap + run.heap() - before;
+                node.holdings.insert(at, Holding { rank_tier, alias, lo: from, hi: to, bits: 0, listed_at });
+                self.heap = self.heap + node.heap() - before;
                 new = to - from;
             }
             Ok(at) => {
-                let Some(holding) = run.holdings.get_mut(at) else { return };
+                let Some(holding) = node.holdings.get_mut(at) else { return };
                 if holding.bits == 0 && from <= holding.hi && to >= holding.lo {
                     repeated = from.max(holding.lo)..to.min(holding.hi);
                     new = (to - from) - repeated.len() as u32;
@@ -103,7 +103,7 @@ impl Index {
             self.slow_entries += u64::from(new);
         }
         for depth in repeated.chain(again) {
-            let key = self.extra(rank_tier.tier(), BlockPosition { run: run_id, label, depth });
+            let key = self.extra(rank_tier.tier(), BlockPosition { node: node_id, alias, depth });
             let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return };
             if counting == Counting::Counted {
                 let extra = rank.extras.entry(key).or_insert(0);
@@ -117,13 +117,13 @@ impl Index {
     }
 
     /// Ends the holding of the blocks `from..to`, all of which the seat holds by the label, with all their copies.
-    pub(crate) fn release(&mut self, rank_tier: RankTier, run_id: u32, label: u32, from: u32, to: u32) {
+    pub(crate) fn release(&mut self, rank_tier: RankTier, node_id: u32, alias: u32, from: u32, to: u32) {
         let gone = u64::from(to - from);
         if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
             rank.entries -= gone;
             if !rank.extras.is_empty() {
                 for depth in from..to {
-                    let key = self.extra(rank_tier.tier(), BlockPosition { run: run_id, label, depth });
+                    let key = self.extra(rank_tier.tier(), BlockPosition { node: node_id, alias, depth });
                     if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
                         rank.extras.remove(&key);
                     }
@@ -134,12 +134,12 @@ impl Index {
         if rank_tier.tier() > 0 {
             self.slow_entries -= gone;
         }
-        let run = self.runs.at_mut(run_id);
-        let (start, end) = (run.start, run.end());
-        let Ok(at) = run.find(rank_tier, label) else { return };
-        let Some(holding) = run.holdings.get_mut(at) else { return };
+        let node = self.nodes.at_mut(node_id);
+        let (start, end) = (node.start, node.end());
+        let Ok(at) = node.find(rank_tier, alias) else { return };
+        let Some(holding) = node.holdings.get_mut(at) else { return };
         if to == holding.hi || to == end {
-            run.dropped = run.dropped.saturating_add(to - from);
+            node.dropped = node.dropped.saturating_add(to - from);
         }
         let mut empty = false;
         if holding.bits == 0 {
@@ -174,25 +174,25 @@ impl Index {
             }
         }
         if empty {
-            self.drop_holding(run_id, at);
+            self.drop_holding(node_id, at);
         }
-        if label != SHARED {
-            self.unlist_private(rank_tier.rank(), run_id, label, from, to);
+        if alias != SHARED {
+            self.unlist_private(rank_tier.rank(), node_id, alias, from, to);
         }
     }
 
     /// Removes an empty holding from its run's and its rank's list.
-    fn drop_holding(&mut self, run_id: u32, at: usize) {
-        let run = self.runs.at_mut(run_id);
-        if at >= run.holdings.len() {
+    fn drop_holding(&mut self, node_id: u32, at: usize) {
+        let node = self.nodes.at_mut(node_id);
+        if at >= node.holdings.len() {
             return;
         }
-        let before = run.heap();
-        let holding = run.holdings.remove(at);
-        if run.holdings.capacity() > 8 && run.holdings.len() < run.holdings.capacity() / 4 {
-            run.holdings.shrink_to(run.holdings.len() * 2);
+        let before = node.heap();
+        let holding = node.holdings.remove(at);
+        if node.holdings.capacity() > 8 && node.holdings.len() < node.holdings.capacity() / 4 {
+            node.holdings.shrink_to(node.holdings.len() * 2);
         }
-        self.heap = self.heap + run.heap() - before;
+        self.heap = self.heap + node.heap() - before;
         if holding.bits != 0 {
             self.heap -= self.bits.take(holding.bits).heap();
         }
@@ -206,9 +206,9 @@ impl Index {
             rank.held.shrink_to(rank.held.len() * 2);
         }
         if let Some(&moved) = rank.held.get(listed_at) {
-            let run = self.runs.at_mut(moved.run);
-            if let Ok(at) = run.find(moved.rank_tier, moved.label)
-                && let Some(holding) = run.holdings.get_mut(at)
+            let node = self.nodes.at_mut(moved.node);
+            if let Ok(at) = node.find(moved.rank_tier, moved.alias)
+                && let Some(holding) = node.holdings.get_mut(at)
             {
                 holding.listed_at = listed_at as u32;
             }
@@ -219,21 +219,21 @@ impl Index {
     pub(crate) fn release_everywhere(&mut self, rank: u32, position: BlockPosition) {
         for tier in 0..4 {
             let rank_tier = RankTier::new(rank, tier);
-            let run = self.runs.at(position.run);
-            let held = run.find(rank_tier, position.label).ok().and_then(|at| run.holdings.get(at));
-            if held.is_some_and(|holding| self.has(run, holding, position.depth)) {
-                self.release(rank_tier, position.run, position.label, position.depth, position.depth + 1);
+            let node = self.nodes.at(position.node);
+            let held = node.find(rank_tier, position.alias).ok().and_then(|at| node.holdings.get(at));
+            if held.is_some_and(|holding| self.has(node, holding, position.depth)) {
+                self.release(rank_tier, position.node, position.alias, position.depth, position.depth + 1);
             }
         }
-        if position.label == SHARED {
-            let run = self.runs.at(position.run);
-            let held = |holding: &Holding| holding.label == SHARED && self.has(run, holding, position.depth);
-            if !run.holdings.iter().any(held) {
-                let at = run.slot(position.depth);
+        if position.alias == SHARED {
+            let node = self.nodes.at(position.node);
+            let held = |holding: &Holding| holding.alias == SHARED && self.has(node, holding, position.depth);
+            if !node.holdings.iter().any(held) {
+                let at = node.slot(position.depth);
                 self.unlist(at);
             }
         }
-        self.loose.push(position.run);
+        self.loose.push(position.node);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::index::tree::blocks::LANES;
 use crate::index::tree::keys::{BranchKeys, branch_hash};
-use crate::index::tree::nodes::{MAX_BLOCKS, ROOT, RankTier, Run};
+use crate::index::tree::nodes::{MAX_BLOCKS, Node, ROOT, RankTier};
 use crate::index::tree::ranks::{BlockPosition, Counting};
 use crate::index::{Index, MAX_RECORDS};
 
@@ -59,10 +59,10 @@ impl Index {
         engines: &[u64],
         locals: &[u64],
     ) -> Result<(), Refused> {
-        let (run, depth) = match parent {
+        let (node, depth) = match parent {
             None => (ROOT, 0),
             Some(parent) => match self.parent_place(rank_tier.rank(), parent) {
-                Some(BlockPosition { run, depth, .. }) => (run, depth + 1),
+                Some(BlockPosition { node, depth, .. }) => (node, depth + 1),
                 None => return self.store_floating(rank_tier, counting, parent, engines, locals),
             },
         };
@@ -72,7 +72,7 @@ impl Index {
         }
         let hashes = std::mem::take(&mut self.scratch.hashes);
         let chain = Chain { rank_tier, counting, engines, locals, hashes: &hashes };
-        let stored = self.walk_and_store(&chain, run, depth);
+        let stored = self.walk_and_store(&chain, node, depth);
         self.scratch.hashes = hashes;
         self.compact();
         stored
@@ -88,53 +88,53 @@ impl Index {
         self.locate(rank, parent, self.secret.mix(parent))
     }
 
-    fn walk_and_store(&mut self, chain: &Chain<'_>, run: u32, depth: u32) -> Result<(), Refused> {
-        let (mut run_id, mut depth, mut at) = (run, depth, 0);
+    fn walk_and_store(&mut self, chain: &Chain<'_>, node: u32, depth: u32) -> Result<(), Refused> {
+        let (mut node_id, mut depth, mut at) = (node, depth, 0);
         let count = chain.locals.len();
         while at < count {
             let rest = chain.locals.get(at..).unwrap_or_default();
             let Some(&next) = rest.first() else { break };
-            let run = self.runs.at(run_id);
-            let same = if run_id == ROOT { 0 } else { self.common(run, depth, rest) };
+            let node = self.nodes.at(node_id);
+            let same = if node_id == ROOT { 0 } else { self.common(node, depth, rest) };
             if same > 0 {
-                self.cover(chain, run_id, depth, at, at + same)?;
+                self.cover(chain, node_id, depth, at, at + same)?;
                 (at, depth) = (at + same, depth + same as u32);
                 continue;
             }
-            let run = self.runs.at(run_id);
-            if (run.children > 0 || run_id == ROOT)
-                && let Some(branch) = self.branch(run_id, depth, next)
+            let node = self.nodes.at(node_id);
+            if (node.children > 0 || node_id == ROOT)
+                && let Some(branch) = self.branch(node_id, depth, next)
             {
-                run_id = branch;
+                node_id = branch;
                 continue;
             }
-            let extends = run_id != ROOT && depth == run.end() && run.len < MAX_BLOCKS;
+            let extends = node_id != ROOT && depth == node.end() && node.len < MAX_BLOCKS;
             if !extends {
-                run_id = self.runs.add(Run::branch(run_id, depth), MAX_RECORDS).ok_or(Refused::Exhausted)?;
+                node_id = self.nodes.add(Node::branch(node_id, depth), MAX_RECORDS).ok_or(Refused::Exhausted)?;
             }
-            let room = (MAX_BLOCKS - self.runs.at(run_id).len) as usize;
+            let room = (MAX_BLOCKS - self.nodes.at(node_id).len) as usize;
             let added = rest.len().min(room);
-            let made = self.extend(run_id, rest.get(..added).unwrap_or_default());
+            let made = self.extend(node_id, rest.get(..added).unwrap_or_default());
             if !extends {
-                self.link(run_id)?;
+                self.link(node_id)?;
             }
             if made.is_err() {
-                self.runs.at_mut(run_id).dropped = u32::MAX;
-                self.loose.push(run_id);
+                self.nodes.at_mut(node_id).dropped = u32::MAX;
+                self.loose.push(node_id);
             }
             made?;
-            self.cover(chain, run_id, depth, at, at + added)?;
+            self.cover(chain, node_id, depth, at, at + added)?;
             (at, depth) = (at + added, depth + added as u32);
         }
         Ok(())
     }
 
     /// How many of the local hashes are those of the run from a depth on.
-    pub(crate) fn common(&self, run: &Run, depth: u32, locals: &[u64]) -> usize {
-        let offset = depth.wrapping_sub(run.start);
-        let most = locals.len().min(run.len.saturating_sub(offset) as usize);
+    pub(crate) fn common(&self, node: &Node, depth: u32, locals: &[u64]) -> usize {
+        let offset = depth.wrapping_sub(node.start);
+        let most = locals.len().min(node.len.saturating_sub(offset) as usize);
         let (first, end) = ((offset / LANES) as usize, (offset as usize + most).div_ceil(LANES as usize));
-        let chunks = run.chunks.get(first..end).unwrap_or_default();
+        let chunks = node.chunks.get(first..end).unwrap_or_default();
         for &chunk in chunks.iter().take(CHUNKS_AHEAD) {
             self.blocks.prefetch_locals(chunk);
         }
@@ -165,25 +165,25 @@ impl Index {
 
     /// Enters a new run, whose first block is there, into the table of branches.
     fn link(&mut self, id: u32) -> Result<(), Refused> {
-        let run = self.runs.at(id);
-        if run.len == 0 {
-            let run = self.runs.take(id);
-            self.heap -= run.heap();
+        let node = self.nodes.at(id);
+        if node.len == 0 {
+            let node = self.nodes.take(id);
+            self.heap -= node.heap();
             return Err(Refused::Exhausted);
         }
-        let (parent, start) = (run.parent, run.start);
-        let hash = branch_hash(self.secret, parent, start, self.blocks.local(run.slot(start)));
-        let keys = BranchKeys { secret: self.secret, runs: &self.runs, blocks: &self.blocks };
+        let (parent, start) = (node.parent, node.start);
+        let hash = branch_hash(self.secret, parent, start, self.blocks.local(node.slot(start)));
+        let keys = BranchKeys { secret: self.secret, nodes: &self.nodes, blocks: &self.blocks };
         if !self.branches.insert(hash, id, keys) {
-            let run = self.runs.take(id);
-            self.heap -= run.heap();
-            for chunk in run.chunks {
+            let node = self.nodes.take(id);
+            self.heap -= node.heap();
+            for chunk in node.chunks {
                 self.blocks.pages_mut().free(chunk);
             }
             return Err(Refused::Exhausted);
         }
         if parent != ROOT {
-            let above = self.runs.at_mut(parent);
+            let above = self.nodes.at_mut(parent);
             above.children += 1;
             above.deepest_branch = above.deepest_branch.max(start);
         }
@@ -191,38 +191,38 @@ impl Index {
     }
 
     /// Adds blocks at a run's end, without engine hashes.
-    fn extend(&mut self, run_id: u32, locals: &[u64]) -> Result<(), Refused> {
-        let run = self.runs.at_mut(run_id);
-        let before = run.heap();
-        let chunks = (run.len as usize + locals.len()).div_ceil(LANES as usize);
-        run.chunks.reserve_exact(if run.chunks.is_empty() {
+    fn extend(&mut self, node_id: u32, locals: &[u64]) -> Result<(), Refused> {
+        let node = self.nodes.at_mut(node_id);
+        let before = node.heap();
+        let chunks = (node.len as usize + locals.len()).div_ceil(LANES as usize);
+        node.chunks.reserve_exact(if node.chunks.is_empty() {
             chunks
         } else {
             // An end that grows again and again must not be copied each time.
-            let more = chunks.saturating_sub(run.chunks.len());
-            if more > run.chunks.capacity() - run.chunks.len() { more.max(run.chunks.len() / 4) } else { 0 }
+            let more = chunks.saturating_sub(node.chunks.len());
+            if more > node.chunks.capacity() - node.chunks.len() { more.max(node.chunks.len() / 4) } else { 0 }
         });
         let mut rest = locals;
         let mut made = Ok(());
         while !rest.is_empty() {
-            let lane = run.len % LANES;
+            let lane = node.len % LANES;
             if lane == 0 {
-                let Some(chunk) = self.blocks.allocate(run_id, run.chunks.len() as u16) else {
+                let Some(chunk) = self.blocks.allocate(node_id, node.chunks.len() as u16) else {
                     made = Err(Refused::Exhausted);
                     break;
                 };
-                run.chunks.push(chunk);
+                node.chunks.push(chunk);
             }
-            let Some(chunk) = run.chunks.last().and_then(|&chunk| self.blocks.chunk_mut(chunk)) else { break };
+            let Some(chunk) = node.chunks.last().and_then(|&chunk| self.blocks.chunk_mut(chunk)) else { break };
             let room = chunk.locals.get_mut(lane as usize..).unwrap_or_default();
             let taken = room.len().min(rest.len());
             for (to, local) in room.iter_mut().zip(rest) {
                 *to = *local;
             }
-            run.len += taken as u32;
+            node.len += taken as u32;
             rest = rest.get(taken..).unwrap_or_default();
         }
-        self.heap = self.heap + run.heap() - before;
+        self.heap = self.heap + node.heap() - before;
         made
     }
 }

@@ -66,7 +66,7 @@ mod work {
     }
 
     pub fn figures(index: &Index) -> usize {
-        10 * index.runs.len() + 50 * index.ranks.slots()
+        10 * index.nodes.len() + 50 * index.ranks.slots()
     }
 
     pub fn little(_: &Index) -> usize {

@@ -63,7 +63,7 @@ unsafe impl Page for BlockPage {
 
 /// A page of label chunks.
 #[repr(C, align(4096))]
-pub struct LabelPage {
+pub struct AliasPage {
     live: u64,
     spare: [u64; 7],
     headers: [Header; 56],
@@ -71,7 +71,7 @@ pub struct LabelPage {
 }
 
 // SAFETY: 64 + 56 * 8 + 56 * 64 = 4096 bytes (asserted below) of plain integers.
-unsafe impl Page for LabelPage {
+unsafe impl Page for AliasPage {
     const UNITS: u32 = 56;
     const SHIFT: u32 = 6;
     fn live(&self) -> u64 {
@@ -82,7 +82,7 @@ unsafe impl Page for LabelPage {
     }
 }
 
-const _: () = assert!(size_of::<BlockPage>() == 4096 && size_of::<LabelPage>() == 4096);
+const _: () = assert!(size_of::<BlockPage>() == 4096 && size_of::<AliasPage>() == 4096);
 
 const NO_HEADER: Header = Header { owner: 0, number: 0, listed: 0, doubled: 0 };
 static NO_CHUNK: Chunk = Chunk { locals: [0; 8], engines: [0; 8] };
@@ -183,19 +183,19 @@ impl Blocks {
 }
 
 /// Chunks of labels.
-pub struct LabelBlocks(Pages<LabelPage>);
+pub struct AliasBlocks(Pages<AliasPage>);
 
-impl LabelBlocks {
+impl AliasBlocks {
     pub fn new() -> Self {
-        let null = LabelPage { live: 0, spare: [0; 7], headers: [NO_HEADER; 56], chunks: [[0; 8]; 56] };
+        let null = AliasPage { live: 0, spare: [0; 7], headers: [NO_HEADER; 56], chunks: [[0; 8]; 56] };
         Self(Pages::new(Box::new(null)))
     }
 
-    pub fn pages(&self) -> &Pages<LabelPage> {
+    pub fn pages(&self) -> &Pages<AliasPage> {
         &self.0
     }
 
-    pub fn pages_mut(&mut self) -> &mut Pages<LabelPage> {
+    pub fn pages_mut(&mut self) -> &mut Pages<AliasPage> {
         &mut self.0
     }
 
@@ -210,30 +210,30 @@ impl LabelBlocks {
 
     #[inline]
     pub fn header(&self, at: Slot) -> Header {
-        self.0.page(at >> 3).headers.get(Pages::<LabelPage>::unit(at >> 3)).copied().unwrap_or(NO_HEADER)
+        self.0.page(at >> 3).headers.get(Pages::<AliasPage>::unit(at >> 3)).copied().unwrap_or(NO_HEADER)
     }
 
     #[inline]
     pub fn header_mut(&mut self, at: Slot) -> Option<&mut Header> {
-        self.0.page_mut(at >> 3).headers.get_mut(Pages::<LabelPage>::unit(at >> 3))
+        self.0.page_mut(at >> 3).headers.get_mut(Pages::<AliasPage>::unit(at >> 3))
     }
 
     /// Asks for the engine hashes of a chunk.
     #[inline]
     pub fn prefetch(&self, id: u32) {
-        if let Some(words) = self.0.page(id).chunks.get(Pages::<LabelPage>::unit(id)) {
+        if let Some(words) = self.0.page(id).chunks.get(Pages::<AliasPage>::unit(id)) {
             prefetch(words);
         }
     }
 
     #[inline]
     pub fn engine(&self, at: Slot) -> u64 {
-        self.0.page(at >> 3).chunks.get(Pages::<LabelPage>::unit(at >> 3)).map_or(0, |words| lane(words, at))
+        self.0.page(at >> 3).chunks.get(Pages::<AliasPage>::unit(at >> 3)).map_or(0, |words| lane(words, at))
     }
 
     #[inline]
     pub fn set_engine(&mut self, at: Slot, engine: u64) {
-        let unit = Pages::<LabelPage>::unit(at >> 3);
+        let unit = Pages::<AliasPage>::unit(at >> 3);
         let words = self.0.page_mut(at >> 3).chunks.get_mut(unit);
         if let Some(to) = words.and_then(|words| words.get_mut((at & 7) as usize)) {
             *to = engine;

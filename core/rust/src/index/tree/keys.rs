@@ -1,8 +1,8 @@
 //! The keys of the index's tables, and how they are hashed.
 
 use crate::hash::Secret;
-use crate::index::tree::blocks::{Blocks, LabelBlocks, Slot};
-use crate::index::tree::nodes::{Label, Run};
+use crate::index::tree::blocks::{AliasBlocks, Blocks, Slot};
+use crate::index::tree::nodes::{HashAlias, Node};
 use crate::storage::table::Table;
 use crate::storage::tagmap::Keys;
 
@@ -27,14 +27,14 @@ impl Keys for SharedKeys<'_> {
 /// Engine hashes of labels with their ranks, by slots of `blocks`.
 pub struct PrivateKeys<'a> {
     pub secret: Secret,
-    pub blocks: &'a LabelBlocks,
-    pub labels: &'a Table<Label>,
+    pub blocks: &'a AliasBlocks,
+    pub aliases: &'a Table<HashAlias>,
 }
 
 impl Keys for PrivateKeys<'_> {
     #[inline]
     fn hash(&self, at: Slot) -> u64 {
-        private_hash(self.secret, self.labels.at(self.blocks.header(at).owner).rank, self.blocks.engine(at))
+        private_hash(self.secret, self.aliases.at(self.blocks.header(at).owner).rank, self.blocks.engine(at))
     }
 
     #[inline]
@@ -46,20 +46,20 @@ impl Keys for PrivateKeys<'_> {
 /// Branches: where runs hang and what they begin with, by their ids.
 pub struct BranchKeys<'a> {
     pub secret: Secret,
-    pub runs: &'a Table<Run>,
+    pub nodes: &'a Table<Node>,
     pub blocks: &'a Blocks,
 }
 
 impl Keys for BranchKeys<'_> {
     fn hash(&self, id: u32) -> u64 {
-        let run = self.runs.at(id);
-        branch_hash(self.secret, run.parent, run.start, self.blocks.local(run.slot(run.start)))
+        let node = self.nodes.at(id);
+        branch_hash(self.secret, node.parent, node.start, self.blocks.local(node.slot(node.start)))
     }
 }
 
 #[inline]
-pub fn branch_hash(secret: Secret, run: u32, depth: u32, local: u64) -> u64 {
-    secret.mix_pair(u64::from(run) << 32 | u64::from(depth), local)
+pub fn branch_hash(secret: Secret, node: u32, depth: u32, local: u64) -> u64 {
+    secret.mix_pair(u64::from(node) << 32 | u64::from(depth), local)
 }
 
 #[inline]

@@ -16,7 +16,7 @@ pub const MAX_BLOCKS: u32 = (1 << 16) * LANES;
 /// Depths are absolute, counted from the start of the sequence, so nothing changes when a branch appears: runs are never
 /// split. A run begins where some rank first stored something that differs from all that was there.
 #[derive(Default)]
-pub struct Run {
+pub struct Node {
     /// The run that it branches off, at its own `start`.
     pub parent: u32,
     /// Depth of its first block.
@@ -37,7 +37,7 @@ pub struct Run {
     prefix: AtomicU64,
 }
 
-impl Run {
+impl Node {
     /// A run without blocks.
     pub fn branch(parent: u32, start: u32) -> Self {
         Self { parent, start, deepest_branch: start, ..Self::default() }
@@ -58,8 +58,8 @@ impl Run {
 
     /// Where the holding of a seat by a label is, or would be.
     #[inline]
-    pub fn find(&self, rank_tier: RankTier, label: u32) -> Result<usize, usize> {
-        let wanted = order(rank_tier, label);
+    pub fn find(&self, rank_tier: RankTier, alias: u32) -> Result<usize, usize> {
+        let wanted = order(rank_tier, alias);
         if let [only] = self.holdings.as_slice() {
             return match only.order().cmp(&wanted) {
                 std::cmp::Ordering::Equal => Ok(0),
@@ -122,15 +122,15 @@ impl RankTier {
 }
 
 #[inline]
-const fn order(rank_tier: RankTier, label: u32) -> u64 {
-    (rank_tier.0 as u64) << 32 | label as u64
+const fn order(rank_tier: RankTier, alias: u32) -> u64 {
+    (rank_tier.0 as u64) << 32 | alias as u64
 }
 
 /// Blocks of a run that a seat holds under the engine hashes of one label.
 #[derive(Clone, Copy, Default)]
 pub struct Holding {
     pub rank_tier: RankTier,
-    pub label: u32,
+    pub alias: u32,
     /// The first depth held.
     pub lo: u32,
     /// The depth after the last one held.
@@ -144,7 +144,7 @@ pub struct Holding {
 impl Holding {
     #[inline]
     pub fn order(&self) -> u64 {
-        order(self.rank_tier, self.label)
+        order(self.rank_tier, self.alias)
     }
 }
 
@@ -245,17 +245,17 @@ impl Bits {
 
 /// Engine hashes that one rank alone uses for blocks of a run.
 #[derive(Default)]
-pub struct Label {
+pub struct HashAlias {
     /// The rank's slot.
     pub rank: u32,
-    pub run: u32,
+    pub node: u32,
     /// Depth of its first block.
     pub start: u32,
     pub len: u32,
     pub chunks: Vec<u32>,
 }
 
-impl Label {
+impl HashAlias {
     #[inline]
     pub fn end(&self) -> u32 {
         self.start + self.len

@@ -23,16 +23,16 @@ pub enum Counting {
 /// Where a holding is: an entry in a rank's list of them.
 #[derive(Clone, Copy)]
 pub struct Held {
-    pub run: u32,
+    pub node: u32,
     pub rank_tier: RankTier,
-    pub label: u32,
+    pub alias: u32,
 }
 
 /// A block by where it is, and the label under which a rank holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockPosition {
-    pub run: u32,
-    pub label: u32,
+    pub node: u32,
+    pub alias: u32,
     pub depth: u32,
 }
 
@@ -59,8 +59,8 @@ impl Hasher for SlotHasher {
 pub type Extras = HashMap<u64, u32, BuildHasherDefault<SlotHasher>>;
 
 /// The key of a block in `Extras`.
-pub fn extra_key(tier: u32, label: u32, slot: Slot) -> u64 {
-    u64::from(tier) << 40 | u64::from(label != crate::index::tree::nodes::SHARED) << 32 | u64::from(slot)
+pub fn extra_key(tier: u32, alias: u32, slot: Slot) -> u64 {
+    u64::from(tier) << 40 | u64::from(alias != crate::index::tree::nodes::SHARED) << 32 | u64::from(slot)
 }
 
 /// One rank.
