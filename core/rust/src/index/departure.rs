@@ -10,11 +10,11 @@ impl Index {
         let before = rank.entries;
         rank.tail = None;
         rank.removed = None;
-        let dropped = rank.floating.drop_tier(tier);
+        let dropped = rank.orphans.drop_tier(tier);
         rank.entries -= dropped.0;
         self.entries -= dropped.0;
         self.slow_entries -= dropped.1;
-        self.floating -= dropped.0;
+        self.orphan_entries -= dropped.0;
         let mut left = rank.held.len();
         while left > 0 {
             left -= 1;

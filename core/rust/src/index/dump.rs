@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::hash::{digest_term, sequence_hash};
 use crate::index::Index;
-use crate::index::orphans::FloatingBlock;
+use crate::index::orphans::OrphanBlock;
 use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
 use crate::wire::{BlockRecord, Malformed, RankState, Writer};
@@ -71,7 +71,7 @@ impl Index {
             }
         };
         self.for_blocks(slot, |block| add(block.engine, block.sequence, &block.copies));
-        for (engine, block) in self.ranks.get(slot).into_iter().flat_map(|rank| rank.floating.iter()) {
+        for (engine, block) in self.ranks.get(slot).into_iter().flat_map(|rank| rank.orphans.iter()) {
             add(engine, block.sequence, &block.copies);
         }
         digest
@@ -101,7 +101,7 @@ impl Index {
             }
             record.encode(&mut records);
         };
-        if rank.floating.is_empty() {
+        if rank.orphans.is_empty() {
             let mut last: Option<(BlockPosition, u64)> = None;
             self.for_blocks(slot, |block| {
                 let parent = match last {
@@ -116,7 +116,7 @@ impl Index {
                 write(Record::of(&block, parent));
             });
         } else {
-            self.dump_with_floating(slot, rank, &mut write);
+            self.dump_with_orphans(slot, rank, &mut write);
         }
         let mut chunks = Vec::with_capacity(starts.len().max(1));
         starts.push(records.len());
@@ -155,7 +155,7 @@ impl Index {
         self.engine_at(BlockPosition { node: above, alias: holding.alias, depth })
     }
 
-    fn dump_with_floating(&self, slot: u32, rank: &Rank, write: &mut impl FnMut(Record)) {
+    fn dump_with_orphans(&self, slot: u32, rank: &Rank, write: &mut impl FnMut(Record)) {
         let mut records = Vec::new();
         let mut at_place: HashMap<(u32, u64), u64> = HashMap::new();
         self.for_blocks(slot, |block| {
@@ -163,10 +163,10 @@ impl Index {
             at_place.insert((block.position.depth, block.sequence), block.engine);
             records.push((block.position.depth, above, Record::of(&block, None)));
         });
-        for (engine, block) in rank.floating.iter() {
+        for (engine, block) in rank.orphans.iter() {
             at_place.insert((block.depth, block.sequence), engine);
             let above = block.depth.checked_sub(1).zip(block.parent);
-            let FloatingBlock { sequence, local, depth, copies, .. } = *block;
+            let OrphanBlock { sequence, local, depth, copies, .. } = *block;
             records.push((depth, above, Record { engine, parent: None, local, sequence, depth, copies }));
         }
         records.sort_by_key(|(depth, ..)| *depth);
@@ -208,9 +208,9 @@ impl Index {
     fn load_blocks(&mut self, slot: u32, dump: &Dump) {
         let mut rest = dump.blocks.as_slice();
         while let Some(first) = rest.first() {
-            let follows = |pair: &[LoadedBlock]| matches!(pair, [one, two] if two.parent == Some(one.engine) && two.copies == one.copies && !two.floats);
+            let follows = |pair: &[LoadedBlock]| matches!(pair, [one, two] if two.parent == Some(one.engine) && two.copies == one.copies && !two.orphan);
             let mut length = 1;
-            if !first.floats {
+            if !first.orphan {
                 length += rest.windows(2).take_while(|pair| follows(pair)).count();
             }
             // An event's length, so that scratch space stays small.
@@ -218,11 +218,11 @@ impl Index {
             rest = others;
             for (tier, copies) in (0u32..).zip(first.copies).filter(|(_, copies)| *copies > 0) {
                 let rank_tier = RankTier::new(slot, tier);
-                if first.floats {
+                if first.orphan {
                     let LoadedBlock { engine, sequence, local, depth, above, .. } = *first;
-                    let block = FloatingBlock { sequence, parent: above, local, depth, copies: [0; 4] };
-                    self.float(rank_tier, Counting::Counted, engine, block);
-                    if let Some(block) = self.ranks.get_mut(slot).and_then(|rank| rank.floating.get_mut(engine))
+                    let block = OrphanBlock { sequence, parent: above, local, depth, copies: [0; 4] };
+                    self.add_orphan(rank_tier, Counting::Counted, engine, block);
+                    if let Some(block) = self.ranks.get_mut(slot).and_then(|rank| rank.orphans.get_mut(engine))
                         && let Some(to) = block.copies.get_mut(tier as usize)
                     {
                         *to = copies;
@@ -306,7 +306,7 @@ struct LoadedBlock {
     depth: u32,
     copies: [u32; 4],
     /// Whether its ancestors are unknown.
-    floats: bool,
+    orphan: bool,
 }
 
 impl Dump {
@@ -336,7 +336,7 @@ impl Dump {
             }
             for record in &state.blocks {
                 let block = LoadedBlock::check(record, &known)?;
-                if known.insert(block.engine, (block.sequence, block.depth, block.floats)).is_some() {
+                if known.insert(block.engine, (block.sequence, block.depth, block.orphan)).is_some() {
                     return Err(format!("engine hash {:#x} comes twice", block.engine));
                 }
                 for (tier, copies) in (1u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
@@ -375,9 +375,9 @@ impl LoadedBlock {
         if copies == [0; 4] {
             return wrong("has no copies");
         }
-        let (above, floats) = match parent {
+        let (above, orphan) = match parent {
             Some(parent) => {
-                let Some(&(above, parent_depth, floats)) = known.get(&parent) else {
+                let Some(&(above, parent_depth, orphan)) = known.get(&parent) else {
                     return wrong("has a parent that did not come before it");
                 };
                 let right =
@@ -385,13 +385,13 @@ impl LoadedBlock {
                 if !right {
                     return wrong("is elsewhere than its parent and its local hash say");
                 }
-                (Some(above), floats)
+                (Some(above), orphan)
             }
             None if depth == 0 && sequence != local => {
                 return wrong("is elsewhere than its local hash says");
             }
             None => (None, depth > 0),
         };
-        Ok(Self { engine, parent, above, local, sequence, depth, copies, floats })
+        Ok(Self { engine, parent, above, local, sequence, depth, copies, orphan })
     }
 }

@@ -49,7 +49,7 @@ pub struct Index {
     /// Those of other tiers than the first.
     pub(crate) slow_entries: u64,
     /// Entries whose ancestors are unknown.
-    pub(crate) floating: u64,
+    pub(crate) orphan_entries: u64,
     /// Bytes on the heap that belong to runs, labels and bitmaps.
     pub(crate) heap: usize,
     /// Runs that may have blocks nobody holds.
@@ -79,7 +79,7 @@ impl Index {
             ranks: Ranks::default(),
             entries: 0,
             slow_entries: 0,
-            floating: 0,
+            orphan_entries: 0,
             heap: 0,
             loose: Vec::new(),
             reached: None,

@@ -98,7 +98,7 @@ impl Index {
         ahead: &mut usize,
     ) -> usize {
         let Some(rank) = self.ranks.get(chain.rank_tier.rank()) else { return from };
-        if !rank.floating.is_empty() {
+        if !rank.orphans.is_empty() {
             return from;
         }
         let private = rank.private > 0;
@@ -217,7 +217,7 @@ impl Index {
     fn name(&mut self, chain: &Chain<'_>, position: BlockPosition, at: usize) -> Name {
         let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return Name::Private };
         let rank = chain.rank_tier.rank();
-        self.land(rank, engine, position);
+        self.adopt_orphan(rank, engine, position);
         if let Some(held) = self.locate(rank, engine, hash) {
             if (held.node, held.depth) == (position.node, position.depth) {
                 return if held.alias == SHARED { Name::Shared } else { Name::Known(held.alias) };

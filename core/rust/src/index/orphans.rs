@@ -13,7 +13,7 @@ use crate::index::tree::ranks::{BlockPosition, Counting};
 
 /// A block that floats.
 #[derive(Clone, Copy, Debug)]
-pub struct FloatingBlock {
+pub struct OrphanBlock {
     pub sequence: u64,
     /// Sequence hash of the block before it, where that is known.
     pub parent: Option<u64>,
@@ -23,7 +23,7 @@ pub struct FloatingBlock {
     pub copies: [u32; 4],
 }
 
-impl FloatingBlock {
+impl OrphanBlock {
     /// Tiers that it is held in, and those of them beyond the first.
     fn entries(&self) -> (u64, u64) {
         let held = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
@@ -33,35 +33,35 @@ impl FloatingBlock {
 
 /// The floating blocks of one rank.
 #[derive(Default)]
-pub struct Floating {
-    blocks: HashMap<u64, FloatingBlock>,
+pub struct Orphans {
+    blocks: HashMap<u64, OrphanBlock>,
     /// Engine hashes by sequence hash.
     places: HashMap<u64, Vec<u64>>,
 }
 
-impl Floating {
+impl Orphans {
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    pub fn get(&self, engine: u64) -> Option<&FloatingBlock> {
+    pub fn get(&self, engine: u64) -> Option<&OrphanBlock> {
         self.blocks.get(&engine)
     }
 
     /// Copies of an engine hash, to be changed; never to none in all tiers.
-    pub fn get_mut(&mut self, engine: u64) -> Option<&mut FloatingBlock> {
+    pub fn get_mut(&mut self, engine: u64) -> Option<&mut OrphanBlock> {
         self.blocks.get_mut(&engine)
     }
 
     /// Adds a block; one with this engine hash must not be there.
-    pub fn add(&mut self, engine: u64, block: FloatingBlock) {
+    pub fn add(&mut self, engine: u64, block: OrphanBlock) {
         self.places.entry(block.sequence).or_default().push(engine);
         self.blocks.insert(engine, block);
     }
 
     /// Takes a block out.
-    pub fn take(&mut self, engine: u64) -> Option<FloatingBlock> {
+    pub fn take(&mut self, engine: u64) -> Option<OrphanBlock> {
         let block = self.blocks.remove(&engine)?;
         if let Some(engines) = self.places.get_mut(&block.sequence) {
             engines.retain(|at| *at != engine);
@@ -80,7 +80,7 @@ impl Floating {
     }
 
     /// All blocks, by engine hash.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, &FloatingBlock)> {
+    pub fn iter(&self) -> impl Iterator<Item = (u64, &OrphanBlock)> {
         self.blocks.iter().map(|(engine, block)| (*engine, block))
     }
 
@@ -107,19 +107,19 @@ impl Floating {
     }
 
     pub fn heap(&self) -> usize {
-        self.blocks.capacity() * (size_of::<FloatingBlock>() + 9) + self.places.capacity() * 41 + self.places.len() * 32
+        self.blocks.capacity() * (size_of::<OrphanBlock>() + 9) + self.places.capacity() * 41 + self.places.len() * 32
     }
 }
 
 impl Index {
     /// Takes an engine hash out of the floating blocks of a rank that stores it at a known place. Where the place is the
     /// same, its copies come along.
-    pub(crate) fn land(&mut self, rank_slot: u32, engine: u64, position: BlockPosition) {
+    pub(crate) fn adopt_orphan(&mut self, rank_slot: u32, engine: u64, position: BlockPosition) {
         let Some(rank) = self.ranks.get_mut(rank_slot) else { return };
-        if rank.floating.is_empty() {
+        if rank.orphans.is_empty() {
             return;
         }
-        let Some(block) = rank.floating.take(engine) else { return };
+        let Some(block) = rank.orphans.take(engine) else { return };
         self.uncount(rank_slot, &block);
         if block.depth != position.depth || self.sequence_at(position.node, position.depth) != block.sequence {
             return;
@@ -141,7 +141,7 @@ impl Index {
     }
 
     /// Stores a chain below a floating block.
-    pub(crate) fn store_floating(
+    pub(crate) fn store_below_orphan(
         &mut self,
         rank_tier: RankTier,
         counting: Counting,
@@ -150,7 +150,7 @@ impl Index {
         locals: &[u64],
     ) -> Result<(), Refused> {
         let Some(rank) = self.ranks.get(rank_tier.rank()) else { return Err(Refused::UnknownParent) };
-        let Some(above) = rank.floating.get(parent).copied() else { return Err(Refused::UnknownParent) };
+        let Some(above) = rank.orphans.get(parent).copied() else { return Err(Refused::UnknownParent) };
         let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;
         if above.depth.checked_add(count).is_none() {
             return Err(Refused::Malformed("its chain is deeper than 2^32 blocks"));
@@ -159,15 +159,15 @@ impl Index {
         for (&engine, &local) in engines.iter().zip(locals) {
             let before = sequence;
             (depth, sequence) = (depth + 1, sequence_hash(depth + 1, sequence, local));
-            let block = FloatingBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
-            self.float(rank_tier, counting, engine, block);
+            let block = OrphanBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
+            self.add_orphan(rank_tier, counting, engine, block);
         }
         self.compact();
         Ok(())
     }
 
     /// Adds a copy of a floating block in a seat's tier. What the rank holds elsewhere under this engine hash moves.
-    pub(crate) fn float(&mut self, rank_tier: RankTier, counting: Counting, engine: u64, block: FloatingBlock) {
+    pub(crate) fn add_orphan(&mut self, rank_tier: RankTier, counting: Counting, engine: u64, block: OrphanBlock) {
         let rank = rank_tier.rank();
         let hash = self.secret.mix(engine);
         let mut block = block;
@@ -178,7 +178,7 @@ impl Index {
             }
             self.release_everywhere(rank, held);
         }
-        if let Some(old) = self.ranks.get_mut(rank).and_then(|rank| rank.floating.take(engine)) {
+        if let Some(old) = self.ranks.get_mut(rank).and_then(|rank| rank.orphans.take(engine)) {
             self.uncount(rank, &old);
             if (old.sequence, old.depth) == (block.sequence, block.depth) {
                 block.copies = old.copies;
@@ -190,31 +190,31 @@ impl Index {
         }
         let Some(rank) = self.ranks.get_mut(rank) else { return };
         let (entries, slow) = block.entries();
-        rank.floating.add(engine, block);
+        rank.orphans.add(engine, block);
         rank.entries += entries;
         self.entries += entries;
         self.slow_entries += slow;
-        self.floating += entries;
+        self.orphan_entries += entries;
     }
 
     /// Takes the entries of a block that floats no more out of the counts.
-    fn uncount(&mut self, rank: u32, block: &FloatingBlock) {
+    fn uncount(&mut self, rank: u32, block: &OrphanBlock) {
         let (entries, slow) = block.entries();
         if let Some(rank) = self.ranks.get_mut(rank) {
             rank.entries -= entries;
         }
         self.entries -= entries;
         self.slow_entries -= slow;
-        self.floating -= entries;
+        self.orphan_entries -= entries;
     }
 
     /// Removes a copy of a floating block from a seat (as a set: all copies). Returns whether it was held.
-    pub(crate) fn remove_floating(&mut self, rank_tier: RankTier, counting: Counting, engine: u64) -> bool {
+    pub(crate) fn remove_orphan(&mut self, rank_tier: RankTier, counting: Counting, engine: u64) -> bool {
         let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return false };
-        if rank.floating.is_empty() {
+        if rank.orphans.is_empty() {
             return false;
         }
-        let Some(block) = rank.floating.get_mut(engine) else { return false };
+        let Some(block) = rank.orphans.get_mut(engine) else { return false };
         let Some(copies) = block.copies.get_mut(rank_tier.tier() as usize).filter(|copies| **copies > 0) else {
             return false;
         };
@@ -223,10 +223,10 @@ impl Index {
             let gone = block.copies == [0; 4];
             rank.entries -= 1;
             self.entries -= 1;
-            self.floating -= 1;
+            self.orphan_entries -= 1;
             self.slow_entries -= u64::from(rank_tier.tier() > 0);
             if gone {
-                rank.floating.take(engine);
+                rank.orphans.take(engine);
             }
         }
         true

@@ -33,8 +33,8 @@ impl Index {
             }
             alive
         });
-        if self.floating > 0 {
-            self.add_floating(locals, tier, &mut held);
+        if self.orphan_entries > 0 {
+            self.add_orphans(locals, tier, &mut held);
         }
         held
     }
@@ -85,7 +85,7 @@ impl Index {
     }
 
     /// Extends the overlaps of ranks that have blocks outside the tree.
-    fn add_floating(&self, locals: &[u64], tier: u32, held: &mut [u32]) {
+    fn add_orphans(&self, locals: &[u64], tier: u32, held: &mut [u32]) {
         let mut stretches = Vec::new();
         self.for_stretches(locals, |_, stretch| {
             stretches.push(stretch);
@@ -98,10 +98,10 @@ impl Index {
             sequences.push(sequence);
         }
         for (_, slot) in self.ranks.in_order() {
-            let Some(rank) = self.ranks.get(slot).filter(|rank| !rank.floating.is_empty()) else { continue };
+            let Some(rank) = self.ranks.get(slot).filter(|rank| !rank.orphans.is_empty()) else { continue };
             let Some(overlap) = held.get_mut(slot as usize) else { continue };
             while let Some(&sequence) = sequences.get(*overlap as usize) {
-                if rank.floating.holds(sequence, tier) {
+                if rank.orphans.holds(sequence, tier) {
                     *overlap += 1;
                     continue;
                 }

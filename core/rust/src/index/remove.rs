@@ -13,7 +13,7 @@ impl Index {
         let mut at = 0;
         while let Some(&engine) = engines.get(at) {
             let Some(position) = self.position_of_removed(rank_tier, engine) else {
-                held += u64::from(self.remove_floating(rank_tier, counting, engine));
+                held += u64::from(self.remove_orphan(rank_tier, counting, engine));
                 at += 1;
                 continue;
             };

@@ -63,7 +63,7 @@ impl Index {
             None => (ROOT, 0),
             Some(parent) => match self.parent_place(rank_tier.rank(), parent) {
                 Some(BlockPosition { node, depth, .. }) => (node, depth + 1),
-                None => return self.store_floating(rank_tier, counting, parent, engines, locals),
+                None => return self.store_below_orphan(rank_tier, counting, parent, engines, locals),
             },
         };
         let count = u32::try_from(engines.len()).map_err(|_| Refused::Exhausted)?;

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
-use crate::index::orphans::Floating;
+use crate::index::orphans::Orphans;
 use crate::index::tree::blocks::Slot;
 use crate::index::tree::nodes::RankTier;
 
@@ -85,7 +85,7 @@ pub struct Rank {
     /// The last block removed: the next one is most likely beside it.
     pub removed: Option<BlockPosition>,
     /// Blocks whose ancestors are unknown.
-    pub floating: Floating,
+    pub orphans: Orphans,
 }
 
 impl Rank {
@@ -103,7 +103,7 @@ impl Rank {
             extras: Extras::default(),
             tail: None,
             removed: None,
-            floating: Floating::default(),
+            orphans: Orphans::default(),
         }
     }
 
@@ -114,10 +114,7 @@ impl Rank {
 
     /// Bytes on the heap.
     pub fn heap(&self) -> usize {
-        size_of::<Self>()
-            + self.held.capacity() * size_of::<Held>()
-            + self.extras.capacity() * 17
-            + self.floating.heap()
+        size_of::<Self>() + self.held.capacity() * size_of::<Held>() + self.extras.capacity() * 17 + self.orphans.heap()
     }
 }
 
