@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use crate::hash::{Secret, sequence_hash};
 use crate::index::tree::ranks::Name;
-use crate::storage::slot_set::Holders;
+use crate::storage::slot_set::SlotSet;
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 use crate::storage::trim_watermark::TrimWatermark;
@@ -31,7 +31,7 @@ struct Entry {
 struct Place {
     hash: u64,
     /// Entries by rank.
-    holders: Holders<u32>,
+    residents: SlotSet<u32>,
 }
 
 #[derive(Default)]
@@ -134,7 +134,7 @@ impl Predicted {
             hash = sequence_hash(depth, hash, *local);
             let Some(place) = self.find(hash) else { break };
             let mut any = false;
-            for (slot, entry) in self.places.at(place).holders.as_slice() {
+            for (slot, entry) in self.places.at(place).residents.as_slice() {
                 let Some(overlap) = overlaps.get_mut(*slot as usize).filter(|overlap| **overlap == depth) else {
                     continue;
                 };
@@ -256,17 +256,17 @@ impl Predicted {
             Some(place) => place,
             None => self.new_place(hash).ok_or(NoMemory)?,
         };
-        let id = match self.places.at(place).holders.get(slot) {
+        let id = match self.places.at(place).residents.get(slot) {
             Some(id) => {
                 self.unlink(id);
                 id
             }
             None => {
                 let Some(id) = self.entries.add(Entry { place, slot, ..Entry::default() }, u32::MAX) else {
-                    self.forget_unheld(place);
+                    self.forget_not_resident(place);
                     return Err(NoMemory);
                 };
-                self.places.at_mut(place).holders.set(slot, id);
+                self.places.at_mut(place).residents.set(slot, id);
                 if let Some(rank) = self.ranks.get_mut(slot as usize) {
                     rank.entries += 1;
                 }
@@ -305,8 +305,8 @@ impl Predicted {
     fn drop(&mut self, id: u32) {
         self.unlink(id);
         let Entry { place, slot, .. } = self.entries.take(id);
-        self.places.at_mut(place).holders.remove(slot);
-        self.forget_unheld(place);
+        self.places.at_mut(place).residents.remove(slot);
+        self.forget_not_resident(place);
         if let Some(rank) = self.ranks.get_mut(slot as usize) {
             rank.entries -= 1;
             if rank.entries == 0 {
@@ -330,9 +330,9 @@ impl Predicted {
         None
     }
 
-    fn forget_unheld(&mut self, id: u32) {
+    fn forget_not_resident(&mut self, id: u32) {
         let place = self.places.at(id);
-        if place.holders.as_slice().is_empty() {
+        if place.residents.as_slice().is_empty() {
             let (places, secret) = (&self.places, self.secret);
             self.by_hash.remove(secret.mix(place.hash), id, |id| secret.mix(places.at(id).hash));
             self.places.take(id);

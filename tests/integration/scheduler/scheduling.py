@@ -177,7 +177,7 @@ async def scheduling(
             await hosting
 
 
-class PrefixHolder:
+class PrefixResident:
     """An Indexer that knows one prompt, on one rank; behind real gRPC."""
 
     def __init__(self, worker_id: int, blocks: int) -> None:
@@ -204,7 +204,7 @@ class PrefixHolder:
 
 
 @asynccontextmanager
-async def indexing(stack: Stack, indexer: PrefixHolder, instance_id: str) -> AsyncIterator[RpcServer]:
+async def indexing(stack: Stack, indexer: PrefixResident, instance_id: str) -> AsyncIterator[RpcServer]:
     """Serves an Indexer and registers it; its registration stays when the server ends, as after a crash."""
     server = RpcServer("127.0.0.1:0")
     server.add_service(INDEXER, cast(Indexer, indexer))

@@ -126,7 +126,7 @@ class Registered:
 
 
 @dataclass
-class HeldBlocks:
+class ResidentBlocks:
     """An Indexer that answers with what it is given, once it may."""
 
     held: dict[Rank, int] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Parts:
         *views: ComponentView,
         options: RoutingOptions | None = None,
         accounting: Accounting | None = None,
-        indexer: HeldBlocks | None = None,
+        indexer: ResidentBlocks | None = None,
         grace: float = 10.0,
         indexer_timeout: float = 30.0,
         decisions: int = 100,

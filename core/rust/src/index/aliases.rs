@@ -10,14 +10,14 @@ impl Index {
     /// A label of a rank that can take an engine hash for the block at a depth.
     pub(crate) fn alias_for(&mut self, rank: u32, node_id: u32, depth: u32) -> Option<u32> {
         let node = self.nodes.at(node_id);
-        for holding in node.of_rank(rank).iter().filter(|holding| holding.alias != SHARED) {
-            let alias = self.aliases.at(holding.alias);
+        for range in node.of_rank(rank).iter().filter(|range| range.alias != SHARED) {
+            let alias = self.aliases.at(range.alias);
             let slot = alias.slot(depth);
             let inside = alias.start <= depth && depth < alias.end();
             if (inside && self.alias_blocks.header(slot).listed & bit(slot) == 0)
                 || (depth == alias.end() && alias.len < MAX_BLOCKS)
             {
-                return Some(holding.alias);
+                return Some(range.alias);
             }
         }
         self.aliases.add(HashAlias { rank, node: node_id, start: depth, ..HashAlias::default() }, MAX_RECORDS)
@@ -83,8 +83,8 @@ impl Index {
                 rank.private -= 1;
             }
         }
-        let held = self.nodes.at(node_id).of_rank(rank);
-        let end = held.iter().filter(|holding| holding.alias == alias_id).map(|holding| holding.hi).max();
+        let ranges = self.nodes.at(node_id).of_rank(rank);
+        let end = ranges.iter().filter(|range| range.alias == alias_id).map(|range| range.hi).max();
         let alias = self.aliases.at_mut(alias_id);
         let before = alias.heap();
         alias.len = end.unwrap_or(alias.start) - alias.start;

@@ -70,7 +70,7 @@ impl Index {
         }
         if batch.incarnation > rank.incarnation {
             summary.new_incarnation = true;
-            self.drop_held(slot, None);
+            self.drop_resident(slot, None);
             if let Some(rank) = self.ranks.get_mut(slot) {
                 *rank = Rank::new(rank.name, batch.incarnation, 0);
             }
@@ -179,15 +179,15 @@ impl Index {
                 }
                 let mut engine_hashes = std::mem::take(&mut self.scratch.engines);
                 engines.copy_to(&mut engine_hashes);
-                let held = self.remove(rank_tier, counting, &engine_hashes);
+                let removed = self.remove(rank_tier, counting, &engine_hashes);
                 self.scratch.engines = engine_hashes;
-                summary.removed_blocks += held;
-                summary.unknown_removals += engines.len() as u64 - held;
+                summary.removed_blocks += removed;
+                summary.unknown_removals += engines.len() as u64 - removed;
                 Ok(())
             }
             Change::Cleared => {
                 let all = event.tier == 0;
-                self.drop_held(slot, (!all).then_some(tier));
+                self.drop_resident(slot, (!all).then_some(tier));
                 if let Some(rank) = self.ranks.get_mut(slot)
                     && all
                 {
@@ -201,7 +201,7 @@ impl Index {
 
     /// Empties a rank that took the index over a bound.
     pub(crate) fn mute(&mut self, slot: u32) {
-        self.drop_held(slot, None);
+        self.drop_resident(slot, None);
         if let Some(rank) = self.ranks.get_mut(slot) {
             rank.muted = true;
         }

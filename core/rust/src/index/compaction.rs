@@ -28,7 +28,7 @@ impl Index {
             if node.len == 0 {
                 return;
             }
-            if node.holdings.is_empty() && node.children == 0 {
+            if node.residency_ranges.is_empty() && node.children == 0 {
                 let parent = node.parent;
                 self.free_node(id);
                 if parent != ROOT {
@@ -43,9 +43,9 @@ impl Index {
                 continue;
             }
             // With many holders, the look at all of them is spread over as many removals.
-            if (node.dropped as usize).saturating_mul(4) >= node.holdings.len() {
-                let held = node.holdings.iter().map(|holding| holding.hi).max().unwrap_or(node.start);
-                let end = if node.children > 0 { held.max(node.deepest_branch) } else { held };
+            if (node.dropped as usize).saturating_mul(4) >= node.residency_ranges.len() {
+                let deepest = node.residency_ranges.iter().map(|range| range.hi).max().unwrap_or(node.start);
+                let end = if node.children > 0 { deepest.max(node.deepest_branch) } else { deepest };
                 if end < node.end() && end > node.start {
                     self.cut(id, end);
                 }

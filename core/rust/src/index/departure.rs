@@ -1,11 +1,11 @@
 //! Ranks that leave, or begin anew.
 
 use crate::index::Index;
-use crate::index::tree::ranks::{Held, Name, Rank};
+use crate::index::tree::ranks::{Name, Rank, Residency};
 
 impl Index {
     /// Drops all that a rank holds, in one tier or in all. Returns the entries dropped.
-    pub(crate) fn drop_held(&mut self, slot: u32, tier: Option<u32>) -> u64 {
+    pub(crate) fn drop_resident(&mut self, slot: u32, tier: Option<u32>) -> u64 {
         let Some(rank) = self.ranks.get_mut(slot) else { return 0 };
         let before = rank.entries;
         rank.tail = None;
@@ -15,15 +15,15 @@ impl Index {
         self.entries -= dropped.0;
         self.slow_entries -= dropped.1;
         self.orphan_entries -= dropped.0;
-        let mut left = rank.held.len();
+        let mut left = rank.residencies.len();
         while left > 0 {
             left -= 1;
-            let Some(&held) = self.ranks.get(slot).and_then(|rank| rank.held.get(left)) else { continue };
-            if tier.is_some_and(|tier| held.rank_tier.tier() != tier) {
+            let Some(&resident) = self.ranks.get(slot).and_then(|rank| rank.residencies.get(left)) else { continue };
+            if tier.is_some_and(|tier| resident.rank_tier.tier() != tier) {
                 continue;
             }
-            self.release_whole(held);
-            self.loose.push(held.node);
+            self.release_whole(resident);
+            self.loose.push(resident.node);
             if self.loose.len() >= 256 {
                 self.compact();
             }
@@ -34,30 +34,30 @@ impl Index {
     }
 
     /// Ends a holding.
-    fn release_whole(&mut self, held: Held) {
-        let node = self.nodes.at_mut(held.node);
+    fn release_whole(&mut self, resident: Residency) {
+        let node = self.nodes.at_mut(resident.node);
         node.dropped = u32::MAX;
         let start = node.start;
-        let Ok(at) = node.find(held.rank_tier, held.alias) else { return };
-        let Some(&holding) = node.holdings.get(at) else { return };
-        if holding.bits == 0 {
-            self.release(held.rank_tier, held.node, held.alias, holding.lo, holding.hi);
+        let Ok(at) = node.find(resident.rank_tier, resident.alias) else { return };
+        let Some(&range) = node.residency_ranges.get(at) else { return };
+        if range.bits == 0 {
+            self.release(resident.rank_tier, resident.node, resident.alias, range.lo, range.hi);
             return;
         }
-        let mut from = holding.lo;
-        while from < holding.hi {
-            let bits = self.bits.at(holding.bits);
-            from = start + bits.next(from - start, holding.hi - start, true);
-            let to = start + bits.next(from - start, holding.hi - start, false);
+        let mut from = range.lo;
+        while from < range.hi {
+            let bits = self.bits.at(range.bits);
+            from = start + bits.next(from - start, range.hi - start, true);
+            let to = start + bits.next(from - start, range.hi - start, false);
             if from < to {
-                self.release(held.rank_tier, held.node, held.alias, from, to);
+                self.release(resident.rank_tier, resident.node, resident.alias, from, to);
             }
             // A holding without holes left has no bitmap any more, and lasts to its end.
-            let node = self.nodes.at(held.node);
-            match node.find(held.rank_tier, held.alias).ok().and_then(|at| node.holdings.get(at)) {
+            let node = self.nodes.at(resident.node);
+            match node.find(resident.rank_tier, resident.alias).ok().and_then(|at| node.residency_ranges.get(at)) {
                 Some(rest) if rest.bits == 0 => {
                     let (lo, hi) = (rest.lo, rest.hi);
-                    self.release(held.rank_tier, held.node, held.alias, lo, hi);
+                    self.release(resident.rank_tier, resident.node, resident.alias, lo, hi);
                     return;
                 }
                 Some(_) => from = to,
@@ -77,7 +77,7 @@ impl Index {
     /// Forgets a rank. Returns the entries dropped.
     pub fn remove_rank(&mut self, name: Name) -> u64 {
         let Some(slot) = self.ranks.slot_of(name) else { return 0 };
-        let dropped = self.drop_held(slot, None);
+        let dropped = self.drop_resident(slot, None);
         self.ranks.remove(slot);
         self.give_back(true);
         dropped
@@ -86,7 +86,7 @@ impl Index {
     /// Replaces a rank by an empty one. Returns the entries dropped.
     pub fn reset_rank(&mut self, name: Name, incarnation: u64, next_event_id: u64, partial: bool) -> u64 {
         let Some(slot) = self.rank_slot(name, incarnation) else { return 0 };
-        let dropped = self.drop_held(slot, None);
+        let dropped = self.drop_resident(slot, None);
         if let Some(rank) = self.ranks.get_mut(slot) {
             *rank = Rank { missing: partial, ..Rank::new(name, incarnation, next_event_id) };
         }

@@ -27,16 +27,16 @@ impl Index {
         let Some(rank) = self.ranks.get(slot) else { return };
         // A run starts deeper than the run that it branches off.
         let mut nodes: Vec<(u32, u32)> =
-            rank.held.iter().map(|held| (self.nodes.at(held.node).start, held.node)).collect();
+            rank.residencies.iter().map(|resident| (self.nodes.at(resident.node).start, resident.node)).collect();
         nodes.sort_unstable();
         nodes.dedup();
         for (start, id) in nodes {
             let node = self.nodes.at(id);
             let of_rank = node.of_rank(slot);
-            let mut aliases: Vec<u32> = of_rank.iter().map(|holding| holding.alias).collect();
+            let mut aliases: Vec<u32> = of_rank.iter().map(|range| range.alias).collect();
             aliases.sort_unstable();
             aliases.dedup();
-            let end = of_rank.iter().map(|holding| holding.hi).max().unwrap_or(start);
+            let end = of_rank.iter().map(|range| range.hi).max().unwrap_or(start);
             let mut sequence = self.prefix(id);
             for depth in start..end {
                 let at = node.slot(depth);
@@ -46,11 +46,11 @@ impl Index {
                 for &alias in &aliases {
                     let position = BlockPosition { node: id, alias, depth };
                     let mut copies = [0; 4];
-                    for holding in of_rank.iter().filter(|holding| holding.alias == alias) {
-                        if self.has(node, holding, depth)
-                            && let Some(to) = copies.get_mut(holding.rank_tier.tier() as usize)
+                    for range in of_rank.iter().filter(|range| range.alias == alias) {
+                        if self.has(node, range, depth)
+                            && let Some(to) = copies.get_mut(range.rank_tier.tier() as usize)
                         {
-                            *to = self.copies(rank, holding.rank_tier.tier(), position);
+                            *to = self.copies(rank, range.rank_tier.tier(), position);
                         }
                     }
                     if copies != [0; 4] {
@@ -151,8 +151,8 @@ impl Index {
         let node = self.nodes.at(position.node);
         let above = if depth >= node.start { position.node } else { node.parent };
         let node = self.nodes.at(above);
-        let holding = node.of_rank(slot).iter().find(|holding| self.has(node, holding, depth))?;
-        self.engine_at(BlockPosition { node: above, alias: holding.alias, depth })
+        let range = node.of_rank(slot).iter().find(|range| self.has(node, range, depth))?;
+        self.engine_at(BlockPosition { node: above, alias: range.alias, depth })
     }
 
     fn dump_with_orphans(&self, slot: u32, rank: &Rank, write: &mut impl FnMut(Record)) {
@@ -187,7 +187,7 @@ impl Index {
             Some(slot) => slot,
             None => self.rank_slot(dump.name, dump.cursor.0).ok_or("more ranks than an index can have")?,
         };
-        self.drop_held(slot, None);
+        self.drop_resident(slot, None);
         if let Some(rank) = self.ranks.get_mut(slot) {
             *rank = Rank {
                 missing: dump.partial,

@@ -21,7 +21,7 @@ pub mod tree;
 use crate::hash::{Secret, sequence_hash};
 use crate::index::tree::blocks::{AliasBlocks, Blocks, Slot};
 use crate::index::tree::keys::{branch_hash, private_hash};
-use crate::index::tree::nodes::{Bits, HashAlias, Holding, Node, ROOT, SHARED};
+use crate::index::tree::nodes::{Bits, HashAlias, Node, ROOT, ResidencyRange, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Ranks};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
@@ -131,19 +131,15 @@ impl Index {
 
     /// Whether a holding has the block at a depth.
     #[inline]
-    pub(crate) fn has(&self, node: &Node, holding: &Holding, depth: u32) -> bool {
-        holding.lo <= depth
-            && depth < holding.hi
-            && (holding.bits == 0 || self.bits.at(holding.bits).get(depth - node.start))
+    pub(crate) fn has(&self, node: &Node, range: &ResidencyRange, depth: u32) -> bool {
+        range.lo <= depth && depth < range.hi && (range.bits == 0 || self.bits.at(range.bits).get(depth - node.start))
     }
 
     /// Whether a rank holds a block by a label, in any tier.
     #[inline]
     pub(crate) fn holds(&self, rank: u32, position: BlockPosition) -> bool {
         let node = self.nodes.at(position.node);
-        node.of_rank(rank)
-            .iter()
-            .any(|holding| holding.alias == position.alias && self.has(node, holding, position.depth))
+        node.of_rank(rank).iter().any(|range| range.alias == position.alias && self.has(node, range, position.depth))
     }
 
     /// The place of a shared slot.
@@ -162,11 +158,11 @@ impl Index {
                 return false;
             }
             let candidate = self.position_of(at);
-            let held = self.holds(rank, candidate);
-            if held {
+            let resident = self.holds(rank, candidate);
+            if resident {
                 position = Some(candidate);
             }
-            held
+            resident
         };
         if self.shared.find(hash, is_it).is_some() {
             return position;

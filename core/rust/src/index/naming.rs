@@ -59,7 +59,7 @@ impl Index {
                 }
             }
             if at > first {
-                self.hold(rank_tier, node, SHARED, depth_of(first), depth_of(at), chain.counting);
+                self.add_resident(rank_tier, node, SHARED, depth_of(first), depth_of(at), chain.counting);
             }
             let alias = match name {
                 Name::Shared => SHARED,
@@ -75,7 +75,7 @@ impl Index {
             };
             if alias != SHARED {
                 // Held at once: a label is freed with the last block that is held by it.
-                self.hold(rank_tier, node, alias, depth_of(at), depth_of(at) + 1, chain.counting);
+                self.add_resident(rank_tier, node, alias, depth_of(at), depth_of(at) + 1, chain.counting);
                 at += 1;
             }
             let last = BlockPosition { node, alias, depth: depth_of(at) - 1 };
@@ -218,11 +218,11 @@ impl Index {
         let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return Name::Private };
         let rank = chain.rank_tier.rank();
         self.adopt_orphan(rank, engine, position);
-        if let Some(held) = self.locate(rank, engine, hash) {
-            if (held.node, held.depth) == (position.node, position.depth) {
-                return if held.alias == SHARED { Name::Shared } else { Name::Known(held.alias) };
+        if let Some(resident) = self.locate(rank, engine, hash) {
+            if (resident.node, resident.depth) == (position.node, position.depth) {
+                return if resident.alias == SHARED { Name::Shared } else { Name::Known(resident.alias) };
             }
-            self.release_everywhere(rank, held);
+            self.release_everywhere(rank, resident);
         }
         let slot = self.nodes.at(position.node).slot(position.depth);
         if self.blocks.header(slot).listed & bit(slot) != 0 {

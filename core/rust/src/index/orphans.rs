@@ -26,8 +26,8 @@ pub struct OrphanBlock {
 impl OrphanBlock {
     /// Tiers that it is held in, and those of them beyond the first.
     fn entries(&self) -> (u64, u64) {
-        let held = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
-        (held, held - u64::from(matches!(self.copies, [first, ..] if first > 0)))
+        let tiers = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
+        (tiers, tiers - u64::from(matches!(self.copies, [first, ..] if first > 0)))
     }
 }
 
@@ -134,8 +134,8 @@ impl Index {
             if self.cover(&chain, position.node, position.depth, 0, 1).is_err() {
                 return;
             }
-            if let Some(held) = self.locate(rank_slot, engine, self.secret.mix(engine)) {
-                self.set_copies(rank_tier, held, copies);
+            if let Some(resident) = self.locate(rank_slot, engine, self.secret.mix(engine)) {
+                self.set_copies(rank_tier, resident, copies);
             }
         }
     }
@@ -171,12 +171,19 @@ impl Index {
         let rank = rank_tier.rank();
         let hash = self.secret.mix(engine);
         let mut block = block;
-        if let Some(held) = self.locate(rank, engine, hash) {
-            if held.depth == block.depth && self.sequence_at(held.node, held.depth) == block.sequence {
-                self.hold(rank_tier, held.node, held.alias, held.depth, held.depth + 1, counting);
+        if let Some(resident) = self.locate(rank, engine, hash) {
+            if resident.depth == block.depth && self.sequence_at(resident.node, resident.depth) == block.sequence {
+                self.add_resident(
+                    rank_tier,
+                    resident.node,
+                    resident.alias,
+                    resident.depth,
+                    resident.depth + 1,
+                    counting,
+                );
                 return;
             }
-            self.release_everywhere(rank, held);
+            self.release_everywhere(rank, resident);
         }
         if let Some(old) = self.ranks.get_mut(rank).and_then(|rank| rank.orphans.take(engine)) {
             self.uncount(rank, &old);

@@ -2,7 +2,7 @@
 
 use crate::hash::sequence_hash;
 use crate::index::Index;
-use crate::index::tree::nodes::{Holding, Node, ROOT};
+use crate::index::tree::nodes::{Node, ROOT, ResidencyRange};
 use crate::index::tree::ranks::Rank;
 use crate::wire::Writer;
 
@@ -16,16 +16,16 @@ struct Stretch {
 impl Index {
     /// The overlap of every slot, to a tier (from 0) or a faster one.
     pub fn overlaps(&self, locals: &[u64], tier: u32) -> Vec<u32> {
-        let mut held = vec![0u32; self.ranks.slots()];
+        let mut overlaps = vec![0u32; self.ranks.slots()];
         self.for_stretches(locals, |node, stretch| {
             let mut alive = false;
-            let mut rest = node.holdings.as_slice();
+            let mut rest = node.residency_ranges.as_slice();
             while let Some(first) = rest.first() {
                 let rank = first.rank_tier.rank();
-                let same = rest.iter().skip(1).take_while(|holding| holding.rank_tier.rank() == rank).count() + 1;
+                let same = rest.iter().skip(1).take_while(|range| range.rank_tier.rank() == rank).count() + 1;
                 let (of_rank, others) = rest.split_at_checked(same).unwrap_or((rest, &[]));
                 rest = others;
-                let Some(overlap) = held.get_mut(rank as usize).filter(|overlap| **overlap == stretch.from) else {
+                let Some(overlap) = overlaps.get_mut(rank as usize).filter(|overlap| **overlap == stretch.from) else {
                     continue;
                 };
                 *overlap = self.leading(node, of_rank, tier, stretch.from, stretch.to);
@@ -34,24 +34,24 @@ impl Index {
             alive
         });
         if self.orphan_entries > 0 {
-            self.add_orphans(locals, tier, &mut held);
+            self.add_orphans(locals, tier, &mut overlaps);
         }
-        held
+        overlaps
     }
 
     /// The depth up to which a rank holds a run without a hole, from `from` on, at most `to`.
     #[inline]
-    fn leading(&self, node: &Node, of_rank: &[Holding], tier: u32, from: u32, to: u32) -> u32 {
+    fn leading(&self, node: &Node, of_rank: &[ResidencyRange], tier: u32, from: u32, to: u32) -> u32 {
         let mut depth = from;
         loop {
             let before = depth;
-            for holding in of_rank.iter().filter(|holding| holding.rank_tier.tier() <= tier) {
-                if holding.lo <= depth && depth < holding.hi {
-                    let end = holding.hi.min(to);
-                    depth = if holding.bits == 0 {
+            for range in of_rank.iter().filter(|range| range.rank_tier.tier() <= tier) {
+                if range.lo <= depth && depth < range.hi {
+                    let end = range.hi.min(to);
+                    depth = if range.bits == 0 {
                         end
                     } else {
-                        let bits = self.bits.at(holding.bits);
+                        let bits = self.bits.at(range.bits);
                         node.start + bits.next(depth - node.start, end - node.start, false)
                     };
                 }
@@ -85,7 +85,7 @@ impl Index {
     }
 
     /// Extends the overlaps of ranks that have blocks outside the tree.
-    fn add_orphans(&self, locals: &[u64], tier: u32, held: &mut [u32]) {
+    fn add_orphans(&self, locals: &[u64], tier: u32, overlaps: &mut [u32]) {
         let mut stretches = Vec::new();
         self.for_stretches(locals, |_, stretch| {
             stretches.push(stretch);
@@ -99,7 +99,7 @@ impl Index {
         }
         for (_, slot) in self.ranks.in_order() {
             let Some(rank) = self.ranks.get(slot).filter(|rank| !rank.orphans.is_empty()) else { continue };
-            let Some(overlap) = held.get_mut(slot as usize) else { continue };
+            let Some(overlap) = overlaps.get_mut(slot as usize) else { continue };
             while let Some(&sequence) = sequences.get(*overlap as usize) {
                 if rank.orphans.holds(sequence, tier) {
                     *overlap += 1;
@@ -124,21 +124,21 @@ impl Index {
         let mut distinct = 0;
         for id in self.nodes.ids() {
             let node = self.nodes.at(id);
-            match node.holdings.as_slice() {
+            match node.residency_ranges.as_slice() {
                 [] => {}
                 [only] if only.bits == 0 => distinct += u64::from(only.hi - only.lo),
-                holdings => {
-                    let mut ordered: Vec<&Holding> = holdings.iter().collect();
-                    ordered.sort_unstable_by_key(|holding| holding.lo);
-                    if ordered.iter().all(|holding| holding.bits == 0) {
+                residency_ranges => {
+                    let mut ordered: Vec<&ResidencyRange> = residency_ranges.iter().collect();
+                    ordered.sort_unstable_by_key(|range| range.lo);
+                    if ordered.iter().all(|range| range.bits == 0) {
                         let mut end = node.start;
-                        for holding in ordered {
-                            distinct += u64::from(holding.hi.saturating_sub(holding.lo.max(end)));
-                            end = end.max(holding.hi);
+                        for range in ordered {
+                            distinct += u64::from(range.hi.saturating_sub(range.lo.max(end)));
+                            end = end.max(range.hi);
                         }
                     } else {
-                        let held = |depth: &u32| holdings.iter().any(|holding| self.has(node, holding, *depth));
-                        distinct += (node.start..node.end()).filter(held).count() as u64;
+                        let resident = |depth: &u32| residency_ranges.iter().any(|range| self.has(node, range, *depth));
+                        distinct += (node.start..node.end()).filter(resident).count() as u64;
                     }
                 }
             }

@@ -9,17 +9,17 @@ use crate::index::tree::ranks::{BlockPosition, Counting};
 impl Index {
     /// Removes a copy of each block from a seat (as a set: all copies). Returns how many were held.
     pub(crate) fn remove(&mut self, rank_tier: RankTier, counting: Counting, engines: &[u64]) -> u64 {
-        let mut held = 0;
+        let mut removed = 0;
         let mut at = 0;
         while let Some(&engine) = engines.get(at) {
             let Some(position) = self.position_of_removed(rank_tier, engine) else {
-                held += u64::from(self.remove_orphan(rank_tier, counting, engine));
+                removed += u64::from(self.remove_orphan(rank_tier, counting, engine));
                 at += 1;
                 continue;
             };
             let node = self.nodes.at(position.node);
-            let holding = node.find(rank_tier, position.alias).ok().and_then(|at| node.holdings.get(at)).copied();
-            let Some(holding) = holding.filter(|holding| self.has(node, holding, position.depth)) else {
+            let range = node.find(rank_tier, position.alias).ok().and_then(|at| node.residency_ranges.get(at)).copied();
+            let Some(range) = range.filter(|range| self.has(node, range, position.depth)) else {
                 at += 1; // held in another tier
                 continue;
             };
@@ -27,13 +27,13 @@ impl Index {
             let (mut from, mut to) = (position.depth, position.depth + 1);
             if !counted {
                 let plain =
-                    holding.bits == 0 && self.ranks.get(rank_tier.rank()).is_some_and(|rank| rank.extras.is_empty());
+                    range.bits == 0 && self.ranks.get(rank_tier.rank()).is_some_and(|rank| rank.extras.is_empty());
                 if plain {
                     let rest = engines.get(at + 1..).unwrap_or_default();
                     // Engines remove from the leaf up, or from the root down: the neighbours follow.
-                    from -= self.followed(position, holding.lo, rest);
+                    from -= self.followed(position, range.lo, rest);
                     if from == position.depth {
-                        to += self.preceded(position, holding.hi, rest);
+                        to += self.preceded(position, range.hi, rest);
                     }
                 }
                 self.release(rank_tier, position.node, position.alias, from, to);
@@ -45,11 +45,11 @@ impl Index {
                         Some(BlockPosition { depth: if to > position.depth + 1 { to - 1 } else { from }, ..position });
                 }
             }
-            held += u64::from(to - from);
+            removed += u64::from(to - from);
             at += (to - from) as usize;
         }
         self.compact();
-        held
+        removed
     }
 
     /// How many of the engine hashes are those of the blocks before a spot, from the nearest on, down to `lo`.
@@ -69,19 +69,20 @@ impl Index {
             if let Some(&ahead) = node.chunks.get(((last / LANES) as usize).wrapping_sub(CHUNKS_AHEAD)) {
                 self.blocks.prefetch_engines(ahead);
             }
-            let held = &self.blocks.chunk(chunk).engines;
+            let stored = &self.blocks.chunk(chunk).engines;
             if let Some((eight, rest)) = asked.split_first_chunk::<8>()
                 && last % LANES == LANES - 1
-                && held.iter().rev().zip(eight).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
+                && stored.iter().rev().zip(eight).fold(0, |differences, (stored, asked)| differences | (stored ^ asked))
+                    == 0
             {
                 asked = rest;
                 last -= LANES - 1;
                 continue;
             }
-            let held = held.get(..=(last % LANES) as usize).unwrap_or_default();
-            let equal = held.iter().rev().zip(asked).take_while(|(held, asked)| held == asked).count();
+            let stored = stored.get(..=(last % LANES) as usize).unwrap_or_default();
+            let equal = stored.iter().rev().zip(asked).take_while(|(stored, asked)| stored == asked).count();
             asked = asked.get(equal..).unwrap_or_default();
-            if equal < held.len() {
+            if equal < stored.len() {
                 break;
             }
             last -= last % LANES;

@@ -1,7 +1,7 @@
 //! Who holds what: holdings of runs begin, change and end, and copies are counted.
 
-use crate::index::tree::nodes::{Bits, Holding, RankTier, SHARED};
-use crate::index::tree::ranks::{BlockPosition, Counting, Held, Rank, extra_key};
+use crate::index::tree::nodes::{Bits, RankTier, ResidencyRange, SHARED};
+use crate::index::tree::ranks::{BlockPosition, Counting, Rank, Residency, extra_key};
 use crate::index::{Index, MAX_RECORDS};
 use crate::storage::table::Table;
 
@@ -40,7 +40,7 @@ impl Index {
 
     /// Lets a seat hold the blocks `from..to` of a run by a label. Those that it holds already gain a copy if copies
     /// are counted.
-    pub(crate) fn hold(
+    pub(crate) fn add_resident(
         &mut self,
         rank_tier: RankTier,
         node_id: u32,
@@ -57,42 +57,42 @@ impl Index {
         match node.find(rank_tier, alias) {
             Err(at) => {
                 let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return };
-                let listed_at = rank.held.len() as u32;
-                rank.held.push(Held { node: node_id, rank_tier, alias });
+                let listed_at = rank.residencies.len() as u32;
+                rank.residencies.push(Residency { node: node_id, rank_tier, alias });
                 let before = node.heap();
-                if node.holdings.capacity() == 0 {
-                    node.holdings.reserve_exact(1);
+                if node.residency_ranges.capacity() == 0 {
+                    node.residency_ranges.reserve_exact(1);
                 }
-                node.holdings.insert(at, Holding { rank_tier, alias, lo: from, hi: to, bits: 0, listed_at });
+                node.residency_ranges
+                    .insert(at, ResidencyRange { rank_tier, alias, lo: from, hi: to, bits: 0, listed_at });
                 self.heap = self.heap + node.heap() - before;
                 new = to - from;
             }
             Ok(at) => {
-                let Some(holding) = node.holdings.get_mut(at) else { return };
-                if holding.bits == 0 && from <= holding.hi && to >= holding.lo {
-                    repeated = from.max(holding.lo)..to.min(holding.hi);
+                let Some(range) = node.residency_ranges.get_mut(at) else { return };
+                if range.bits == 0 && from <= range.hi && to >= range.lo {
+                    repeated = from.max(range.lo)..to.min(range.hi);
                     new = (to - from) - repeated.len() as u32;
                 } else {
-                    if holding.bits == 0 {
-                        let bits = Bits::range(holding.lo - start, holding.hi - start);
+                    if range.bits == 0 {
+                        let bits = Bits::range(range.lo - start, range.hi - start);
                         self.heap += bits.heap();
                         let Some(id) = self.bits.add(bits, MAX_RECORDS) else { return };
-                        holding.bits = id;
+                        range.bits = id;
                     }
-                    let bits = self.bits.at_mut(holding.bits);
-                    let before = bits.heap();
-                    let held = bits.count;
+                    let bits = self.bits.at_mut(range.bits);
+                    let (heap, count) = (bits.heap(), bits.count);
                     for depth in from..to {
                         if !bits.set(depth - start) {
                             again.push(depth);
                         }
                     }
-                    self.heap = self.heap + bits.heap() - before;
-                    new = bits.count - held;
+                    self.heap = self.heap + bits.heap() - heap;
+                    new = bits.count - count;
                 }
-                holding.lo = holding.lo.min(from);
-                holding.hi = holding.hi.max(to);
-                close_holes(&mut self.bits, &mut self.heap, holding);
+                range.lo = range.lo.min(from);
+                range.hi = range.hi.max(to);
+                close_holes(&mut self.bits, &mut self.heap, range);
             }
         }
         if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
@@ -137,44 +137,44 @@ impl Index {
         let node = self.nodes.at_mut(node_id);
         let (start, end) = (node.start, node.end());
         let Ok(at) = node.find(rank_tier, alias) else { return };
-        let Some(holding) = node.holdings.get_mut(at) else { return };
-        if to == holding.hi || to == end {
+        let Some(range) = node.residency_ranges.get_mut(at) else { return };
+        if to == range.hi || to == end {
             node.dropped = node.dropped.saturating_add(to - from);
         }
         let mut empty = false;
-        if holding.bits == 0 {
-            if from == holding.lo && to == holding.hi {
+        if range.bits == 0 {
+            if from == range.lo && to == range.hi {
                 empty = true;
-            } else if to == holding.hi {
-                holding.hi = from;
-            } else if from == holding.lo {
-                holding.lo = to;
+            } else if to == range.hi {
+                range.hi = from;
+            } else if from == range.lo {
+                range.lo = to;
             } else {
-                let bits = Bits::range(holding.lo - start, holding.hi - start);
+                let bits = Bits::range(range.lo - start, range.hi - start);
                 self.heap += bits.heap();
                 let Some(id) = self.bits.add(bits, MAX_RECORDS) else { return };
-                holding.bits = id;
+                range.bits = id;
             }
         }
-        if holding.bits != 0 {
-            let bits = self.bits.at_mut(holding.bits);
+        if range.bits != 0 {
+            let bits = self.bits.at_mut(range.bits);
             for depth in from..to {
                 bits.clear(depth - start);
             }
             if bits.count == 0 {
                 empty = true;
             } else {
-                if from == holding.lo {
-                    holding.lo = start + bits.next(to - start, holding.hi - start, true);
+                if from == range.lo {
+                    range.lo = start + bits.next(to - start, range.hi - start, true);
                 }
-                if to == holding.hi {
-                    holding.hi = start + bits.last(from - start);
+                if to == range.hi {
+                    range.hi = start + bits.last(from - start);
                 }
-                close_holes(&mut self.bits, &mut self.heap, holding);
+                close_holes(&mut self.bits, &mut self.heap, range);
             }
         }
         if empty {
-            self.drop_holding(node_id, at);
+            self.drop_residency_range(node_id, at);
         }
         if alias != SHARED {
             self.unlist_private(rank_tier.rank(), node_id, alias, from, to);
@@ -182,35 +182,35 @@ impl Index {
     }
 
     /// Removes an empty holding from its run's and its rank's list.
-    fn drop_holding(&mut self, node_id: u32, at: usize) {
+    fn drop_residency_range(&mut self, node_id: u32, at: usize) {
         let node = self.nodes.at_mut(node_id);
-        if at >= node.holdings.len() {
+        if at >= node.residency_ranges.len() {
             return;
         }
         let before = node.heap();
-        let holding = node.holdings.remove(at);
-        if node.holdings.capacity() > 8 && node.holdings.len() < node.holdings.capacity() / 4 {
-            node.holdings.shrink_to(node.holdings.len() * 2);
+        let range = node.residency_ranges.remove(at);
+        if node.residency_ranges.capacity() > 8 && node.residency_ranges.len() < node.residency_ranges.capacity() / 4 {
+            node.residency_ranges.shrink_to(node.residency_ranges.len() * 2);
         }
         self.heap = self.heap + node.heap() - before;
-        if holding.bits != 0 {
-            self.heap -= self.bits.take(holding.bits).heap();
+        if range.bits != 0 {
+            self.heap -= self.bits.take(range.bits).heap();
         }
-        let Some(rank) = self.ranks.get_mut(holding.rank_tier.rank()) else { return };
-        let listed_at = holding.listed_at as usize;
-        if listed_at >= rank.held.len() {
+        let Some(rank) = self.ranks.get_mut(range.rank_tier.rank()) else { return };
+        let listed_at = range.listed_at as usize;
+        if listed_at >= rank.residencies.len() {
             return;
         }
-        rank.held.swap_remove(listed_at);
-        if rank.held.capacity() > 64 && rank.held.len() < rank.held.capacity() / 4 {
-            rank.held.shrink_to(rank.held.len() * 2);
+        rank.residencies.swap_remove(listed_at);
+        if rank.residencies.capacity() > 64 && rank.residencies.len() < rank.residencies.capacity() / 4 {
+            rank.residencies.shrink_to(rank.residencies.len() * 2);
         }
-        if let Some(&moved) = rank.held.get(listed_at) {
+        if let Some(&moved) = rank.residencies.get(listed_at) {
             let node = self.nodes.at_mut(moved.node);
             if let Ok(at) = node.find(moved.rank_tier, moved.alias)
-                && let Some(holding) = node.holdings.get_mut(at)
+                && let Some(range) = node.residency_ranges.get_mut(at)
             {
-                holding.listed_at = listed_at as u32;
+                range.listed_at = listed_at as u32;
             }
         }
     }
@@ -220,15 +220,15 @@ impl Index {
         for tier in 0..4 {
             let rank_tier = RankTier::new(rank, tier);
             let node = self.nodes.at(position.node);
-            let held = node.find(rank_tier, position.alias).ok().and_then(|at| node.holdings.get(at));
-            if held.is_some_and(|holding| self.has(node, holding, position.depth)) {
+            let resident = node.find(rank_tier, position.alias).ok().and_then(|at| node.residency_ranges.get(at));
+            if resident.is_some_and(|range| self.has(node, range, position.depth)) {
                 self.release(rank_tier, position.node, position.alias, position.depth, position.depth + 1);
             }
         }
         if position.alias == SHARED {
             let node = self.nodes.at(position.node);
-            let held = |holding: &Holding| holding.alias == SHARED && self.has(node, holding, position.depth);
-            if !node.holdings.iter().any(held) {
+            let resident = |range: &ResidencyRange| range.alias == SHARED && self.has(node, range, position.depth);
+            if !node.residency_ranges.iter().any(resident) {
                 let at = node.slot(position.depth);
                 self.unlist(at);
             }
@@ -238,9 +238,9 @@ impl Index {
 }
 
 /// Replaces a bitmap without holes by a plain range.
-fn close_holes(bits: &mut Table<Bits>, heap: &mut usize, holding: &mut Holding) {
-    if holding.bits != 0 && bits.at(holding.bits).count == holding.hi - holding.lo {
-        *heap -= bits.take(holding.bits).heap();
-        holding.bits = 0;
+fn close_holes(bits: &mut Table<Bits>, heap: &mut usize, range: &mut ResidencyRange) {
+    if range.bits != 0 && bits.at(range.bits).count == range.hi - range.lo {
+        *heap -= bits.take(range.bits).heap();
+        range.bits = 0;
     }
 }

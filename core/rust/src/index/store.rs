@@ -144,18 +144,18 @@ impl Index {
             if let Some(&ahead) = chunks.get(at + CHUNKS_AHEAD) {
                 self.blocks.prefetch_locals(ahead);
             }
-            let held = &self.blocks.chunk(chunk).locals;
+            let stored = &self.blocks.chunk(chunk).locals;
             if let Some((eight, rest)) = asked.split_first_chunk::<8>()
                 && lane == 0
-                && held.iter().zip(eight).fold(0, |differences, (held, asked)| differences | (held ^ asked)) == 0
+                && stored.iter().zip(eight).fold(0, |differences, (stored, asked)| differences | (stored ^ asked)) == 0
             {
                 asked = rest;
                 continue;
             }
-            let held = held.get(lane..).unwrap_or_default();
-            let equal = held.iter().zip(asked).take_while(|(held, asked)| held == asked).count();
+            let stored = stored.get(lane..).unwrap_or_default();
+            let equal = stored.iter().zip(asked).take_while(|(stored, asked)| stored == asked).count();
             asked = asked.get(equal..).unwrap_or_default();
-            if equal < held.len() {
+            if equal < stored.len() {
                 break;
             }
             lane = 0;

@@ -1,6 +1,6 @@
 //! Which ranks use a stretch of blocks, by slot.
 
-use crate::storage::slot_set::Holders;
+use crate::storage::slot_set::SlotSet;
 
 /// Ranks from which their set is kept as bits too: 64 of them are compared at once, so that a long prompt whose
 /// stretches nearly all ranks use costs what its stretches differ by.
@@ -9,7 +9,7 @@ const DENSE: usize = 32;
 /// Ranks with their bookings.
 #[derive(Clone, Default)]
 pub struct Users {
-    bookings: Holders<u32>,
+    bookings: SlotSet<u32>,
     /// The same ranks as bits; empty where there are few.
     bits: Vec<u64>,
 }

@@ -130,21 +130,21 @@ pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>
         Kind::Bytes => whole_tokens(Bytes::Buffer(buffer)),
         Kind::Unsigned(4) => Ok(Bytes::Buffer(buffer)),
         Kind::Signed(4) => {
-            let held = Bytes::Buffer(buffer);
-            if held.as_slice().chunks_exact(4).any(|token| token.last().is_some_and(|high| high & 0x80 != 0)) {
+            let tokens = Bytes::Buffer(buffer);
+            if tokens.as_slice().chunks_exact(4).any(|token| token.last().is_some_and(|high| high & 0x80 != 0)) {
                 return Err(PyOverflowError::new_err("token ids are not negative"));
             }
-            Ok(held)
+            Ok(tokens)
         }
         _ => from_iterable(object, buffer.item_count()),
     }
 }
 
-fn whole_tokens<'a, 'py>(held: Bytes<'a, 'py>) -> PyResult<Bytes<'a, 'py>> {
-    if !held.as_slice().len().is_multiple_of(4) {
+fn whole_tokens<'a, 'py>(tokens: Bytes<'a, 'py>) -> PyResult<Bytes<'a, 'py>> {
+    if !tokens.as_slice().len().is_multiple_of(4) {
         return Err(PyValueError::new_err("token ids in bytes are 4 bytes each"));
     }
-    Ok(held)
+    Ok(tokens)
 }
 
 fn from_iterable<'a, 'py>(object: &Bound<'py, PyAny>, length: usize) -> PyResult<Bytes<'a, 'py>> {

@@ -2,14 +2,14 @@
 
 /// Slots with a value each, in order of the slots.
 #[derive(Clone, Default)]
-pub enum Holders<T> {
+pub enum SlotSet<T> {
     #[default]
     None,
     One([(u32, T); 1]),
     Many(Vec<(u32, T)>),
 }
 
-impl<T: Copy> Holders<T> {
+impl<T: Copy> SlotSet<T> {
     /// All holders.
     #[inline]
     pub fn as_slice(&self) -> &[(u32, T)] {
@@ -23,14 +23,14 @@ impl<T: Copy> Holders<T> {
     /// The value of a holder.
     #[inline]
     pub fn get(&self, slot: u32) -> Option<T> {
-        let held = self.as_slice();
-        let at = held.binary_search_by_key(&slot, |(slot, _)| *slot).ok()?;
-        held.get(at).map(|(_, value)| *value)
+        let entries = self.as_slice();
+        let at = entries.binary_search_by_key(&slot, |(slot, _)| *slot).ok()?;
+        entries.get(at).map(|(_, value)| *value)
     }
 
     /// Sets the value of a holder. Returns the value that it had.
     pub fn set(&mut self, slot: u32, value: T) -> Option<T> {
-        let held = match self {
+        let entries = match self {
             Self::None => {
                 *self = Self::One([(slot, value)]);
                 return None;
@@ -38,8 +38,8 @@ impl<T: Copy> Holders<T> {
             Self::One(one) => one.as_mut_slice(),
             Self::Many(many) => many.as_mut_slice(),
         };
-        match held.binary_search_by_key(&slot, |(slot, _)| *slot) {
-            Ok(at) => held.get_mut(at).map(|(_, had)| std::mem::replace(had, value)),
+        match entries.binary_search_by_key(&slot, |(slot, _)| *slot) {
+            Ok(at) => entries.get_mut(at).map(|(_, had)| std::mem::replace(had, value)),
             Err(at) => {
                 if let Self::One(one) = self {
                     *self = Self::Many(one.to_vec());
@@ -76,18 +76,18 @@ mod tests {
 
     #[test]
     fn holders_come_and_go_in_order() {
-        let mut holders = Holders::default();
+        let mut set = SlotSet::default();
         for slot in [5, 1, 9, 3, 7] {
-            assert_eq!(holders.set(slot, slot * 10), None);
+            assert_eq!(set.set(slot, slot * 10), None);
         }
-        assert_eq!(holders.as_slice(), &[(1, 10), (3, 30), (5, 50), (7, 70), (9, 90)]);
-        assert_eq!((holders.set(3, 31), holders.get(3), holders.get(4)), (Some(30), Some(31), None));
-        assert_eq!((holders.remove(4), holders.remove(5), holders.remove(5)), (None, Some(50), None));
+        assert_eq!(set.as_slice(), &[(1, 10), (3, 30), (5, 50), (7, 70), (9, 90)]);
+        assert_eq!((set.set(3, 31), set.get(3), set.get(4)), (Some(30), Some(31), None));
+        assert_eq!((set.remove(4), set.remove(5), set.remove(5)), (None, Some(50), None));
         for slot in [1, 3, 7] {
-            assert!(holders.remove(slot).is_some());
+            assert!(set.remove(slot).is_some());
         }
-        assert!(matches!(holders, Holders::One([(9, 90)])));
-        assert_eq!((holders.remove(1), holders.remove(9)), (None, Some(90)));
-        assert!(matches!(holders, Holders::None));
+        assert!(matches!(set, SlotSet::One([(9, 90)])));
+        assert_eq!((set.remove(1), set.remove(9)), (None, Some(90)));
+        assert!(matches!(set, SlotSet::None));
     }
 }

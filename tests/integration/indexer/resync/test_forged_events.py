@@ -20,7 +20,7 @@ from nats.aio.client import Client
 
 from ..event_batches import BLOCK_SIZE
 from ..indexing import indexing, until
-from .truth import Cache, agrees, caching, held_blocks, registration_of, worker_config
+from .truth import Cache, agrees, caching, registration_of, resident_blocks, worker_config
 
 LARGEST = (1 << 64) - 1
 RANK = (1, 0)
@@ -153,10 +153,10 @@ async def test_a_forged_incarnation_empties_no_rank(
 ) -> None:
     async with scene(connection, component, nats_url, etcd_endpoint, transport) as there:
         number = LARGEST if incarnation == "largest" else there.worker.incarnation + 1
-        before = await held_blocks(there.index, 1)
+        before = await resident_blocks(there.index, 1)
         await there.forge(next_event_id=0, incarnation=number)
         await there.heard(1)
-        assert await held_blocks(there.index, 1) == before
+        assert await resident_blocks(there.index, 1) == before
         await there.is_as_before()
         there.cache.live(10)
         await there.forge(KvEvent(event_id=0, cleared=BlocksCleared()), incarnation=number)
@@ -172,7 +172,7 @@ async def test_events_that_the_worker_never_had_are_undone(
         for n in range(5):
             await there.forge(KvEvent(event_id=at + n, cleared=BlocksCleared()))
         await until(lambda: there.index.state.tally.applied >= at + 5)
-        assert await held_blocks(there.index, 1) == set()
+        assert await resident_blocks(there.index, 1) == set()
         there.cache.live(1)
         await agrees(there.index, there.worker, there.cache)
 

@@ -22,7 +22,7 @@ from nats.aio.msg import Msg
 
 from ..event_batches import BLOCK_SIZE
 from ..indexing import indexing, until
-from .truth import Cache, agrees, caching, held_blocks, registration_of, worker_config
+from .truth import Cache, agrees, caching, registration_of, resident_blocks, worker_config
 
 
 def forged(cache: Cache, *events: KvEvent, incarnation: int, digest: int | None = None) -> bytes:
@@ -165,7 +165,7 @@ async def test_drift_that_persists_is_told_and_not_fetched_again(
             await agrees(index, worker, cache)
             await connection.publish(component.events_subject(1, 0), lie)
             await until(lambda: index.state.rank_tally((1, 0)).drifts == 2)
-            assert await held_blocks(index, 1) == set()
+            assert await resident_blocks(index, 1) == set()
             await connection.publish(component.events_subject(1, 0), lie)
             cache.store(1)
             await worker.flush()
@@ -200,7 +200,7 @@ async def test_ranks_that_come_back_at_once_are_fetched_a_few_at_a_time(
             index.update_workers(crowd)
             await until(lambda: all(index.state.rank_tally((number, 0)).verified for number in crowd))
             for number in crowd:
-                assert await held_blocks(index, number) == set(cache.table)
+                assert await resident_blocks(index, number) == set(cache.table)
     assert 1 < most <= 8
 
 

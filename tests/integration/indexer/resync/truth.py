@@ -96,7 +96,7 @@ def registration_of(worker: Worker) -> WorkerRegistration:
     )
 
 
-async def held_blocks(index: ComponentIndex, worker_id: int) -> set[int]:
+async def resident_blocks(index: ComponentIndex, worker_id: int) -> set[int]:
     """Engine hashes of a worker's blocks in the index."""
     chunks = [RankState.FromString(chunk) async for chunk in index.state.dump_rank((worker_id, 0), 4096)]
     return {block.engine_hash for chunk in chunks for block in chunk.blocks}
@@ -113,4 +113,4 @@ async def agrees(index: ComponentIndex, worker: Worker, cache: Cache) -> None:
             if at == wanted and not partial:
                 break
             await asyncio.sleep(0.02)
-    assert await held_blocks(index, worker.config.worker_id) == set(cache.table)
+    assert await resident_blocks(index, worker.config.worker_id) == set(cache.table)

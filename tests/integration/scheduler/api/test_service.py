@@ -39,7 +39,7 @@ from kvrouter.v1.scheduler_pb2 import (
     SetBusyThresholdRequest,
 )
 
-from ..scheduling import MODEL, PrefixHolder, Stack, eventually, indexing, routing, scheduling, selecting, soon
+from ..scheduling import MODEL, PrefixResident, Stack, eventually, indexing, routing, scheduling, selecting, soon
 
 
 @pytest.fixture(params=["object", "stub"])
@@ -149,7 +149,7 @@ async def test_workers_come_and_go(stack: Stack) -> None:
 async def test_the_indexer_is_asked_and_another_one_when_it_is_gone(stack: Stack) -> None:
     await stack.register(1, 2)
     assert (await stack.select(selecting(None))).load_only
-    first, second = PrefixHolder(1, 3), PrefixHolder(1, 3)
+    first, second = PrefixResident(1, 3), PrefixResident(1, 3)
     async with indexing(stack, second, "b"):
         async with indexing(stack, first, "a"):
             chosen = await stack.select(selecting("during", routing(4)))
@@ -165,7 +165,7 @@ async def test_the_indexer_is_asked_and_another_one_when_it_is_gone(stack: Stack
 async def test_a_silent_indexer_costs_the_overlap_and_never_the_request(
     how: str, etcd_endpoint: str, nats_url: str, component: ComponentName
 ) -> None:
-    silent = PrefixHolder(1, 3)
+    silent = PrefixResident(1, 3)
     silent.answers.clear()
     async with scheduling(component, etcd_endpoint, nats_url, how=how, indexer_timeout_ms=500) as stack:
         await stack.register(1, 2)
@@ -176,7 +176,7 @@ async def test_a_silent_indexer_costs_the_overlap_and_never_the_request(
 
 async def test_explain_tells_every_candidate(stack: Stack) -> None:
     await stack.register(1, 2)
-    async with indexing(stack, PrefixHolder(1, 3), "a"):
+    async with indexing(stack, PrefixResident(1, 3), "a"):
         chosen = await stack.select(selecting("a", routing(4, constraints=RoutingConstraints(excluded_worker_ids=[2]))))
     explained = await stack.scheduler.explain(ExplainRequest(decision_id=chosen.decision_id), deadline=soon())
     same = await stack.scheduler.explain(ExplainRequest(request_id="a"), deadline=soon())

@@ -49,8 +49,8 @@ class OracleRank:
         prompt = tuple(prompt)
 
         def overlap(tier: int) -> int:
-            held = {copy.place for copy in self.copies if copy.tier <= tier}
-            return max(n for n in range(len(prompt) + 1) if all(prompt[: i + 1] in held for i in range(n)))
+            resident = {copy.place for copy in self.copies if copy.tier <= tier}
+            return max(n for n in range(len(prompt) + 1) if all(prompt[: i + 1] in resident for i in range(n)))
 
         return overlap(1), overlap(2), overlap(3), overlap(4)
 

@@ -114,12 +114,12 @@ def test_blocks_may_go_in_any_order(index_class: type, data: st.DataObject) -> N
     for number, parent in enumerate(parents):
         path[number] = (*path[parent], local[number])
         index.apply(batch(number, stored([100 + number], [local[number]], None if parent < 0 else 100 + parent)))
-    held = set(range(len(parents)))
+    resident = set(range(len(parents)))
     for step, number in enumerate(order):
         index.apply(batch(len(parents) + step, removed(100 + number)))
-        held.remove(number)
-        assert index.digest(RANK) == digest_of(*((100 + one, places(path[one])[-1], 1, 1) for one in held))
-        there = {path[one] for one in held}
+        resident.remove(number)
+        assert index.digest(RANK) == digest_of(*((100 + one, places(path[one])[-1], 1, 1) for one in resident))
+        there = {path[one] for one in resident}
         for prompt in path.values():
             expected = next((n for n in range(len(prompt)) if prompt[: n + 1] not in there), len(prompt))
             assert matches(index, prompt)[RANK][0] == expected

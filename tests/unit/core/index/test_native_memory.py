@@ -30,7 +30,7 @@ class Fleet:
         self.draw = random.Random(seed)
         self.cursors: dict[int, int] = {}
         self.incarnations: dict[int, int] = {}
-        self.held: dict[int, deque[list[int]]] = {}
+        self.chains: dict[int, deque[list[int]]] = {}
         self.shared = [self.hashes(CHAIN) for _ in range(4)]
 
     def hashes(self, count: int) -> list[int]:
@@ -47,11 +47,11 @@ class Fleet:
         prompt, rest = self.draw.choice(self.shared), self.hashes(self.draw.randrange(1, CHAIN))
         engine = self.hashes(CHAIN) if worker % 4 == 0 else prompt
         self.send(worker, stored(engine, prompt), stored(rest, rest, parent=engine[-1]))
-        self.held.setdefault(worker, deque()).append(engine + rest)
+        self.chains.setdefault(worker, deque()).append(engine + rest)
 
     def evict(self, worker: int) -> None:
         """The oldest conversation goes: leaf first, or in any order."""
-        gone = self.held[worker].popleft()
+        gone = self.chains[worker].popleft()
         order = gone[::-1] if self.draw.random() < 0.7 else self.draw.sample(gone, len(gone))
         for start in range(0, len(order), 60):
             self.send(worker, removed(*order[start : start + 60]))
@@ -67,7 +67,7 @@ class Fleet:
         else:
             self.index.remove_rank((worker, 0))
             self.cursors[worker] = 0
-        self.held[worker] = deque()
+        self.chains[worker] = deque()
 
     def leave(self) -> None:
         for worker in self.cursors:
@@ -85,7 +85,7 @@ def test_a_day_of_churn_ends_where_it_began(native: type) -> None:
     for round_ in range(300):
         for worker in range(8):
             fleet.store(worker)
-            while len(fleet.held[worker]) > 10:
+            while len(fleet.chains[worker]) > 10:
                 fleet.evict(worker)
         if round_ % 50 == 25:
             fleet.restart(fleet.draw.randrange(8))

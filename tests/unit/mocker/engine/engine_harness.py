@@ -93,7 +93,7 @@ def counted(events: Iterable[CacheEvent]) -> Counter[int]:
     return +copies
 
 
-def held_copies(driven: Engine) -> Counter[int]:
+def resident_copies(driven: Engine) -> Counter[int]:
     return Counter({engine_hash: block.copies for engine_hash, block in driven.cached_blocks().items()})
 
 

@@ -3,7 +3,7 @@
 import pytest
 from kvrouter.mocker.engine.types import UNSCOPED, Cleared, Removed, Scope, Stored, pack_tokens
 
-from .engine_harness import Drive, check_blocks, counted, engine, held_copies
+from .engine_harness import Drive, check_blocks, counted, engine, resident_copies
 
 
 @pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (30, 12)])
@@ -44,7 +44,7 @@ def test_blocks_are_cached_when_scheduled_also_for_later_requests_of_the_step() 
     drive.submit("b", range(9))
     step = drive.begin()
     assert step.prefill_tokens == 9 + 1
-    assert held_copies(drive.engine) == counted(step.events)
+    assert resident_copies(drive.engine) == counted(step.events)
     assert {o.request_id: o.cached_tokens for o in drive.end()} == {"a": 0, "b": 8}
 
 
@@ -168,6 +168,6 @@ def test_clearing_a_busy_engine_computes_its_requests_again() -> None:
     step, outputs = drive.step()
     assert step.events[0] == Cleared()
     assert (step.prefill_tokens, [o.request_id for o in outputs]) == (11 + 3, ["a", "b"])
-    assert held_copies(drive.engine) == counted(drive.events)
+    assert resident_copies(drive.engine) == counted(drive.events)
     drive.drain()
     assert [len([o for o in drive.outputs if o.request_id == name]) for name in "ab"] == [5, 5]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.mocker.engine.types import UNSCOPED, PromptTooLong, Scope, pack_tokens
 
-from .engine_harness import Drive, check_blocks, counted, engine, held_copies
+from .engine_harness import Drive, check_blocks, counted, engine, resident_copies
 
 SCOPES = [UNSCOPED, Scope(cache_salt="s")]
 engines = st.fixed_dictionaries(
@@ -71,7 +71,7 @@ def test_blocks_events_and_endings_add_up(config: dict[str, int], script: list[t
                     in_step = False
                     endings.update(o.request_id for o in drive.end() if o.finish_reason is not None)
         check_blocks(drive.engine)
-        assert held_copies(drive.engine) == counted(drive.events)
+        assert resident_copies(drive.engine) == counted(drive.events)
         load = drive.engine.load()
         assert load.running + load.waiting == len(lengths) - endings.total()
         assert load.running <= drive.engine.config.max_sequences
@@ -83,7 +83,7 @@ def test_blocks_events_and_endings_add_up(config: dict[str, int], script: list[t
     endings.update(o.request_id for o in drive.outputs[rest:] if o.finish_reason is not None)
     assert endings == Counter(lengths.keys()), "every request ends, once"
     assert (drive.engine.load().active_blocks, drive.engine.load().waiting) == (0, 0)
-    assert held_copies(drive.engine) == counted(drive.events)
+    assert resident_copies(drive.engine) == counted(drive.events)
     tokens = Counter(o.request_id for o in drive.outputs)
     firsts = Counter(o.request_id for o in drive.outputs if o.first_token)
     assert all(count == 1 for count in firsts.values())

@@ -19,11 +19,11 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Component, Role, Stage
 from kvrouter.v1.names import ComponentName
 
-from ..harness import BLOCK, HeldBlocks, Parts, constraints, hashed, overrides, routing, selecting, view, worker
+from ..harness import BLOCK, Parts, ResidentBlocks, constraints, hashed, overrides, routing, selecting, view, worker
 
 
 async def test_it_books_what_the_rank_does_not_hold() -> None:
-    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(2, 0): 3}))
+    parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(2, 0): 3}))
     chosen = await parts.select(selecting("a", routing(4, tail=5)))
     assert (chosen.rank.worker_id, chosen.endpoint, chosen.role) == (2, "host:2", Role.ROLE_UNSPECIFIED)
     assert (chosen.overlap_blocks, chosen.prompt_blocks, chosen.mode) == (3, 4, "kv")
@@ -42,7 +42,7 @@ async def test_without_a_booking_nothing_is_booked() -> None:
 
 
 async def test_a_burst_spreads_over_the_ranks() -> None:
-    parts = Parts(view(*[worker(number) for number in range(1, 9)]), indexer=HeldBlocks())
+    parts = Parts(view(*[worker(number) for number in range(1, 9)]), indexer=ResidentBlocks())
     await asyncio.gather(*[parts.select(selecting(f"r{n}", routing(4, seed=n))) for n in range(100)])
     requests = [parts.load(number)[2] for number in range(1, 9)]
     assert sum(requests) == 100
@@ -71,7 +71,7 @@ async def test_a_request_goes_where_it_may_though_another_rank_is_cheaper(
     mode: str, wanted: dict[str, Any], rank: tuple[int, int]
 ) -> None:
     workers = [worker(1, ranks=2, labels={"zone": "a"}), worker(2, labels={"zone": "b"})]
-    parts = Parts(view(*workers), indexer=HeldBlocks({(1, 0): 4}), options=RoutingOptions(mode))
+    parts = Parts(view(*workers), indexer=ResidentBlocks({(1, 0): 4}), options=RoutingOptions(mode))
     if mode == "direct":
         wanted = {"worker_id": rank[0], **wanted}
     chosen = await parts.select(selecting("a", routing(constraints=constraints(**wanted))))

@@ -12,11 +12,11 @@ from kvrouter.runtime.errors import (
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest
 
-from ..harness import BLOCK, POOL, HeldBlocks, Parts, constraints, key, routing, selecting, view, worker
+from ..harness import BLOCK, POOL, Parts, ResidentBlocks, constraints, key, routing, selecting, view, worker
 
 
 async def test_the_life_of_a_booking() -> None:
-    parts = Parts(view(worker(1)), indexer=HeldBlocks({(1, 0): 2}))
+    parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 2}))
     await parts.select(selecting("a", routing(4)))
     assert parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a"))).known
     assert parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a"))).known
@@ -42,7 +42,7 @@ async def test_a_repeated_selection_gets_its_first_outcome() -> None:
 
 
 async def test_repeats_that_come_together_book_once() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1), worker(2)), indexer=indexer)
     calls = [asyncio.create_task(parts.select(selecting("a"))) for _ in range(5)]
@@ -56,7 +56,7 @@ async def test_repeats_that_come_together_book_once() -> None:
 
 
 async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     first = asyncio.create_task(parts.select(selecting("a")))
@@ -70,7 +70,7 @@ async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
 
 
 async def test_a_booking_is_not_reused_with_another_prompt() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     first = asyncio.create_task(parts.select(selecting("a", routing(4))))
@@ -90,7 +90,7 @@ async def test_a_booking_is_not_reused_with_another_prompt() -> None:
 
 
 async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     call = asyncio.create_task(parts.select(selecting("a")))
@@ -104,7 +104,7 @@ async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> N
 
 
 async def test_a_session_that_ends_while_it_selects_books_nothing() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     token = parts.ledger.open_session("s", "c")
@@ -134,7 +134,7 @@ async def test_load_of_a_worker_whose_registration_lapsed_is_kept() -> None:
 
 
 async def test_predictions_are_held_against_what_workers_report() -> None:
-    parts = Parts(view(worker(1)), indexer=HeldBlocks({(1, 0): 4}))
+    parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 4}))
     # Of four cached blocks an engine computes the last again.
     for name, reported in (("exact", 3), ("low", 4), ("high", 1)):
         await parts.select(selecting(name, routing(4)))

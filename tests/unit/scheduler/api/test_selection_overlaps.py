@@ -13,7 +13,7 @@ from kvrouter.runtime.errors import (
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.scheduler_pb2 import MarkPrefillCompleteRequest
 
-from ..harness import HeldBlocks, Parts, constraints, key, overrides, routing, selecting, view, worker
+from ..harness import Parts, ResidentBlocks, constraints, key, overrides, routing, selecting, view, worker
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from ..harness import HeldBlocks, Parts, constraints, key, overrides, routing, s
     ],
 )
 async def test_a_failing_indexer_costs_the_overlap_only(failure: Exception, reason: str) -> None:
-    parts = Parts(view(worker(1)), indexer=HeldBlocks({(1, 0): 4}, failure=failure))
+    parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 4}, failure=failure))
     chosen = await parts.select(selecting("a"))
     assert chosen.load_only
     assert chosen.overlap_blocks == 0
@@ -42,7 +42,7 @@ async def test_a_missing_indexer_costs_the_overlap_only() -> None:
 
 
 async def test_a_silent_indexer_is_not_waited_for() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer, indexer_timeout=0.01)
     assert (await parts.select(selecting("a"))).load_only
@@ -59,21 +59,21 @@ async def test_a_silent_indexer_is_not_waited_for() -> None:
     ],
 )
 async def test_no_indexer_is_asked_where_overlaps_do_not_matter(changes: dict[str, Any]) -> None:
-    indexer = HeldBlocks({(1, 0): 4})
+    indexer = ResidentBlocks({(1, 0): 4})
     parts = Parts(view(worker(1)), indexer=indexer)
     chosen = await parts.select(selecting("a", routing(overrides=overrides(**changes))))
     assert (chosen.load_only, chosen.overlap_blocks, indexer.asked) == (False, 0, [])
 
 
 async def test_an_override_asks_where_the_option_does_not() -> None:
-    indexer = HeldBlocks({(1, 0): 4})
+    indexer = ResidentBlocks({(1, 0): 4})
     parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions(overlap_score_weight=0))
     chosen = await parts.select(selecting("a", routing(overrides=overrides(overlap_score_weight=1))))
     assert chosen.overlap_blocks == 4
 
 
 async def test_the_weight_of_one_request_is_for_that_request_alone() -> None:
-    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(1, 0): 4}))
+    parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(1, 0): 4}))
     await parts.select(selecting("a", routing(6, seed=1, constraints=constraints(worker_id=1))))
     parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
     # By weight 1 it is 0 + 10 blocks against 4 + 4; by weight 2 the cached ones count for more.
@@ -83,7 +83,7 @@ async def test_the_weight_of_one_request_is_for_that_request_alone() -> None:
 
 
 async def test_the_temperature_of_one_request_is_for_that_request_alone() -> None:
-    parts = Parts(view(worker(1), worker(2)), indexer=HeldBlocks({(1, 0): 4}))
+    parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(1, 0): 4}))
     hot = routing(overrides=overrides(router_temperature=10))
     drawn = {(await parts.select(selecting(None, hot))).rank.worker_id for _ in range(50)}
     lowest = {(await parts.select(selecting(None))).rank.worker_id for _ in range(50)}
@@ -91,15 +91,15 @@ async def test_the_temperature_of_one_request_is_for_that_request_alone() -> Non
 
 
 async def test_blocks_of_an_earlier_life_do_not_count() -> None:
-    parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=4))
+    parts = Parts(view(worker(1, incarnation=5)), indexer=ResidentBlocks({(1, 0): 4}, incarnation=4))
     assert (await parts.select(selecting("a"))).overlap_blocks == 0
 
 
 async def test_blocks_of_an_incarnation_that_nobody_registered_do_not_count() -> None:
-    parts = Parts(view(worker(1, incarnation=5)), indexer=HeldBlocks({(1, 0): 4}, incarnation=(1 << 64) - 1))
+    parts = Parts(view(worker(1, incarnation=5)), indexer=ResidentBlocks({(1, 0): 4}, incarnation=(1 << 64) - 1))
     assert (await parts.select(selecting("a"))).overlap_blocks == 0
 
 
 async def test_blocks_of_a_worker_whose_incarnation_is_unknown_count() -> None:
-    parts = Parts(view(worker(1, incarnation=0)), indexer=HeldBlocks({(1, 0): 4}, incarnation=7))
+    parts = Parts(view(worker(1, incarnation=0)), indexer=ResidentBlocks({(1, 0): 4}, incarnation=7))
     assert (await parts.select(selecting("a"))).overlap_blocks == 4

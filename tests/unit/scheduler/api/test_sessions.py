@@ -27,7 +27,7 @@ from kvrouter.v1.scheduler_pb2 import (
     SessionResponse,
 )
 
-from ..harness import POOL, HeldBlocks, Parts, key, prompt, routing, selecting, view, worker
+from ..harness import POOL, Parts, ResidentBlocks, key, prompt, routing, selecting, view, worker
 
 
 class Line:
@@ -148,7 +148,7 @@ async def test_bookings_outlive_the_stream_by_the_grace() -> None:
 
 
 async def test_selections_run_beside_each_other_and_other_calls_overtake_them() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1), worker(2)), indexer=indexer)
     async with line(parts) as client:
@@ -163,7 +163,7 @@ async def test_selections_run_beside_each_other_and_other_calls_overtake_them() 
 
 
 async def test_a_cancelled_selection_books_nothing_and_is_answered() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with line(parts) as client:
@@ -195,7 +195,7 @@ async def test_failed_calls_are_answered_typed_and_the_session_goes_on() -> None
 
 
 async def test_a_call_number_is_not_used_twice_at_a_time() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with line(parts) as client:
@@ -264,7 +264,7 @@ async def test_a_session_that_is_open_may_be_silent_for_as_long_as_it_likes(monk
 
 
 async def test_answers_come_although_the_client_sends_no_more() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with line(parts) as client:
@@ -381,7 +381,7 @@ async def test_a_list_that_names_no_booking_is_refused_and_opens_nothing() -> No
 
 
 async def test_what_the_former_stream_still_asks_for_is_not_booked() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with line(parts, None) as old:

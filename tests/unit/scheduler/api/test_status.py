@@ -9,7 +9,7 @@ from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.v1.common_pb2 import BookingKey, Component
 from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, GetStatusResponse, RankStatus
 
-from ..harness import BLOCK, HeldBlocks, Parts, routing, selecting, view, worker
+from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, worker
 
 
 def ask(parts: Parts, **fields: object) -> GetStatusResponse:
@@ -57,7 +57,7 @@ async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:
 
 
 async def test_hits_are_summed_as_predicted_and_as_told() -> None:
-    parts = Parts(view(worker(1)), indexer=HeldBlocks({(1, 0): 4}))
+    parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 4}))
     for request_id, cached in (("a", 3 * BLOCK), ("b", 0), ("says nothing", None)):
         await parts.select(selecting(request_id))
         parts.bookings.free(FreeRequest(booking=BookingKey(request_id=request_id), cached_tokens=cached))

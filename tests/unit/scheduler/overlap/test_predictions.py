@@ -6,16 +6,16 @@ import pytest
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.request.options import RoutingOptions
 
-from ..harness import HeldBlocks, Parts, overrides, routing, selecting, view, worker
+from ..harness import Parts, ResidentBlocks, overrides, routing, selecting, view, worker
 
 
-def predicting(*, workers: int = 3, indexer: HeldBlocks | None = None, **limits: float) -> Parts:
+def predicting(*, workers: int = 3, indexer: ResidentBlocks | None = None, **limits: float) -> Parts:
     views = view(*(worker(each + 1) for each in range(workers)))
     return Parts(views, predicts=PredictionLimits(**limits), indexer=indexer)  # type: ignore[arg-type]
 
 
 async def test_a_prompt_goes_where_its_prefix_went_and_no_indexer_is_asked() -> None:
-    indexer = HeldBlocks()
+    indexer = ResidentBlocks()
     parts = predicting(indexer=indexer)
     first = await parts.select(selecting("a", routing(6)))
     assert (first.overlap_blocks, first.load_only) == (0, False)

@@ -36,7 +36,7 @@ from kvrouter.v1.scheduler_pb2 import (
 )
 
 from ..api.test_sessions import line
-from ..harness import POOL, HeldBlocks, Parts, routing, selecting, view, worker
+from ..harness import POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 
 FORECAST = RoutingOptions("forecast")
 
@@ -303,7 +303,7 @@ async def test_one_that_the_policy_fails_on_does_not_stop_the_others(monkeypatch
 
 async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "FRESH_S", 0.001)
-    parts = parts_of(indexer=HeldBlocks())
+    parts = parts_of(indexer=ResidentBlocks())
     assert parts.indexer is not None
     async with waiting(parts, request("a")) as [held_one]:
         parts.indexer.held = {(1, 0): 3}

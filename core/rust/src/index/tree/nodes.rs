@@ -32,7 +32,7 @@ pub struct Node {
     /// Its chunks.
     pub chunks: Vec<u32>,
     /// Who holds what of it, in order of (seat, label).
-    pub holdings: Vec<Holding>,
+    pub residency_ranges: Vec<ResidencyRange>,
     /// Sequence hash of the block before its first one; 0 until somebody asks.
     prefix: AtomicU64,
 }
@@ -60,25 +60,25 @@ impl Node {
     #[inline]
     pub fn find(&self, rank_tier: RankTier, alias: u32) -> Result<usize, usize> {
         let wanted = order(rank_tier, alias);
-        if let [only] = self.holdings.as_slice() {
+        if let [only] = self.residency_ranges.as_slice() {
             return match only.order().cmp(&wanted) {
                 std::cmp::Ordering::Equal => Ok(0),
                 std::cmp::Ordering::Less => Err(1),
                 std::cmp::Ordering::Greater => Err(0),
             };
         }
-        self.holdings.binary_search_by_key(&wanted, Holding::order)
+        self.residency_ranges.binary_search_by_key(&wanted, ResidencyRange::order)
     }
 
     /// The holdings of a rank, over all tiers and labels.
     #[inline]
-    pub fn of_rank(&self, rank: u32) -> &[Holding] {
-        if let [only] = self.holdings.as_slice() {
-            return if only.rank_tier.rank() == rank { &self.holdings } else { &[] };
+    pub fn of_rank(&self, rank: u32) -> &[ResidencyRange] {
+        if let [only] = self.residency_ranges.as_slice() {
+            return if only.rank_tier.rank() == rank { &self.residency_ranges } else { &[] };
         }
-        let from = self.holdings.partition_point(|holding| holding.rank_tier.rank() < rank);
-        let rest = self.holdings.get(from..).unwrap_or_default();
-        let count = rest.iter().take_while(|holding| holding.rank_tier.rank() == rank).count();
+        let from = self.residency_ranges.partition_point(|range| range.rank_tier.rank() < rank);
+        let rest = self.residency_ranges.get(from..).unwrap_or_default();
+        let count = rest.iter().take_while(|range| range.rank_tier.rank() == rank).count();
         rest.get(..count).unwrap_or_default()
     }
 
@@ -94,7 +94,7 @@ impl Node {
 
     /// Bytes on the heap.
     pub fn heap(&self) -> usize {
-        self.chunks.capacity() * 4 + self.holdings.capacity() * size_of::<Holding>()
+        self.chunks.capacity() * 4 + self.residency_ranges.capacity() * size_of::<ResidencyRange>()
     }
 }
 
@@ -128,7 +128,7 @@ const fn order(rank_tier: RankTier, alias: u32) -> u64 {
 
 /// Blocks of a run that a seat holds under the engine hashes of one label.
 #[derive(Clone, Copy, Default)]
-pub struct Holding {
+pub struct ResidencyRange {
     pub rank_tier: RankTier,
     pub alias: u32,
     /// The first depth held.
@@ -141,7 +141,7 @@ pub struct Holding {
     pub listed_at: u32,
 }
 
-impl Holding {
+impl ResidencyRange {
     #[inline]
     pub fn order(&self) -> u64 {
         order(self.rank_tier, self.alias)

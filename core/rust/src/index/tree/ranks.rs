@@ -22,7 +22,7 @@ pub enum Counting {
 
 /// Where a holding is: an entry in a rank's list of them.
 #[derive(Clone, Copy)]
-pub struct Held {
+pub struct Residency {
     pub node: u32,
     pub rank_tier: RankTier,
     pub alias: u32,
@@ -78,7 +78,7 @@ pub struct Rank {
     /// Blocks held under engine hashes that other ranks do not share.
     pub private: u64,
     /// All its holdings.
-    pub held: Vec<Held>,
+    pub residencies: Vec<Residency>,
     pub extras: Extras,
     /// The last block stored: most likely the next store's parent.
     pub tail: Option<BlockPosition>,
@@ -99,7 +99,7 @@ impl Rank {
             counting: Counting::Counted,
             entries: 0,
             private: 0,
-            held: Vec::new(),
+            residencies: Vec::new(),
             extras: Extras::default(),
             tail: None,
             removed: None,
@@ -114,7 +114,10 @@ impl Rank {
 
     /// Bytes on the heap.
     pub fn heap(&self) -> usize {
-        size_of::<Self>() + self.held.capacity() * size_of::<Held>() + self.extras.capacity() * 17 + self.orphans.heap()
+        size_of::<Self>()
+            + self.residencies.capacity() * size_of::<Residency>()
+            + self.extras.capacity() * 17
+            + self.orphans.heap()
     }
 }
 

@@ -31,7 +31,7 @@ class PredictedIndex:
         self._now = float("-inf")
         self._uses: OrderedDict[tuple[Rank, int], _Use] = OrderedDict()
         """(rank, place) → last use, the oldest first."""
-        self._holders: dict[int, set[Rank]] = {}
+        self._residents: dict[int, set[Rank]] = {}
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
         """A request with these blocks was sent to the rank."""
@@ -40,7 +40,7 @@ class PredictedIndex:
         for depth, place in reversed(list(enumerate(places))):
             self._uses[rank, place] = _Use(self._now, depth)
             self._uses.move_to_end((rank, place))
-            self._holders.setdefault(place, set()).add(rank)
+            self._residents.setdefault(place, set()).add(rank)
         if len(self._uses) > self._max_blocks:
             by_age = sorted(self._uses, key=lambda key: (self._uses[key].at, -self._uses[key].depth))
             for key in by_age[: len(by_age) - self._pruned_blocks]:
@@ -51,14 +51,14 @@ class PredictedIndex:
         self._now = max(self._now, now)
         overlaps: dict[Rank, int] = {}
         for depth, place in enumerate(unpack(sequence_hashes(local_hashes))):
-            holders = [
+            residents = [
                 rank
-                for rank in self._holders.get(place, ())
+                for rank in self._residents.get(place, ())
                 if overlaps.get(rank, 0) == depth and self._now - self._uses[rank, place].at < self._ttl_seconds
             ]
-            if not holders:
+            if not residents:
                 break
-            overlaps.update((rank, depth + 1) for rank in holders)
+            overlaps.update((rank, depth + 1) for rank in residents)
         return overlaps
 
     def remove_rank(self, rank: Rank) -> int:
@@ -87,6 +87,6 @@ class PredictedIndex:
     def _drop(self, key: tuple[Rank, int]) -> None:
         rank, place = key
         del self._uses[key]
-        self._holders[place].remove(rank)
-        if not self._holders[place]:
-            del self._holders[place]
+        self._residents[place].remove(rank)
+        if not self._residents[place]:
+            del self._residents[place]

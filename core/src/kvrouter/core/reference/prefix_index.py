@@ -201,7 +201,7 @@ class PrefixIndex:
         state = _Rank(dump.incarnation, dump.next_event_id, dump.partial, counted=dump.counted)
         state.blocks = rank_dump.restore(dump)
         self._replace(dump.rank, state)
-        self._hold_bounds(state)
+        self._enforce_bounds(state)
         return state.blocks.entries
 
     def ranks(self) -> list[RankInfo]:
@@ -252,9 +252,9 @@ class PrefixIndex:
         elif event.WhichOneof("change") == "removed":
             counts.applied += 1
             for engine_hash in event.removed.engine_hashes:
-                held = state.blocks.remove(engine_hash, tier_of(event), state.counted)
-                counts.removed_blocks += held
-                counts.unknown_removals += not held
+                removed = state.blocks.remove(engine_hash, tier_of(event), state.counted)
+                counts.removed_blocks += removed
+                counts.unknown_removals += not removed
         else:
             self._store(state, event, counts)
         state.next_event_id = min(state.next_event_id + 1, LAST_EVENT_ID)
@@ -274,7 +274,7 @@ class PrefixIndex:
                 return
         state.blocks.store(parent, stored.engine_hashes, stored.local_hashes, tier_of(event), state.counted)
         counts.applied += 1
-        if self._hold_bounds(state):
+        if self._enforce_bounds(state):
             counts.stored_blocks += len(stored.engine_hashes)
 
     def _reject(self, state: _Rank, event: KvEvent, reason: str, counts: _Counts) -> None:
@@ -282,7 +282,7 @@ class PrefixIndex:
         if len(counts.rejected) < _MAX_REASONS:
             counts.rejected.append(f"event {event.event_id}: {reason}")
 
-    def _hold_bounds(self, state: _Rank) -> bool:
+    def _enforce_bounds(self, state: _Rank) -> bool:
         """Empties a rank that took the index over a bound. Returns whether it was left alone."""
         blocks = sum(one.blocks.entries for one in self._ranks.values())
         memory = sum(one.memory_bytes for one in self._ranks.values())

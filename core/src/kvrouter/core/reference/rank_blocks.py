@@ -62,8 +62,8 @@ class RankBlocks:
         above, depth = (parent.sequence_hash, parent.depth + 1) if parent else (None, 0)
         places = chain(above, local_hashes)
         for offset, (engine_hash, local, place) in enumerate(zip(engine_hashes, local_hashes, places, strict=True)):
-            held = self._blocks.get(engine_hash)
-            there = held.copies if held is not None and held.sequence_hash == place else NO_COPIES
+            resident = self._blocks.get(engine_hash)
+            there = resident.copies if resident is not None and resident.sequence_hash == place else NO_COPIES
             block = Block(place, local, above, depth + offset, there)
             copies = block.copies[tier - 1] + 1 if counted else 1
             self.put(engine_hash, _with_copies(block, tier, copies))
@@ -122,10 +122,10 @@ class RankBlocks:
     def _fastest_tiers(self, places: Iterable[int]) -> Iterator[int]:
         """For each place up to the first that is not held: the fastest tier that holds it."""
         for place in places:
-            holders = self._at.get(place)
-            if not holders:
+            engine_hashes = self._at.get(place)
+            if not engine_hashes:
                 return
-            yield min(tier for one in holders for tier in TIERS if self._blocks[one].copies[tier - 1])
+            yield min(tier for one in engine_hashes for tier in TIERS if self._blocks[one].copies[tier - 1])
 
 
 def digest_of(blocks: Iterable[tuple[int, Block]]) -> int:
