@@ -26,39 +26,39 @@ from kvrouter.core.interface import (
 _NAMES = ("local_hashes", "sequence_hashes", "PrefixIndex", "PredictedIndex", "ActiveSequences")
 
 
-def _choose(wanted: str) -> dict[str, tuple[str, Any]]:
+def _choose(requested: str) -> dict[str, tuple[str, Any]]:
     """Name → (implementation, object).
 
     Raises:
-        ImportError: the native core is wanted, and lacks a name.
+        ImportError: the native core is requested, and lacks a name.
         ValueError: there is no such implementation.
     """
     from kvrouter.core import reference
 
-    if wanted not in ("auto", "native", "reference"):
-        raise ValueError(f"KVROUTER_CORE is {wanted!r}: use native, reference or auto")
+    if requested not in ("auto", "native", "reference"):
+        raise ValueError(f"KVROUTER_CORE is {requested!r}: use native, reference or auto")
     native: Any = None
-    if wanted != "reference":
+    if requested != "reference":
         try:
             from kvrouter.core import _native as native
         except ImportError:
-            if wanted == "native":
+            if requested == "native":
                 raise
     chosen: dict[str, tuple[str, Any]] = {}
     for name in _NAMES:
         if hasattr(native, name):
             chosen[name] = ("native", getattr(native, name))
-        elif wanted == "native":
+        elif requested == "native":
             raise ImportError(f"KVROUTER_CORE is native, and the native core has no {name}: build it, or use auto")
         else:
             chosen[name] = ("reference", getattr(reference, name))
     return chosen
 
 
-WANTED = os.environ.get("KVROUTER_CORE") or "auto"
+REQUESTED = os.environ.get("KVROUTER_CORE") or "auto"
 """What was asked for: "native", "reference" or "auto"."""
 
-_chosen = _choose(WANTED)
+_chosen = _choose(REQUESTED)
 
 IMPLEMENTATIONS = MappingProxyType({name: implementation for name, (implementation, _) in _chosen.items()})
 """Name → "native" or "reference"."""
@@ -81,7 +81,7 @@ else:
 __all__ = [
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
-    "WANTED",
+    "REQUESTED",
     "ActiveSequences",
     "ApplySummary",
     "Booking",

@@ -55,7 +55,7 @@ def _allow_descriptors() -> None:
 
 
 def _refuse_reference(component: str) -> None:
-    if core.IMPLEMENTATION == "native" or core.WANTED == "reference":
+    if core.IMPLEMENTATION == "native" or core.REQUESTED == "reference":
         return
     refuse(
         f"kvrouter-{component}",
