@@ -65,7 +65,7 @@ mod work {
         5 * bytes
     }
 
-    pub fn figures(index: &Index) -> usize {
+    pub fn statistics(index: &Index) -> usize {
         10 * index.nodes.len() + 50 * index.ranks.slots()
     }
 
@@ -201,7 +201,7 @@ impl PrefixIndex {
     }
 
     fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let infos = self.index.read(py, work::figures, Index::rank_infos);
+        let infos = self.index.read(py, work::statistics, Index::rank_infos);
         let class = interface(py, "RankInfo")?;
         let infos: Vec<_> = infos
             .into_iter()
@@ -215,7 +215,7 @@ impl PrefixIndex {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let stats = self.index.read(py, work::figures, Index::stats);
+        let stats = self.index.read(py, work::statistics, Index::stats);
         interface(py, "IndexStats")?.call1((stats.ranks, stats.blocks, stats.distinct_blocks, stats.memory_bytes))
     }
 
