@@ -59,15 +59,15 @@ impl Node {
     /// Where the holding of a seat by a label is, or would be.
     #[inline]
     pub fn find(&self, rank_tier: RankTier, alias: u32) -> Result<usize, usize> {
-        let wanted = order(rank_tier, alias);
+        let key = order(rank_tier, alias);
         if let [only] = self.residency_ranges.as_slice() {
-            return match only.order().cmp(&wanted) {
+            return match only.order().cmp(&key) {
                 std::cmp::Ordering::Equal => Ok(0),
                 std::cmp::Ordering::Less => Err(1),
                 std::cmp::Ordering::Greater => Err(0),
             };
         }
-        self.residency_ranges.binary_search_by_key(&wanted, ResidencyRange::order)
+        self.residency_ranges.binary_search_by_key(&key, ResidencyRange::order)
     }
 
     /// The holdings of a rank, over all tiers and labels.

@@ -8,8 +8,8 @@ pub struct Scratch {
     pub hashes: Vec<u64>,
     /// Hashes of engine hashes, with the slots that they are to have or to leave.
     pub references: Vec<(u64, Slot)>,
-    seen: Vec<u32>,
-    epoch: u16,
+    marks: Vec<u32>,
+    generation: u16,
     pub engines: Vec<u64>,
     pub locals: Vec<u64>,
 }
@@ -20,7 +20,7 @@ const KEPT_WORDS: usize = 1 << 18;
 impl Scratch {
     pub fn heap(&self) -> usize {
         8 * (self.hashes.capacity() + self.engines.capacity() + self.locals.capacity())
-            + 4 * self.seen.capacity()
+            + 4 * self.marks.capacity()
             + 16 * self.references.capacity()
     }
 
@@ -30,8 +30,8 @@ impl Scratch {
                 *buffer = Vec::new();
             }
         }
-        if self.seen.capacity() > KEPT_WORDS {
-            self.seen = Vec::new();
+        if self.marks.capacity() > KEPT_WORDS {
+            self.marks = Vec::new();
         }
     }
 
@@ -42,19 +42,19 @@ impl Scratch {
         }
         // Marks are words' numbers and, above them, the number of the call; a mark of another call is none.
         let size = (words.len() * 8).next_power_of_two().max(64);
-        if self.seen.len() < size || self.epoch == u16::MAX || words.len() > 1 << 16 {
-            self.seen.clear();
-            self.seen.resize(size, 0);
-            self.epoch = 0;
+        if self.marks.len() < size || self.generation == u16::MAX || words.len() > 1 << 16 {
+            self.marks.clear();
+            self.marks.resize(size, 0);
+            self.generation = 0;
         }
-        self.epoch += 1;
-        let epoch = u32::from(self.epoch) << 16;
-        let Some(seen) = self.seen.get_mut(..size) else { return true };
+        self.generation += 1;
+        let generation = u32::from(self.generation) << 16;
+        let Some(marks) = self.marks.get_mut(..size) else { return true };
         for ((word, hash), at) in words.iter().zip(&self.hashes).zip(0u32..) {
             let mut place = *hash as usize & (size - 1);
-            while let Some(mark) = seen.get_mut(place) {
-                if *mark & 0xFFFF_0000 != epoch {
-                    *mark = epoch | at;
+            while let Some(mark) = marks.get_mut(place) {
+                if *mark & 0xFFFF_0000 != generation {
+                    *mark = generation | at;
                     break;
                 }
                 if words.get((*mark & 0xFFFF) as usize) == Some(word) {
