@@ -85,13 +85,13 @@ e2e: setup ## the whole system in separate processes
 
 bench: bench-core bench-recovery bench-quality ## every benchmark; each prints its table
 
-bench-core: setup ## the core beside its strongest peer, where PEERS_WORK has that; else ours alone (bench/README.md)
+bench-core: setup ## the core beside its strongest peer, where PEERS_WORK has that; else ours alone (bench/index.md)
 	$(BIN)/python bench/core/run.py $(ARGS)
 
-bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the stream, the workers (4 minutes; docs/explanation/reliability.md)
+bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the stream, the workers (4 minutes; bench/reliability.md)
 	$(BIN)/python bench/recovery.py $(ARGS)
 
-bench-quality: setup ## every routing policy on every kind of traffic: the tables of docs/explanation/routing.md (an hour; goes on where it was)
+bench-quality: setup ## every routing policy on every kind of traffic: the tables of bench/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py
 
 wheels: setup ## wheels of all five distributions in dist/, the core's for the stable ABI
