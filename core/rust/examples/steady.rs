@@ -38,7 +38,7 @@ fn main() {
     let mut index = Index::new(0, 0, false);
     let mut chains: VecDeque<(Vec<u64>, Vec<u64>)> = VecDeque::new();
     let mut event_id = 0;
-    let (mut growing, mut storing, mut removing, mut asking) =
+    let (mut growing, mut storing, mut removing, mut querying) =
         (Times::default(), Times::default(), Times::default(), Times::default());
     let rounds = args.next().unwrap_or(2000);
     let fill = live / length;
@@ -52,7 +52,7 @@ fn main() {
         chains.push_back((locals, engines));
         if round >= fill {
             let Some((locals, mut engines)) = chains.pop_front() else { return };
-            let overlaps = asking.take(|| index.overlaps(&locals, 0));
+            let overlaps = querying.take(|| index.overlaps(&locals, 0));
             assert_eq!(overlaps.first().copied(), Some(length as u32));
             engines.reverse();
             let message = removed(event_id, &engines);
@@ -73,7 +73,7 @@ fn main() {
         "{live} live, medians: stored {:.1} removed {:.1} ns/block, query {:.0} ns, {:.1} bytes/block",
         per_block(storing.at(0.5)),
         per_block(removing.at(0.5)),
-        asking.at(0.5),
+        querying.at(0.5),
         index.memory_bytes() as f64 / live as f64,
     );
 }

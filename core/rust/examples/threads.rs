@@ -44,7 +44,7 @@ fn main() {
         batches.push(removed(next(), &old.iter().rev().copied().collect::<Vec<u64>>()));
     }
     let index = FairLock::new(index);
-    ask(&index, &prompts, seconds, "alone");
+    query(&index, &prompts, seconds, "alone");
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -59,12 +59,12 @@ fn main() {
                 assert_eq!(index.write(|index| index.apply(batch)).applied, 1);
             }
         });
-        ask(&index, &prompts, seconds, "beside batches");
+        query(&index, &prompts, seconds, "beside batches");
         stop.store(true, Ordering::Relaxed);
     });
 }
 
-fn ask(index: &FairLock<Index>, prompts: &[Vec<u64>], seconds: usize, when: &str) {
+fn query(index: &FairLock<Index>, prompts: &[Vec<u64>], seconds: usize, when: &str) {
     let mut taken = Vec::new();
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(seconds as u64) {

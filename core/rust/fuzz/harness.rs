@@ -41,8 +41,8 @@ pub fn apply_batches(input: &[u8]) {
         }
     }
     for name in index.names_by_slot().into_iter().flatten() {
-        let held = index.entries_of(name);
-        assert_eq!(index.remove_rank(name), held);
+        let entries = index.entries_of(name);
+        assert_eq!(index.remove_rank(name), entries);
     }
     let stats = index.stats();
     assert_eq!((stats.ranks, stats.blocks, stats.distinct_blocks), (0, 0, 0));

@@ -167,10 +167,10 @@ mod tests {
     #[test]
     fn content_changes_only_its_block() {
         let tokens = [0u8; 32];
-        let (mut plain, mut seen) = (Vec::new(), Vec::new());
+        let (mut plain, mut with_image) = (Vec::new(), Vec::new());
         local_hashes(&tokens, 4, SEED, &[], &mut plain);
-        local_hashes(&tokens, 4, SEED, &[(1, 7)], &mut seen);
-        assert_eq!(plain[0], seen[0]);
-        assert_ne!(plain[1], seen[1]);
+        local_hashes(&tokens, 4, SEED, &[(1, 7)], &mut with_image);
+        assert_eq!(plain[0], with_image[0]);
+        assert_ne!(plain[1], with_image[1]);
     }
 }

@@ -1,4 +1,4 @@
-//! Blocks that ranks are predicted to hold, least recently used first: the approximate mode.
+//! Blocks that ranks are predicted to have, least recently used first: the approximate mode.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -10,12 +10,13 @@ use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 use crate::storage::trim_watermark::TrimWatermark;
 
-/// Entries are told apart in 32 bits, and there may be twice as many as the bound, and one, before some are dropped.
+/// Bound on the entries: ids have 32 bits, and there may be twice as many entries as the bound, plus one, before some
+/// are dropped.
 const MOST_BLOCKS: usize = (u32::MAX / 2 - 2) as usize;
-/// Blocks ahead whose place in the table is asked for from memory.
+/// Blocks ahead whose table entries are prefetched.
 const AHEAD: usize = 8;
 
-/// A place that a rank is predicted to hold; a link in the list from the least to the most recently used.
+/// A predicted block of a rank; a link in the list from the least to the most recently used.
 #[derive(Default)]
 struct Entry {
     /// When a request with the block was last recorded, seconds.
@@ -206,7 +207,7 @@ impl Predicted {
         dropped
     }
 
-    /// Time passes; it does not run backwards.
+    /// Advances the clock; it never goes backwards.
     fn pass(&mut self, now: f64) {
         if now > self.now {
             self.now = now;

@@ -1,4 +1,4 @@
-//! Labels: names that one rank alone has for blocks of a run.
+//! Hash aliases: engine hashes that one rank alone uses for blocks of a node.
 
 use crate::index::tree::blocks::{LANES, bit};
 use crate::index::tree::keys::{PrivateKeys, private_hash};
@@ -7,7 +7,7 @@ use crate::index::tree::ranks::BlockPosition;
 use crate::index::{Index, MAX_RECORDS};
 
 impl Index {
-    /// A label of a rank that can take an engine hash for the block at a depth.
+    /// Returns an alias of the rank that can take an engine hash for the block at a depth; adds one if there is none.
     pub(crate) fn alias_for(&mut self, rank: u32, node_id: u32, depth: u32) -> Option<u32> {
         let node = self.nodes.at(node_id);
         for range in node.of_rank(rank).iter().filter(|range| range.alias != SHARED) {
@@ -23,7 +23,7 @@ impl Index {
         self.aliases.add(HashAlias { rank, node: node_id, start: depth, ..HashAlias::default() }, MAX_RECORDS)
     }
 
-    /// Gives a block an engine hash in a label, inside it or at its end.
+    /// Gives a block an engine hash in an alias, inside it or at its end.
     pub(crate) fn put_private(&mut self, alias_id: u32, depth: u32, engine: u64) -> bool {
         let alias = self.aliases.at_mut(alias_id);
         let before = alias.heap();
@@ -61,8 +61,8 @@ impl Index {
         true
     }
 
-    /// Takes the engine hashes of a label that its rank holds in no tier any more out of the table, and the label's end
-    /// with them.
+    /// Removes the engine hashes of an alias whose blocks are no longer resident in any tier from the table, and
+    /// shortens the alias.
     pub(crate) fn unlist_private(&mut self, rank: u32, node_id: u32, alias_id: u32, from: u32, to: u32) {
         for depth in from..to {
             if self.holds(rank, BlockPosition { node: node_id, alias: alias_id, depth }) {

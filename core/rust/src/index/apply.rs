@@ -147,7 +147,7 @@ impl Index {
                     checked => checked,
                 };
                 if matches!(stored, Err(Refused::UnknownParent)) {
-                    // Where they were they are no longer, and where they are nobody knows.
+                    // They are no longer at their old positions, and the new ones are unknown.
                     for tier in 0..4 {
                         self.remove(RankTier::new(slot, tier), Counting::Set, &engine_hashes);
                     }

@@ -1,4 +1,4 @@
-//! Freeing what nobody holds any more, and giving its memory back.
+//! Frees blocks that are not resident on any rank, and returns their memory.
 
 use crate::index::Index;
 use crate::index::tree::blocks::{LANES, Slot, bit, slot};
@@ -8,11 +8,11 @@ use crate::storage::memory::trim_heap;
 
 /// Blocks that a departure must free before the heap is trimmed: trimming walks the whole heap.
 const TRIM_AFTER: u64 = 1 << 17;
-/// Engine hashes that are gathered before they go: their cache lines are asked for in one stream.
+/// Engine hashes that are collected before they are removed, so that their cache lines are fetched together.
 const UNLISTED_AT_ONCE: usize = 1 << 10;
 
 impl Index {
-    /// Frees what nobody holds of the runs that were touched.
+    /// Frees blocks without residents in the nodes that were touched.
     pub(crate) fn compact(&mut self) {
         self.reached = None;
         while let Some(node) = self.loose.pop() {
@@ -42,7 +42,7 @@ impl Index {
                 id = parent;
                 continue;
             }
-            // With many holders, the look at all of them is spread over as many removals.
+            // With many residency ranges, the scan of all of them is amortized over as many removals.
             if (node.dropped as usize).saturating_mul(4) >= node.residency_ranges.len() {
                 let deepest = node.residency_ranges.iter().map(|range| range.hi).max().unwrap_or(node.start);
                 let end = if node.children > 0 { deepest.max(node.deepest_branch) } else { deepest };
@@ -89,7 +89,7 @@ impl Index {
         unlisting.clear();
     }
 
-    /// Ends a run at a depth.
+    /// Ends a node at a depth.
     fn cut(&mut self, id: u32, end: u32) {
         self.unlist_from(id, end);
         let node = self.nodes.at_mut(id);
@@ -105,7 +105,7 @@ impl Index {
         self.heap = self.heap + node.heap() - before;
     }
 
-    /// Removes a run that nobody holds and nothing branches off.
+    /// Removes a node without residency ranges and without branches.
     fn free_node(&mut self, id: u32) {
         let node = self.nodes.at(id);
         let (start, parent) = (node.start, node.parent);

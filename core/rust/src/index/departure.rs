@@ -1,10 +1,10 @@
-//! Ranks that leave, or begin anew.
+//! Removing, resetting and adding ranks.
 
 use crate::index::Index;
 use crate::index::tree::ranks::{Name, Rank, Residency};
 
 impl Index {
-    /// Drops all that a rank holds, in one tier or in all. Returns the entries dropped.
+    /// Drops all resident blocks of a rank, in one tier or in all. Returns the number of dropped entries.
     pub(crate) fn drop_resident(&mut self, slot: u32, tier: Option<u32>) -> u64 {
         let Some(rank) = self.ranks.get_mut(slot) else { return 0 };
         let before = rank.entries;
@@ -33,7 +33,7 @@ impl Index {
         before - self.ranks.get(slot).map_or(0, |rank| rank.entries)
     }
 
-    /// Ends a holding.
+    /// Removes a whole residency range.
     fn release_whole(&mut self, resident: Residency) {
         let node = self.nodes.at_mut(resident.node);
         node.dropped = u32::MAX;
@@ -52,7 +52,7 @@ impl Index {
             if from < to {
                 self.release(resident.rank_tier, resident.node, resident.alias, from, to);
             }
-            // A holding without holes left has no bitmap any more, and lasts to its end.
+            // A range without holes left has lost its bitmap and can be released as a whole.
             let node = self.nodes.at(resident.node);
             match node.find(resident.rank_tier, resident.alias).ok().and_then(|at| node.residency_ranges.get(at)) {
                 Some(rest) if rest.bits == 0 => {

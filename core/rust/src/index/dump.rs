@@ -25,7 +25,7 @@ impl Index {
     /// Calls `visit` with every block of a rank that is in the tree, ancestors before descendants.
     fn for_blocks(&self, slot: u32, mut visit: impl FnMut(Block)) {
         let Some(rank) = self.ranks.get(slot) else { return };
-        // A run starts deeper than the run that it branches off.
+        // A node starts deeper than the node that it branches off.
         let mut nodes: Vec<(u32, u32)> =
             rank.residencies.iter().map(|resident| (self.nodes.at(resident.node).start, resident.node)).collect();
         nodes.sort_unstable();
@@ -145,7 +145,7 @@ impl Index {
         chunks
     }
 
-    /// An engine hash that a rank holds at the place before a block's.
+    /// Returns an engine hash of the rank for the parent of a block, if the parent is resident.
     fn parent_engine(&self, slot: u32, position: BlockPosition) -> Option<u64> {
         let depth = position.depth.checked_sub(1)?;
         let node = self.nodes.at(position.node);

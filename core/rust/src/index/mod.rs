@@ -1,8 +1,8 @@
-//! The prefix index: a tree of runs of blocks, who holds which of them, and a table from engine hashes to blocks.
+//! The prefix index: a radix tree of blocks, their residency on ranks, and a table from engine hashes to blocks.
 //!
-//! Places are exact: a block's place is where the path of local hashes leads from the root, compared hash by hash. An
-//! engine hash is found through a table that holds 5 bytes for it; a run's blocks have one engine hash each that all
-//! ranks share, and a rank that knows a block by another name has a label of its own. See `bench/README.md`.
+//! Places are exact: a block's place is the path of local hashes from the root, compared hash by hash. A table with
+//! 5 bytes per entry finds engine hashes. Each block of a node has one engine hash that all ranks share; a rank that
+//! uses another one for it has a hash alias. See `bench/README.md`.
 
 pub(crate) mod aliases;
 pub mod apply;
@@ -26,10 +26,10 @@ use crate::index::tree::ranks::{BlockPosition, Ranks};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 
-/// Ids of runs and labels stay below this.
+/// Ids of nodes and aliases stay below this.
 pub const MAX_RECORDS: u32 = 1 << 30;
 
-/// Who holds which blocks.
+/// Which blocks are resident on which rank.
 pub struct Index {
     pub(crate) secret: Secret,
     pub(crate) blocks: Blocks,
@@ -39,9 +39,9 @@ pub struct Index {
     pub(crate) bits: Table<Bits>,
     /// Shared engine hashes, by their own hash; refers to slots of `blocks`.
     pub(crate) shared: TagMap,
-    /// Engine hashes of labels, by their and their rank's hash; refers to slots of `label_blocks`.
+    /// Engine hashes of aliases, by the hash of (rank, engine hash); refers to slots of `alias_blocks`.
     pub(crate) private: TagMap,
-    /// Branches, by (run, depth, first local hash); refers to runs.
+    /// Branches, by (node, depth, first local hash); refers to nodes.
     pub(crate) branches: TagMap,
     pub(crate) ranks: Ranks,
     /// (rank, engine hash, tier) triples.
@@ -50,11 +50,11 @@ pub struct Index {
     pub(crate) slow_entries: u64,
     /// Entries whose ancestors are unknown.
     pub(crate) orphan_entries: u64,
-    /// Bytes on the heap that belong to runs, labels and bitmaps.
+    /// Heap bytes of nodes, aliases and bitmaps.
     pub(crate) heap: usize,
-    /// Runs that may have blocks nobody holds.
+    /// Nodes that may have blocks without residents.
     pub(crate) loose: Vec<u32>,
-    /// The block whose sequence hash was asked for last, by run and depth, and that hash; None once runs may have changed.
+    /// The last result of `sequence_at`: (node, depth, hash). None once nodes may have changed.
     pub(crate) reached: Option<(u32, u32, u64)>,
     pub(crate) scratch: crate::index::tree::scratch::Scratch,
     pub(crate) max_blocks: u64,
@@ -114,13 +114,13 @@ impl Index {
         self.shared.most_moved().max(self.private.most_moved()).max(self.branches.most_moved())
     }
 
-    /// Whether the index is over one of its bounds, where only one rank has changed since it was last asked.
+    /// Whether the index exceeds a bound, if only rank `changed` has changed since the last call.
     pub(crate) fn over_bounds(&mut self, changed: u32) -> bool {
         (self.max_blocks > 0 && self.entries > self.max_blocks)
             || (self.max_bytes > 0 && (self.ranks.weigh(changed) + self.bytes_beside_ranks()) as u64 > self.max_bytes)
     }
 
-    /// The run that branches off `run` at `depth` with this local hash.
+    /// Returns the node that branches off `node` at `depth` with this local hash.
     #[inline]
     pub(crate) fn branch(&self, node: u32, depth: u32, local: u64) -> Option<u32> {
         self.branches.find(branch_hash(self.secret, node, depth, local), |id| {
@@ -129,13 +129,13 @@ impl Index {
         })
     }
 
-    /// Whether a holding has the block at a depth.
+    /// Whether a residency range covers the block at a depth.
     #[inline]
     pub(crate) fn has(&self, node: &Node, range: &ResidencyRange, depth: u32) -> bool {
         range.lo <= depth && depth < range.hi && (range.bits == 0 || self.bits.at(range.bits).get(depth - node.start))
     }
 
-    /// Whether a rank holds a block by a label, in any tier.
+    /// Whether a block is resident on a rank under an alias, in any tier.
     #[inline]
     pub(crate) fn holds(&self, rank: u32, position: BlockPosition) -> bool {
         let node = self.nodes.at(position.node);
@@ -150,7 +150,7 @@ impl Index {
         BlockPosition { node: header.owner, alias: SHARED, depth }
     }
 
-    /// Where a rank holds an engine hash. `hash` is the secret's mix of it.
+    /// Returns the position of an engine hash on a rank. `hash` is the secret's mix of it.
     pub(crate) fn locate(&self, rank: u32, engine: u64, hash: u64) -> Option<BlockPosition> {
         let mut position = None;
         let is_it = |at: Slot| {
@@ -183,7 +183,7 @@ impl Index {
         position
     }
 
-    /// The engine hash of a block under a label; None past the label's ends.
+    /// Returns the engine hash of a block under an alias; None outside of the alias.
     #[inline]
     pub(crate) fn engine_at(&self, position: BlockPosition) -> Option<u64> {
         if position.alias == SHARED {
@@ -197,7 +197,7 @@ impl Index {
         }
     }
 
-    /// Sequence hash of the block before a run's first one.
+    /// Returns the sequence hash of the block before a node's first one.
     pub(crate) fn prefix(&self, id: u32) -> u64 {
         // Up to an ancestor whose prefix is known or that starts a sequence, then down again.
         let mut path = Vec::new();
@@ -215,7 +215,7 @@ impl Index {
             path.push(at);
             at = node.parent;
         }
-        // `at` is the lowest run whose prefix is known: `hash`, or none at depth 0.
+        // `at` is the lowest node whose prefix is known: `hash`, or none at depth 0.
         for below in path.into_iter().rev() {
             let node = self.nodes.at(at);
             let until = self.nodes.at(below).start;
@@ -228,7 +228,8 @@ impl Index {
         hash
     }
 
-    /// Sequence hash of a block of a run. It goes on from the one asked for last: chains are walked down block by block.
+    /// Returns the sequence hash of a block. It continues from the previous call, since chains are walked block by
+    /// block.
     pub(crate) fn sequence_at(&mut self, node_id: u32, depth: u32) -> u64 {
         let node = self.nodes.at(node_id);
         let (from, mut hash) = match self.reached {

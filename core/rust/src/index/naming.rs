@@ -1,4 +1,4 @@
-//! The names of stored blocks: under which engine hash a rank holds each, shared with all ranks or its own.
+//! Assigns engine hashes to stored blocks: one that all ranks share, or a hash alias of the rank.
 
 use crate::index::Index;
 use crate::index::store::{Chain, Refused};
@@ -7,26 +7,26 @@ use crate::index::tree::keys::{SharedKeys, private_hash};
 use crate::index::tree::nodes::SHARED;
 use crate::index::tree::ranks::BlockPosition;
 
-/// Equal engine hashes in the shared table, at most. Further ones go into labels, which are found by rank as well, so
-/// that engines whose hashes are no more than counters do not make long chains.
+/// Equal engine hashes in the shared table, at most. Further ones become hash aliases, which are found by (rank, engine
+/// hash), so that engines whose hashes are counters do not make long chains.
 const MAX_EQUAL: usize = 3;
 
-/// Blocks that are looked at together after one that needed a look of its own: where such blocks and others take turns, all
-/// that was asked about the others is asked again.
+/// Blocks that are checked together after one that needed a check of its own. Where such blocks alternate with others,
+/// checks of the others are repeated.
 const FEW: usize = 4;
 
 /// What becomes of a block's engine hash.
 enum Name {
     /// It is, or has become, the block's shared one.
     Shared,
-    /// The rank has it in a label at this very place.
+    /// The rank already has an alias for it at this position.
     Known(u32),
-    /// The rank needs it in a label.
+    /// The rank needs an alias.
     Private,
 }
 
 impl Index {
-    /// Lets the chain's rank hold the blocks `from..to` of the chain, which lie in a run from `depth` on.
+    /// Makes the blocks `from..to` of the chain, which start in a node at `depth`, resident on the chain's rank.
     pub(crate) fn cover(
         &mut self,
         chain: &Chain<'_>,
@@ -74,7 +74,7 @@ impl Index {
                 }
             };
             if alias != SHARED {
-                // Held at once: a label is freed with the last block that is held by it.
+                // Made resident at once: an alias is freed with its last resident block.
                 self.add_resident(rank_tier, node, alias, depth_of(at), depth_of(at) + 1, chain.counting);
                 at += 1;
             }
@@ -124,7 +124,7 @@ impl Index {
         at
     }
 
-    /// How many blocks of a chain, from one on, its rank surely has in no label.
+    /// Returns how many blocks of a chain, from `from` on, surely have no alias on its rank.
     fn without_aliases(&mut self, chain: &Chain<'_>, from: usize, to: usize) -> usize {
         let rank = chain.rank_tier.rank();
         let mut hashes = std::mem::take(&mut self.scratch.references);
@@ -154,8 +154,8 @@ impl Index {
             let header = self.blocks.header(slot(chunk, lane));
             let named = ((header.listed & !header.doubled) >> lane).trailing_ones();
             let shared = self.blocks.chunk(chunk).engines.iter().skip(lane as usize).take(named as usize);
-            let asked = chain.engines.get(at..to).unwrap_or_default();
-            let alike = shared.zip(asked).take_while(|(shared, asked)| shared == asked).count();
+            let given = chain.engines.get(at..to).unwrap_or_default();
+            let alike = shared.zip(given).take_while(|(shared, given)| shared == given).count();
             at += alike;
             offset += alike as u32;
             if alike < (LANES - lane) as usize {
@@ -165,7 +165,7 @@ impl Index {
         at - from
     }
 
-    /// Gives blocks that have no shared engine hash those of the chain, as far as nobody uses them elsewhere. Returns how
+    /// Gives blocks without a shared engine hash those of the chain, unless another block uses the hash. Returns how
     /// many.
     fn name_new(&mut self, chain: &Chain<'_>, node_id: u32, depth: u32, from: usize, to: usize) -> usize {
         let node = self.nodes.at(node_id);
@@ -213,7 +213,7 @@ impl Index {
         named
     }
 
-    /// Finds the name under which a rank is to hold a block. Whatever it holds elsewhere under this engine hash moves.
+    /// Finds the name of a block on a rank. If the rank has the engine hash at another position, it is released there.
     fn name(&mut self, chain: &Chain<'_>, position: BlockPosition, at: usize) -> Name {
         let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return Name::Private };
         let rank = chain.rank_tier.rank();

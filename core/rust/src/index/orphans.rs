@@ -1,7 +1,8 @@
-//! Blocks of a rank whose ancestors nobody has told: a dump may hold them, since engines evict parents before children.
+//! Orphans: blocks of a rank whose ancestors are unknown. A dump may have them, since engines evict parents before
+//! children.
 //!
-//! Such a block's place is known by its sequence hash alone, so it cannot be in the tree. It stays here until it is
-//! removed, or stored again below a known parent.
+//! Only the sequence hash of an orphan is known, so it cannot be in the tree. It stays here until it is removed, or
+//! stored again below a known parent.
 
 use std::collections::HashMap;
 
@@ -11,7 +12,7 @@ use crate::index::store::{Chain, Refused};
 use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting};
 
-/// A block that floats.
+/// An orphan block.
 #[derive(Clone, Copy, Debug)]
 pub struct OrphanBlock {
     pub sequence: u64,
@@ -24,14 +25,14 @@ pub struct OrphanBlock {
 }
 
 impl OrphanBlock {
-    /// Tiers that it is held in, and those of them beyond the first.
+    /// Returns the number of tiers with copies, and of those beyond the first tier.
     fn entries(&self) -> (u64, u64) {
         let tiers = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
         (tiers, tiers - u64::from(matches!(self.copies, [first, ..] if first > 0)))
     }
 }
 
-/// The floating blocks of one rank.
+/// The orphan blocks of one rank.
 #[derive(Default)]
 pub struct Orphans {
     blocks: HashMap<u64, OrphanBlock>,
@@ -72,7 +73,7 @@ impl Orphans {
         Some(block)
     }
 
-    /// Whether a place is held in a tier up to `tier` (from 0).
+    /// Whether a place is resident in a tier up to `tier` (from 0).
     pub fn holds(&self, sequence: u64, tier: u32) -> bool {
         self.places.get(&sequence).into_iter().flatten().any(|engine| {
             self.get(*engine).is_some_and(|block| block.copies.iter().take(tier as usize + 1).any(|copies| *copies > 0))
@@ -112,8 +113,8 @@ impl Orphans {
 }
 
 impl Index {
-    /// Takes an engine hash out of the floating blocks of a rank that stores it at a known place. Where the place is the
-    /// same, its copies come along.
+    /// Takes an engine hash out of the orphans of a rank that stores it at a known position. If the place is the same,
+    /// its copies are kept.
     pub(crate) fn adopt_orphan(&mut self, rank_slot: u32, engine: u64, position: BlockPosition) {
         let Some(rank) = self.ranks.get_mut(rank_slot) else { return };
         if rank.orphans.is_empty() {
@@ -140,7 +141,7 @@ impl Index {
         }
     }
 
-    /// Stores a chain below a floating block.
+    /// Stores a chain below an orphan block.
     pub(crate) fn store_below_orphan(
         &mut self,
         rank_tier: RankTier,
@@ -166,7 +167,7 @@ impl Index {
         Ok(())
     }
 
-    /// Adds a copy of a floating block in a seat's tier. What the rank holds elsewhere under this engine hash moves.
+    /// Adds a copy of an orphan block in a tier. If the rank has the engine hash elsewhere, it moves.
     pub(crate) fn add_orphan(&mut self, rank_tier: RankTier, counting: Counting, engine: u64, block: OrphanBlock) {
         let rank = rank_tier.rank();
         let hash = self.secret.mix(engine);
@@ -204,7 +205,7 @@ impl Index {
         self.orphan_entries += entries;
     }
 
-    /// Takes the entries of a block that floats no more out of the counts.
+    /// Subtracts the entries of a removed orphan from the counts.
     fn uncount(&mut self, rank: u32, block: &OrphanBlock) {
         let (entries, slow) = block.entries();
         if let Some(rank) = self.ranks.get_mut(rank) {
@@ -215,7 +216,7 @@ impl Index {
         self.orphan_entries -= entries;
     }
 
-    /// Removes a copy of a floating block from a seat (as a set: all copies). Returns whether it was held.
+    /// Removes a copy of an orphan (under `Set` counting: all copies). Returns whether there was one.
     pub(crate) fn remove_orphan(&mut self, rank_tier: RankTier, counting: Counting, engine: u64) -> bool {
         let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return false };
         if rank.orphans.is_empty() {

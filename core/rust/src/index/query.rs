@@ -1,4 +1,4 @@
-//! How much of a prompt each rank holds.
+//! Overlap queries: how many leading blocks of a prompt are resident on each rank.
 
 use crate::hash::sequence_hash;
 use crate::index::Index;
@@ -6,7 +6,7 @@ use crate::index::tree::nodes::{Node, ROOT, ResidencyRange};
 use crate::index::tree::ranks::Rank;
 use crate::wire::Writer;
 
-/// A stretch of a prompt that lies in one run.
+/// A part of a prompt that lies in one node.
 struct Stretch {
     node: u32,
     from: u32,
@@ -39,7 +39,7 @@ impl Index {
         overlaps
     }
 
-    /// The depth up to which a rank holds a run without a hole, from `from` on, at most `to`.
+    /// Returns the depth up to which the blocks of a node are resident without a hole, from `from` on, at most `to`.
     #[inline]
     fn leading(&self, node: &Node, of_rank: &[ResidencyRange], tier: u32, from: u32, to: u32) -> u32 {
         let mut depth = from;
@@ -56,14 +56,14 @@ impl Index {
                     };
                 }
             }
-            // Another tier or label may go on where one ends.
+            // A range of another tier or alias may continue where one ends.
             if depth == before || depth >= to || of_rank.len() == 1 {
                 return depth.min(to);
             }
         }
     }
 
-    /// Follows a prompt down the tree, as long as there are runs for it and `visit` wants more.
+    /// Follows a prompt down the tree while it has nodes and `visit` returns true.
     fn for_stretches(&self, locals: &[u64], mut visit: impl FnMut(&Node, Stretch) -> bool) {
         let mut at = 0usize;
         let mut node_id = ROOT;
@@ -119,7 +119,7 @@ impl Index {
         }
     }
 
-    /// Distinct places that any rank holds.
+    /// Returns the number of distinct places that are resident on any rank.
     pub fn distinct_blocks(&self) -> u64 {
         let mut distinct = 0;
         for id in self.nodes.ids() {

@@ -7,7 +7,7 @@ use crate::index::tree::nodes::{RankTier, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting};
 
 impl Index {
-    /// Removes a copy of each block from a seat (as a set: all copies). Returns how many were held.
+    /// Removes a copy of each block in a tier (under `Set` counting: all copies). Returns how many were resident.
     pub(crate) fn remove(&mut self, rank_tier: RankTier, counting: Counting, engines: &[u64]) -> u64 {
         let mut removed = 0;
         let mut at = 0;
@@ -20,7 +20,7 @@ impl Index {
             let node = self.nodes.at(position.node);
             let range = node.find(rank_tier, position.alias).ok().and_then(|at| node.residency_ranges.get(at)).copied();
             let Some(range) = range.filter(|range| self.has(node, range, position.depth)) else {
-                at += 1; // held in another tier
+                at += 1; // resident in another tier
                 continue;
             };
             let counted = counting == Counting::Counted && self.drop_copy(rank_tier, position);
@@ -52,7 +52,7 @@ impl Index {
         removed
     }
 
-    /// How many of the engine hashes are those of the blocks before a spot, from the nearest on, down to `lo`.
+    /// Returns how many of the engine hashes are those of the blocks before a position, nearest first, down to `lo`.
     fn followed(&self, position: BlockPosition, lo: u32, engines: &[u64]) -> u32 {
         let node = self.nodes.at(position.node);
         if position.alias != SHARED {
@@ -60,37 +60,37 @@ impl Index {
             return (lo..position.depth).rev().zip(engines).take_while(|(depth, engine)| same(*depth, engine)).count()
                 as u32;
         }
-        let mut asked = engines.get(..(position.depth - lo) as usize).unwrap_or(engines);
-        let most = asked.len();
+        let mut given = engines.get(..(position.depth - lo) as usize).unwrap_or(engines);
+        let most = given.len();
         let mut last = position.depth - node.start;
-        while last > 0 && !asked.is_empty() {
+        while last > 0 && !given.is_empty() {
             last -= 1;
             let Some(&chunk) = node.chunks.get((last / LANES) as usize) else { break };
             if let Some(&ahead) = node.chunks.get(((last / LANES) as usize).wrapping_sub(CHUNKS_AHEAD)) {
                 self.blocks.prefetch_engines(ahead);
             }
             let stored = &self.blocks.chunk(chunk).engines;
-            if let Some((eight, rest)) = asked.split_first_chunk::<8>()
+            if let Some((eight, rest)) = given.split_first_chunk::<8>()
                 && last % LANES == LANES - 1
-                && stored.iter().rev().zip(eight).fold(0, |differences, (stored, asked)| differences | (stored ^ asked))
+                && stored.iter().rev().zip(eight).fold(0, |differences, (stored, given)| differences | (stored ^ given))
                     == 0
             {
-                asked = rest;
+                given = rest;
                 last -= LANES - 1;
                 continue;
             }
             let stored = stored.get(..=(last % LANES) as usize).unwrap_or_default();
-            let equal = stored.iter().rev().zip(asked).take_while(|(stored, asked)| stored == asked).count();
-            asked = asked.get(equal..).unwrap_or_default();
+            let equal = stored.iter().rev().zip(given).take_while(|(stored, given)| stored == given).count();
+            given = given.get(equal..).unwrap_or_default();
             if equal < stored.len() {
                 break;
             }
             last -= last % LANES;
         }
-        (most - asked.len()) as u32
+        (most - given.len()) as u32
     }
 
-    /// How many of the engine hashes are those of the blocks after a spot, up to `hi`.
+    /// Returns how many of the engine hashes are those of the blocks after a position, up to `hi`.
     fn preceded(&self, position: BlockPosition, hi: u32, engines: &[u64]) -> u32 {
         let depths = position.depth + 1..hi;
         let same = |(depth, engine): &(u32, &u64)| {
@@ -99,7 +99,7 @@ impl Index {
         depths.zip(engines).take_while(same).count() as u32
     }
 
-    /// Where a seat's rank holds an engine hash; beside the block removed last, if it is there.
+    /// Returns the position of an engine hash on a rank. Tries the neighbours of the last removed block first.
     fn position_of_removed(&self, rank_tier: RankTier, engine: u64) -> Option<BlockPosition> {
         if let Some(last) = self.ranks.get(rank_tier.rank())?.removed {
             for depth in [last.depth.wrapping_sub(1), last.depth.wrapping_add(1)] {

@@ -1,4 +1,4 @@
-//! Who holds what: holdings of runs begin, change and end, and copies are counted.
+//! Which blocks are resident where: residency ranges of nodes begin, change and end, and copies are counted.
 
 use crate::index::tree::nodes::{Bits, RankTier, ResidencyRange, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting, Rank, Residency, extra_key};
@@ -17,7 +17,7 @@ impl Index {
         extra_key(tier, position.alias, at)
     }
 
-    /// Copies of a held block in a tier.
+    /// Returns the copies of a resident block in a tier.
     pub(crate) fn copies(&self, rank: &Rank, tier: u32, position: BlockPosition) -> u32 {
         if rank.extras.is_empty() {
             return 1;
@@ -25,7 +25,7 @@ impl Index {
         rank.extras.get(&self.extra(tier, position)).map_or(1, |extra| extra.saturating_add(1))
     }
 
-    /// Sets the number of copies of a block that a seat holds.
+    /// Sets the number of copies of a resident block.
     pub(crate) fn set_copies(&mut self, rank_tier: RankTier, position: BlockPosition, copies: u32) {
         let key = self.extra(rank_tier.tier(), position);
         debug_assert!(key >= extra_key(rank_tier.tier(), SHARED, 0));
@@ -38,8 +38,8 @@ impl Index {
         }
     }
 
-    /// Lets a seat hold the blocks `from..to` of a run by a label. Those that it holds already gain a copy if copies
-    /// are counted.
+    /// Makes the blocks `from..to` of a node resident in a tier of a rank, under an alias. Blocks that already are gain
+    /// a copy if copies are counted.
     pub(crate) fn add_resident(
         &mut self,
         rank_tier: RankTier,
@@ -116,7 +116,7 @@ impl Index {
         }
     }
 
-    /// Ends the holding of the blocks `from..to`, all of which the seat holds by the label, with all their copies.
+    /// Ends the residency of the blocks `from..to` with all their copies. All of them must be resident under the alias.
     pub(crate) fn release(&mut self, rank_tier: RankTier, node_id: u32, alias: u32, from: u32, to: u32) {
         let gone = u64::from(to - from);
         if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
@@ -181,7 +181,7 @@ impl Index {
         }
     }
 
-    /// Removes an empty holding from its run's and its rank's list.
+    /// Removes an empty residency range from its node and its rank.
     fn drop_residency_range(&mut self, node_id: u32, at: usize) {
         let node = self.nodes.at_mut(node_id);
         if at >= node.residency_ranges.len() {
@@ -215,7 +215,7 @@ impl Index {
         }
     }
 
-    /// Takes the engine hashes of a label that its rank holds in no tier any more out of the table, and the label's end    /// Ends all that a rank holds of one block, in every tier.
+    /// Ends the residency of one block on a rank, in every tier.
     pub(crate) fn release_everywhere(&mut self, rank: u32, position: BlockPosition) {
         for tier in 0..4 {
             let rank_tier = RankTier::new(rank, tier);

@@ -33,12 +33,12 @@ impl Index {
         Some((rank.incarnation, rank.next_event_id))
     }
 
-    /// Entries that a rank holds.
+    /// Returns the number of a rank's entries.
     pub fn entries_of(&self, name: Name) -> u64 {
         self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).map_or(0, |rank| rank.entries)
     }
 
-    /// Sets whether a rank's blocks may be fewer than it holds.
+    /// Sets whether a rank's blocks in the index may be fewer than it has.
     pub fn mark_partial(&mut self, name: Name, partial: bool) {
         if let Some(rank) = self.ranks.slot_of(name).and_then(|slot| self.ranks.get_mut(slot)) {
             rank.missing = partial;

@@ -6,13 +6,13 @@ use crate::index::tree::nodes::{MAX_BLOCKS, Node, ROOT, RankTier};
 use crate::index::tree::ranks::{BlockPosition, Counting};
 use crate::index::{Index, MAX_RECORDS};
 
-/// How many chunks are asked for ahead of their turn: as many cache misses as may be under way at a time.
+/// How many chunks are prefetched ahead: as many cache misses as can be outstanding at a time.
 pub(crate) const CHUNKS_AHEAD: usize = 24;
 
 /// Why a chain was not stored.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The rank does not hold the parent.
+    /// The parent is not resident on the rank.
     UnknownParent,
     /// The event breaks the contract.
     Malformed(&'static str),
@@ -129,7 +129,7 @@ impl Index {
         Ok(())
     }
 
-    /// How many of the local hashes are those of the run from a depth on.
+    /// Returns how many local hashes equal those of the node from a depth on.
     pub(crate) fn common(&self, node: &Node, depth: u32, locals: &[u64]) -> usize {
         let offset = depth.wrapping_sub(node.start);
         let most = locals.len().min(node.len.saturating_sub(offset) as usize);
@@ -139,31 +139,31 @@ impl Index {
             self.blocks.prefetch_locals(chunk);
         }
         let mut lane = (offset % LANES) as usize;
-        let mut asked = locals.get(..most).unwrap_or_default();
+        let mut given = locals.get(..most).unwrap_or_default();
         for (at, &chunk) in chunks.iter().enumerate() {
             if let Some(&ahead) = chunks.get(at + CHUNKS_AHEAD) {
                 self.blocks.prefetch_locals(ahead);
             }
             let stored = &self.blocks.chunk(chunk).locals;
-            if let Some((eight, rest)) = asked.split_first_chunk::<8>()
+            if let Some((eight, rest)) = given.split_first_chunk::<8>()
                 && lane == 0
-                && stored.iter().zip(eight).fold(0, |differences, (stored, asked)| differences | (stored ^ asked)) == 0
+                && stored.iter().zip(eight).fold(0, |differences, (stored, given)| differences | (stored ^ given)) == 0
             {
-                asked = rest;
+                given = rest;
                 continue;
             }
             let stored = stored.get(lane..).unwrap_or_default();
-            let equal = stored.iter().zip(asked).take_while(|(stored, asked)| stored == asked).count();
-            asked = asked.get(equal..).unwrap_or_default();
+            let equal = stored.iter().zip(given).take_while(|(stored, given)| stored == given).count();
+            given = given.get(equal..).unwrap_or_default();
             if equal < stored.len() {
                 break;
             }
             lane = 0;
         }
-        most - asked.len()
+        most - given.len()
     }
 
-    /// Enters a new run, whose first block is there, into the table of branches.
+    /// Adds a new node, whose first block is set, to the table of branches.
     fn link(&mut self, id: u32) -> Result<(), Refused> {
         let node = self.nodes.at(id);
         if node.len == 0 {
@@ -190,7 +190,7 @@ impl Index {
         Ok(())
     }
 
-    /// Adds blocks at a run's end, without engine hashes.
+    /// Adds blocks at a node's end, without engine hashes.
     fn extend(&mut self, node_id: u32, locals: &[u64]) -> Result<(), Refused> {
         let node = self.nodes.at_mut(node_id);
         let before = node.heap();

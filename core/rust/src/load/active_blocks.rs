@@ -1,10 +1,10 @@
 //! Which ranks use which blocks, and for how many bookings.
 //!
-//! Blocks that are used together lie in one group: a run of blocks in the order of a prompt, with the ranks that use
-//! all of it. A booking that goes along a group for a part only cuts the group in two. So a prompt is looked up once per
-//! group, not once per block, and its ranks are counted once per group. A booking remembers the groups that it began
-//! with; a group that is cut is followed by its rest. Links between groups go by a group's first block, so that of two
-//! parts the smaller one can become the new group: a block moves at most as often as its group can be halved.
+//! Blocks that are used together form a group: consecutive blocks of a prompt, with the ranks that use all of them. A
+//! booking that uses only a part of a group splits it. A prompt is thus looked up, and its ranks counted, once per group
+//! instead of once per block. A booking remembers the groups that it began with; a group that is split links to its
+//! rest. Groups are identified by their first block, so that the smaller part of a split can become the new group: a
+//! block moves at most as often as its group can be halved.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::load::block_users::{Users, each_slot};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 
-/// Blocks ahead whose place in the table is asked for from memory.
+/// Blocks ahead whose table entries are prefetched.
 const AHEAD: usize = 8;
 
 #[derive(Default)]
@@ -138,8 +138,8 @@ impl ActiveBlocks {
     /// What each of so many ranks uses of a prompt, by slot: its blocks in use there, and how many of those lead.
     pub fn usage(&self, hashes: &[u64], slots: usize) -> Vec<(u32, u32)> {
         let mut used = vec![(0, 0); slots];
-        // Ranks that use all blocks so far. Of a chain of hashes, who uses a block uses all before it: each rank leaves
-        // once, and none comes back.
+        // Ranks that use all blocks so far. In a chain of hashes, a rank that uses a block uses all blocks before it,
+        // so each rank leaves once and none returns.
         let mut along = vec![u64::MAX; slots.div_ceil(64)];
         let mut scratch = Vec::new();
         let mut reached = 0;
@@ -163,7 +163,7 @@ impl ActiveBlocks {
         used
     }
 
-    /// Tells of every stretch of a prompt that is in use: its first block, its length, and who uses it.
+    /// Calls `f` with every stretch of a prompt that is in use: its first block, its length, and its ranks.
     fn visit(&self, hashes: &[u64], mut f: impl FnMut(u32, u32, &Users)) {
         let mut at = 0;
         while let Some(hash) = hashes.get(at) {
@@ -277,7 +277,7 @@ fn put(used: &mut [(u32, u32)], slot: usize, what: (u32, u32)) {
 
 /// The hashes that are not also earlier ones, with where they were; None if they all are.
 pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<(Vec<u64>, Vec<u32>)> {
-    // Half empty, and hashes go where nobody can foresee: few steps to each one's place.
+    // Half empty and randomly filled, so that few steps lead to each hash.
     let mask = (hashes.len() * 2).next_power_of_two() - 1;
     let mut places = vec![u32::MAX; mask + 1];
     let mut first = |number: &u32, hash: &u64| {
@@ -308,10 +308,10 @@ mod tests {
 
     type Stretch = (u32, u32, Vec<(u32, u32)>);
 
-    fn seen(active: &ActiveBlocks, hashes: &[u64]) -> Vec<Stretch> {
-        let mut seen = Vec::new();
-        active.visit(hashes, |at, blocks, users| seen.push((at, blocks, users.as_slice().to_vec())));
-        seen
+    fn stretches(active: &ActiveBlocks, hashes: &[u64]) -> Vec<Stretch> {
+        let mut found = Vec::new();
+        active.visit(hashes, |at, blocks, users| found.push((at, blocks, users.as_slice().to_vec())));
+        found
     }
 
     #[test]
@@ -324,18 +324,21 @@ mod tests {
         let (three, gained) = active.add(&[4, 5, 1], 7).unwrap();
         assert_eq!((three.len(), gained), (2, 3));
         assert_eq!(
-            seen(&active, &[8, 1, 2, 3, 4, 5]),
+            stretches(&active, &[8, 1, 2, 3, 4, 5]),
             [(1, 1, vec![(0, 2), (7, 1)]), (2, 1, vec![(0, 2)]), (3, 1, vec![(0, 1)]), (4, 2, vec![(0, 1), (7, 1)])]
         );
         assert_eq!(active.release(&one, 0), 3);
         assert_eq!(active.release(&three, 7), 3);
-        assert_eq!(seen(&active, &[1, 2, 3, 9]), [(0, 1, vec![(0, 1)]), (1, 1, vec![(0, 1)]), (3, 1, vec![(0, 1)])]);
+        assert_eq!(
+            stretches(&active, &[1, 2, 3, 9]),
+            [(0, 1, vec![(0, 1)]), (1, 1, vec![(0, 1)]), (3, 1, vec![(0, 1)])]
+        );
         assert_eq!(active.release(&two, 0), 3);
         assert_eq!((active.len(), active.groups.len(), active.by_hash.bytes()), (0, 0, 0));
     }
 
     #[test]
-    fn ranks_are_told_what_they_use() {
+    fn usage_counts_the_blocks_that_each_rank_uses() {
         let mut active = ActiveBlocks::new();
         active.add(&[1, 2, 3, 4], 0).unwrap();
         active.add(&[1, 2], 70).unwrap();
@@ -356,7 +359,7 @@ mod tests {
         let (other, _) = active.add(&[7, 8], 1).unwrap();
         let (single, _) = active.add(&[1], 2).unwrap();
         assert_eq!(active.release(&short, 0), 2);
-        assert_eq!(seen(&active, &[7, 8, 1, 2]), [(0, 2, vec![(1, 1)]), (2, 1, vec![(2, 1)])]);
+        assert_eq!(stretches(&active, &[7, 8, 1, 2]), [(0, 2, vec![(1, 1)]), (2, 1, vec![(2, 1)])]);
         assert_eq!(active.release(&single, 2), 1);
         assert_eq!(active.release(&other, 1), 2);
         assert_eq!(active.len(), 0);

@@ -12,7 +12,7 @@ use crate::storage::trim_watermark::TrimWatermark;
 /// (request_id, attempt, stage)
 pub type Key = (String, i64, i64);
 
-/// What a booking asks for.
+/// The content of a booking request.
 pub struct Request<'a> {
     pub key: Key,
     /// None for a name that no rank can have.
@@ -80,7 +80,7 @@ struct Load {
     live: BTreeMap<u64, Arc<Key>>,
 }
 
-/// Load of all ranks, in order of (worker_id, dp_rank). What goes past a word reads as the most that it holds.
+/// Load of all ranks, in order of (worker_id, dp_rank). Sums that exceed a word are saturated.
 #[derive(Default)]
 pub struct Columns {
     /// The same slice as at the reading before, unless other ranks are there.
@@ -289,7 +289,7 @@ impl<T> Sequences<T> {
         let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
         let mut used = self.active.usage(distinct, self.loads.len());
         if let Some((_, origins)) = &repeats {
-            // A run ends at the first block that is not used, which is where that block came first.
+            // A stretch ends at the first unused block, which is where that block came first.
             let whole = hashes.len() as u32;
             for (_, leading) in &mut used {
                 *leading = origins.get(*leading as usize).copied().unwrap_or(whole);
@@ -314,7 +314,7 @@ impl<T> Sequences<T> {
     }
 }
 
-/// A sum as a word, at most the most that it holds.
+/// Converts a sum to a word, saturating.
 fn word(sum: u128) -> i64 {
     i64::try_from(sum).unwrap_or(i64::MAX)
 }

@@ -13,7 +13,7 @@ use crate::storage::memory::trim_heap;
 /// Blocks that take some 20 µs to record, to look up or to drop, from where giving up the GIL pays.
 const LONG: usize = 512;
 
-/// Blocks that ranks are predicted to hold; see `kvrouter.core.interface.PredictedIndex`.
+/// Blocks that ranks are predicted to have; see `kvrouter.core.interface.PredictedIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct PredictedIndex {
     index: Exclusive<Predicted>,

@@ -12,13 +12,14 @@ use crate::index::dump::Dump;
 use crate::index::tree::ranks::Name;
 use crate::wire::{Batch, Change};
 
-/// Who holds which blocks; see `kvrouter.core.interface.PrefixIndex`.
+/// Which blocks are resident on which rank; see `kvrouter.core.interface.PrefixIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct PrefixIndex {
     index: Shared<Index>,
 }
 
-/// What calls take, ns, by the measurements of `bench/core`: who estimates decides by it whether to give up the GIL.
+/// Estimates of what calls take, ns, from the measurements of `bench/core`. They decide whether a call releases the
+/// GIL.
 mod work {
     use super::{Batch, Change, Index, Name};
 

@@ -82,7 +82,7 @@ impl ActiveSequences {
         {
             return Ok(ranks.tuple.bind(py).clone());
         }
-        // Not under the lock: making objects may run other code, which may come here again.
+        // Not under the lock: making objects may run other Python code, which may call this method again.
         let tuple = PyTuple::new(py, names.iter())?;
         let made = Ranks { names: Arc::clone(names), tuple: tuple.clone().unbind() };
         let before = lock().replace(made);
@@ -134,7 +134,7 @@ impl ActiveSequences {
         };
         let request = Request { key, rank: rank.extract().ok(), prompt_tokens, prefill_tokens, blocks };
         let payload = Arc::new(booking.clone().unbind());
-        let given = Arc::clone(&payload); // so that the last reference goes where the GIL is held
+        let given = Arc::clone(&payload); // Keeps a reference, so that the last one is dropped while the GIL is taken.
         match self.sequences.with(py, hashes.len() > LONG, |sequences| sequences.book(request, given)) {
             Booked::Yes => Ok(true),
             Booked::Known => Ok(false),

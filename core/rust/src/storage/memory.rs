@@ -104,8 +104,8 @@ pub fn trim_heap() {
     }
 }
 
-/// Asks for the cache line at an address, which need not be valid, into the second-level cache: that has more misses under
-/// way at a time than the first, and random lines out of memory arrive at twice the rate.
+/// Prefetches the cache line at an address, which need not be valid, into the second-level cache: it supports more
+/// outstanding misses than the first, and random lines arrive from memory at twice the rate.
 #[inline]
 pub fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Which ranks hold something, by slot, with a word about each. A single holder takes no memory of its own.
+//! A set of rank slots with a value for each. A set of one takes no memory of its own.
 
 /// Slots with a value each, in order of the slots.
 #[derive(Clone, Default)]
@@ -10,7 +10,7 @@ pub enum SlotSet<T> {
 }
 
 impl<T: Copy> SlotSet<T> {
-    /// All holders.
+    /// Returns all entries.
     #[inline]
     pub fn as_slice(&self) -> &[(u32, T)] {
         match self {
@@ -20,7 +20,7 @@ impl<T: Copy> SlotSet<T> {
         }
     }
 
-    /// The value of a holder.
+    /// Returns the value of a slot.
     #[inline]
     pub fn get(&self, slot: u32) -> Option<T> {
         let entries = self.as_slice();
@@ -28,7 +28,7 @@ impl<T: Copy> SlotSet<T> {
         entries.get(at).map(|(_, value)| *value)
     }
 
-    /// Sets the value of a holder. Returns the value that it had.
+    /// Sets the value of a slot. Returns the previous one.
     pub fn set(&mut self, slot: u32, value: T) -> Option<T> {
         let entries = match self {
             Self::None => {
@@ -52,7 +52,7 @@ impl<T: Copy> SlotSet<T> {
         }
     }
 
-    /// Takes a holder out. Returns its value.
+    /// Removes a slot. Returns its value.
     pub fn remove(&mut self, slot: u32) -> Option<T> {
         let at = self.as_slice().binary_search_by_key(&slot, |(slot, _)| *slot).ok()?;
         let Self::Many(many) = self else {
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn holders_come_and_go_in_order() {
+    fn slots_stay_in_order() {
         let mut set = SlotSet::default();
         for slot in [5, 1, 9, 3, 7] {
             assert_eq!(set.set(slot, slot * 10), None);

@@ -8,8 +8,8 @@ pub const LANES: usize = 12;
 pub struct Line {
     /// 8 bits of the hash for each lane, 0 where the lane is free.
     bytes: [u8; LANES],
-    /// In the lowest byte the number of references that would be here if there had been room; from 255 on nobody counts.
-    /// Above it 2 more bits of the hash for each lane.
+    /// In the lowest byte the number of references that overflowed to a later line; it saturates at 255. Above it 2
+    /// more bits of the hash for each lane.
     rest: u32,
     references: [u32; LANES],
 }

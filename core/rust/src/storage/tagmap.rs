@@ -21,14 +21,14 @@ const LINES: usize = 256;
 const SEGMENT_BYTES: usize = LINES * 64;
 /// Segments of a mapping: a huge page's.
 const STRETCH: usize = HUGE_PAGE / SEGMENT_BYTES;
-/// How many lines are asked for at once, at most 32: the group before is worked on after that.
+/// How many lines are prefetched at once, at most 32, while the group before is worked on.
 const GROUP: usize = 32;
 
 /// What references refer to.
 pub trait Keys {
     /// Hash of the key that a reference refers to.
     fn hash(&self, reference: u32) -> u64;
-    /// Asks for the key's cache line.
+    /// Prefetches the key's cache line.
     fn prefetch(&self, _reference: u32) {}
 }
 
@@ -150,7 +150,7 @@ impl TagMap {
         unsafe { at.address().as_mut() }
     }
 
-    /// Asks for the cache line that a hash leads to.
+    /// Prefetches the cache line of a hash.
     #[inline]
     pub fn prefetch(&self, hash: u64) {
         if let Some(home) = self.home(hash) {
@@ -158,7 +158,8 @@ impl TagMap {
         }
     }
 
-    /// The first reference under a hash that `is_it` accepts; it may be asked about references of other hashes.
+    /// Returns the first reference under a hash that `is_it` accepts. `is_it` may be called with references of other
+    /// hashes.
     #[inline]
     pub fn find(&self, hash: u64, is_it: impl FnMut(u32) -> bool) -> Option<u32> {
         self.find_from(self.home(hash)?, Tag::of(hash), is_it)
@@ -180,18 +181,18 @@ impl TagMap {
         None
     }
 
-    /// Inserts references in order, and stops before the first one beside which there is another of the same hash that
-    /// `is_same` accepts: it is told the number of the new one, and the other. Returns how many it inserted. `grow` must
-    /// have been called for them.
+    /// Inserts references in order, and stops before the first one for which `is_same`, called with its number and a
+    /// stored reference of the same hash, returns true. Returns how many were inserted. `grow` must have been called
+    /// for them.
     pub fn insert_alone(&mut self, references: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
         let mut number = 0;
         let Some(mut ahead) = self.nowhere() else { return 0 };
-        self.ask(references, &mut ahead);
+        self.prefetch_homes(references, &mut ahead);
         for group in references.chunks(GROUP) {
             let homes = ahead;
-            self.ask(references.get(number + GROUP..).unwrap_or_default(), &mut ahead);
-            // Those whose line alone does not tell that they are the only ones, or has no room: they look further when
-            // the others are in.
+            self.prefetch_homes(references.get(number + GROUP..).unwrap_or_default(), &mut ahead);
+            // References that need a further look: their line overflowed or is full. They are checked after the others
+            // are in.
             let mut later = 0u32;
             for (at, (&(hash, reference), &home)) in group.iter().zip(&homes).enumerate() {
                 let tag = Tag::of(hash);
@@ -226,8 +227,8 @@ impl TagMap {
         number
     }
 
-    /// How many of the hashes, in order, have no reference here that `is_same` accepts: it is told the hash's number, and
-    /// the reference.
+    /// Returns how many of the hashes, in order, have no reference that `is_same`, called with the hash's number and
+    /// the reference, accepts.
     pub fn absent(&mut self, hashes: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
         if self.count == 0 {
             return hashes.len();
@@ -245,8 +246,8 @@ impl TagMap {
         });
     }
 
-    /// Does something at the home of each hash, in order, until it returns false. Returns how often it did not. Homes are
-    /// asked for in groups, well before their turn.
+    /// Calls `work` at the home line of each hash, in order, until it returns false. Returns how often it returned
+    /// true. Lines are prefetched in groups.
     #[inline]
     fn at_homes(
         &mut self,
@@ -255,10 +256,10 @@ impl TagMap {
     ) -> usize {
         let mut number = 0;
         let Some(mut ahead) = self.nowhere() else { return 0 };
-        self.ask(hashes, &mut ahead);
+        self.prefetch_homes(hashes, &mut ahead);
         for group in hashes.chunks(GROUP) {
             let homes = ahead;
-            self.ask(hashes.get(number + GROUP..).unwrap_or_default(), &mut ahead);
+            self.prefetch_homes(hashes.get(number + GROUP..).unwrap_or_default(), &mut ahead);
             for (&(hash, reference), &home) in group.iter().zip(&homes) {
                 if !work(self, home, number, hash, reference) {
                     return number;
@@ -274,9 +275,9 @@ impl TagMap {
         Some([At { segment: *self.directory.first()?, line: 0 }; GROUP])
     }
 
-    /// Asks for the homes of a group.
+    /// Prefetches the home lines of a group.
     #[inline]
-    fn ask(&self, hashes: &[(u64, u32)], homes: &mut [At; GROUP]) {
+    fn prefetch_homes(&self, hashes: &[(u64, u32)], homes: &mut [At; GROUP]) {
         for (home, (hash, _)) in homes.iter_mut().zip(hashes) {
             let Some(at) = self.home(*hash) else { return };
             prefetch(at.address().as_ptr());
@@ -308,7 +309,7 @@ impl TagMap {
             line.pass();
             at = at.next();
         }
-        // No line has room, and each was told of one more that passed.
+        // No line has room, and each has counted one more overflow.
         self.unpass(home, home);
         false
     }
@@ -403,15 +404,15 @@ mod tests {
         for reference in 0..300u32 {
             assert!(map.insert(7 << 40, reference, |_| 7 << 40));
         }
-        let mut seen = 0;
+        let mut visited = 0;
         assert_eq!(
             map.find(7 << 40, |_| {
-                seen += 1;
+                visited += 1;
                 false
             }),
             None
         );
-        assert_eq!(seen, 300);
+        assert_eq!(visited, 300);
         assert!((0..300).rev().all(|reference| map.remove(7 << 40, reference, |_| 7 << 40)));
         assert_eq!(map.len(), 0);
     }

@@ -143,7 +143,7 @@ impl<'a> Words<'a> {
         Ok(())
     }
 
-    /// Number of words.
+    /// Returns the number of words.
     pub fn len(&self) -> usize {
         self.0.len() / 8
     }

@@ -2,7 +2,7 @@
 
 ``KVROUTER_CORE`` chooses the implementation: ``native`` (Rust; importing fails unless all of it is built),
 ``reference`` (plain Python), or ``auto``, the default: name by name, the Rust one where it is built. Services start on
-the reference only where it is asked for by name.
+the reference only if it is named.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _choose(requested: str) -> dict[str, tuple[str, Any]]:
 
 
 REQUESTED = os.environ.get("KVROUTER_CORE") or "auto"
-"""What was asked for: "native", "reference" or "auto"."""
+"""What was requested: "native", "reference" or "auto"."""
 
 _chosen = _choose(REQUESTED)
 

@@ -21,7 +21,7 @@ The prefix index, in terms that every implementation must keep:
   local hashes, with an engine hash twice or equal to the parent's, or to a depth past u32; a removal of no blocks; more
   than ``MAX_EVENT_BLOCKS`` blocks; and event id 2^64 - 1, which the cursor cannot pass: it stays there. A removal may
   name a hash twice: two copies. Unknown fields are ignored.
-- A batch that says ``next_event_id`` above the id after its last event (or above the cursor, in a heartbeat) tells of
+- A batch that says ``next_event_id`` above the id after its last event (or above the cursor, in a heartbeat) reports
   events that were lost: a gap. One below is ignored.
 """
 
@@ -135,7 +135,7 @@ class PrefixIndex(Protocol):
     def apply(self, batch: bytes) -> ApplySummary:
         """Applies an encoded KvEventBatch. Never raises for what the bytes contain.
 
-        A rank not seen before starts at event 0 of the batch's incarnation; a higher incarnation drops the rank's
+        A new rank starts at event 0 of the batch's incarnation; a higher incarnation drops the rank's
         blocks and starts again at event 0.
         """
         ...
@@ -267,13 +267,13 @@ class LoadColumns(NamedTuple):
     ranks: tuple[Rank, ...]
     """In order of (worker_id, dp_rank). The native core gives the same tuple until other ranks are there."""
     active_blocks: memoryview
-    """Distinct blocks of requests in flight, with those of the request that was asked about, if any."""
+    """Distinct blocks of requests in flight, with those of the given request, if any."""
     prefill_tokens: memoryview
-    """Prefill tokens booked and not done, without those of a request that was asked about."""
+    """Prefill tokens booked and not done, without those of the given request."""
     requests: memoryview
     """Bookings that are not freed."""
     leading_active_blocks: memoryview
-    """Leading blocks of the request that was asked about that are active there; 0 where none was."""
+    """Leading blocks of the given request that are active there; 0 if none was given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-//! Where blocks lie: chunks of eight, in pages of the arena.
+//! Storage of blocks: chunks of eight, in pages of the arena.
 //!
-//! A chunk of a run holds eight local hashes and the engine hashes under which ranks know those blocks, a cache line
-//! each. A chunk of a label holds eight engine hashes of a rank that knows the blocks by names of its own. Each has an
-//! 8-byte header, so that a reference alone leads to the block's place.
+//! A chunk of a node has eight local hashes and the eight shared engine hashes, a cache line each. A chunk of an alias
+//! has eight engine hashes. Each chunk has an 8-byte header, so that a reference alone leads to the block's position.
 
 use crate::storage::memory::prefetch;
 use crate::storage::pages::{Page, Pages};
@@ -22,7 +21,7 @@ pub const fn slot(chunk: u32, lane: u32) -> Slot {
 /// What a chunk belongs to.
 #[derive(Clone, Copy)]
 pub struct Header {
-    /// The run (of a block chunk) or the label (of a label chunk).
+    /// The node (of a block chunk) or the alias (of an alias chunk).
     pub owner: u32,
     /// The chunk's number in its owner.
     pub number: u16,
@@ -32,7 +31,7 @@ pub struct Header {
     pub doubled: u8,
 }
 
-/// Eight blocks of a run.
+/// Eight blocks of a node.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 pub struct Chunk {
@@ -61,7 +60,7 @@ unsafe impl Page for BlockPage {
     }
 }
 
-/// A page of label chunks.
+/// A page of alias chunks.
 #[repr(C, align(4096))]
 pub struct AliasPage {
     live: u64,
@@ -98,7 +97,7 @@ pub const fn bit(slot: Slot) -> u8 {
     1 << (slot & 7)
 }
 
-/// Chunks of runs.
+/// Chunks of nodes.
 pub struct Blocks(Pages<BlockPage>);
 
 impl Blocks {
@@ -115,7 +114,7 @@ impl Blocks {
         &mut self.0
     }
 
-    /// A chunk that belongs to a run.
+    /// Allocates a chunk for a node.
     pub fn allocate(&mut self, owner: u32, number: u16) -> Option<u32> {
         let id = self.0.allocate()?;
         if let Some(header) = self.header_mut(slot(id, 0)) {
@@ -152,13 +151,13 @@ impl Blocks {
         self.0.page_mut(at >> 3).headers.get_mut(Pages::<BlockPage>::unit(at >> 3))
     }
 
-    /// Asks for the local hashes of a chunk.
+    /// Prefetches the local hashes of a chunk.
     #[inline]
     pub fn prefetch_locals(&self, id: u32) {
         prefetch(&self.chunk(id).locals);
     }
 
-    /// Asks for the engine hashes of a chunk.
+    /// Prefetches the engine hashes of a chunk.
     #[inline]
     pub fn prefetch_engines(&self, id: u32) {
         prefetch(&self.chunk(id).engines);
@@ -182,7 +181,7 @@ impl Blocks {
     }
 }
 
-/// Chunks of labels.
+/// Chunks of aliases.
 pub struct AliasBlocks(Pages<AliasPage>);
 
 impl AliasBlocks {
@@ -199,7 +198,7 @@ impl AliasBlocks {
         &mut self.0
     }
 
-    /// A chunk that belongs to a label.
+    /// Allocates a chunk for an alias.
     pub fn allocate(&mut self, owner: u32, number: u16) -> Option<u32> {
         let id = self.0.allocate()?;
         if let Some(header) = self.header_mut(slot(id, 0)) {
@@ -218,7 +217,7 @@ impl AliasBlocks {
         self.0.page_mut(at >> 3).headers.get_mut(Pages::<AliasPage>::unit(at >> 3))
     }
 
-    /// Asks for the engine hashes of a chunk.
+    /// Prefetches the engine hashes of a chunk.
     #[inline]
     pub fn prefetch(&self, id: u32) {
         if let Some(words) = self.0.page(id).chunks.get(Pages::<AliasPage>::unit(id)) {

@@ -24,7 +24,7 @@ impl Keys for SharedKeys<'_> {
     }
 }
 
-/// Engine hashes of labels with their ranks, by slots of `blocks`.
+/// Engine hashes of aliases with their ranks, by slots of `blocks`.
 pub struct PrivateKeys<'a> {
     pub secret: Secret,
     pub blocks: &'a AliasBlocks,
@@ -43,7 +43,7 @@ impl Keys for PrivateKeys<'_> {
     }
 }
 
-/// Branches: where runs hang and what they begin with, by their ids.
+/// Branches by node id: the parent, the depth and the first local hash.
 pub struct BranchKeys<'a> {
     pub secret: Secret,
     pub nodes: &'a Table<Node>,

@@ -1,4 +1,4 @@
-//! The records of the index's tree: runs of blocks and their places, ranks, keys of tables.
+//! The records of the index's tree: nodes, blocks, ranks, and keys of tables.
 
 pub(crate) mod blocks;
 pub(crate) mod keys;

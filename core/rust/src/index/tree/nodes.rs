@@ -1,44 +1,44 @@
-//! The records of the tree: runs of blocks, who holds them, and the names that ranks have for them.
+//! The records of the tree: radix nodes, residency ranges and hash aliases.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::index::tree::blocks::{LANES, Slot, slot};
 
-/// The run that every sequence starts from: it has no blocks.
+/// The node that every sequence starts from: it has no blocks.
 pub const ROOT: u32 = 0;
-/// In place of a label's id: the engine hashes beside the run's own blocks, which all ranks may share.
+/// In place of an alias's id: the shared engine hashes beside the node's own blocks.
 pub const SHARED: u32 = 0;
-/// Blocks of a run or of a label, at most: a chunk's number is a u16.
+/// Blocks of a node or of an alias, at most: a chunk's number is a u16.
 pub const MAX_BLOCKS: u32 = (1 << 16) * LANES;
 
-/// Blocks that follow each other, with branches hanging off anywhere in them.
+/// A radix node: consecutive blocks, from any of which other nodes may branch off.
 ///
-/// Depths are absolute, counted from the start of the sequence, so nothing changes when a branch appears: runs are never
-/// split. A run begins where some rank first stored something that differs from all that was there.
+/// Depths are absolute, counted from the start of the sequence, so nothing changes when a branch appears: nodes are
+/// never split. A node begins where a rank first stored blocks that differ from all that were there.
 #[derive(Default)]
 pub struct Node {
-    /// The run that it branches off, at its own `start`.
+    /// The node that it branches off, at its own `start`.
     pub parent: u32,
     /// Depth of its first block.
     pub start: u32,
-    /// Number of its blocks, held or not; 0 for a free record.
+    /// Number of its blocks, resident or not; 0 for a free record.
     pub len: u32,
-    /// Runs that branch off it.
+    /// Nodes that branch off it.
     pub children: u32,
     /// No branch is at a greater depth than this.
     pub deepest_branch: u32,
-    /// Blocks removed at its end since it was last looked at for blocks that nobody holds.
+    /// Blocks removed at its end since the last scan for blocks without residents.
     pub dropped: u32,
     /// Its chunks.
     pub chunks: Vec<u32>,
-    /// Who holds what of it, in order of (seat, label).
+    /// Its residency ranges, in order of (rank, tier, alias).
     pub residency_ranges: Vec<ResidencyRange>,
-    /// Sequence hash of the block before its first one; 0 until somebody asks.
+    /// Sequence hash of the block before its first one; 0 until it is first needed.
     prefix: AtomicU64,
 }
 
 impl Node {
-    /// A run without blocks.
+    /// Makes a node without blocks.
     pub fn branch(parent: u32, start: u32) -> Self {
         Self { parent, start, deepest_branch: start, ..Self::default() }
     }
@@ -56,7 +56,7 @@ impl Node {
         self.chunks.get((offset / LANES) as usize).map_or(u32::MAX, |&chunk| slot(chunk, offset % LANES))
     }
 
-    /// Where the holding of a seat by a label is, or would be.
+    /// Finds the residency range of a (rank, tier) under an alias: its index, or the index to insert at.
     #[inline]
     pub fn find(&self, rank_tier: RankTier, alias: u32) -> Result<usize, usize> {
         let key = order(rank_tier, alias);
@@ -70,7 +70,7 @@ impl Node {
         self.residency_ranges.binary_search_by_key(&key, ResidencyRange::order)
     }
 
-    /// The holdings of a rank, over all tiers and labels.
+    /// Returns the residency ranges of a rank, over all tiers and aliases.
     #[inline]
     pub fn of_rank(&self, rank: u32) -> &[ResidencyRange] {
         if let [only] = self.residency_ranges.as_slice() {
@@ -126,18 +126,18 @@ const fn order(rank_tier: RankTier, alias: u32) -> u64 {
     (rank_tier.0 as u64) << 32 | alias as u64
 }
 
-/// Blocks of a run that a seat holds under the engine hashes of one label.
+/// Blocks of a node that are resident in one tier of a rank, under one alias.
 #[derive(Clone, Copy, Default)]
 pub struct ResidencyRange {
     pub rank_tier: RankTier,
     pub alias: u32,
-    /// The first depth held.
+    /// The first resident depth.
     pub lo: u32,
-    /// The depth after the last one held.
+    /// The depth after the last resident one.
     pub hi: u32,
     /// Where there are holes: the bitmap. 0 where there are none.
     pub bits: u32,
-    /// Where the rank's list of holdings has this one.
+    /// Index of this range in the rank's `residencies`.
     pub listed_at: u32,
 }
 
@@ -148,7 +148,7 @@ impl ResidencyRange {
     }
 }
 
-/// Which blocks are held, where there are holes. Bit i speaks of the run's block i.
+/// Which blocks are resident, where there are holes. Bit i stands for the node's block i.
 #[derive(Default)]
 pub struct Bits {
     /// From the first one with a bit that was ever set: few blocks at a great depth take little.
@@ -243,7 +243,7 @@ impl Bits {
     }
 }
 
-/// Engine hashes that one rank alone uses for blocks of a run.
+/// Engine hashes that one rank alone uses for blocks of a node.
 #[derive(Default)]
 pub struct HashAlias {
     /// The rank's slot.

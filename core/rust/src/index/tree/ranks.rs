@@ -20,7 +20,7 @@ pub enum Counting {
     Set,
 }
 
-/// Where a holding is: an entry in a rank's list of them.
+/// Refers to a residency range: an entry in a rank's list of them.
 #[derive(Clone, Copy)]
 pub struct Residency {
     pub node: u32,
@@ -28,7 +28,7 @@ pub struct Residency {
     pub alias: u32,
 }
 
-/// A block by where it is, and the label under which a rank holds it.
+/// The position of a block in the tree, and the alias under which a rank has it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockPosition {
     pub node: u32,
@@ -36,7 +36,7 @@ pub struct BlockPosition {
     pub depth: u32,
 }
 
-/// Hashes small integers that nobody outside chooses.
+/// Hashes small integers that no client can choose.
 #[derive(Default)]
 pub struct SlotHasher(u64);
 
@@ -73,11 +73,11 @@ pub struct Rank {
     /// Emptied over a bound: its events move the cursor only.
     pub muted: bool,
     pub counting: Counting,
-    /// (engine hash, tier) pairs held.
+    /// Resident (engine hash, tier) pairs.
     pub entries: u64,
-    /// Blocks held under engine hashes that other ranks do not share.
+    /// Blocks that are resident under an alias of the rank.
     pub private: u64,
-    /// All its holdings.
+    /// All its residency ranges.
     pub residencies: Vec<Residency>,
     pub extras: Extras,
     /// The last block stored: most likely the next store's parent.
@@ -133,7 +133,7 @@ pub struct Ranks {
     weight: usize,
 }
 
-/// Slots of ranks stay below this, so that a seat fits into 32 bits.
+/// Slots of ranks stay below this, so that a `RankTier` fits into 32 bits.
 const MAX_RANKS: usize = 1 << 29;
 
 impl Ranks {

@@ -14,7 +14,7 @@ pub const ROOMY: usize = LINES * LANES * 40 / 100;
 pub const DENSE: usize = LINES * LANES * 48 / 100;
 /// Segments are numbered by less than this: room for 5 billion references.
 const MAX_SEGMENTS: u32 = 1 << 22;
-/// How many keys are asked for ahead of their turn.
+/// How many keys are prefetched ahead.
 const KEYS_AHEAD: usize = 60;
 
 impl TagMap {

@@ -22,7 +22,7 @@ class Block(NamedTuple):
     sequence_hash: int
     local_hash: int
     parent_sequence_hash: int | None
-    """Place of the block before it; None at the start of a sequence, and where a dump did not tell."""
+    """Place of the block before it; None at the start of a sequence, and where a dump leaves it out."""
     depth: int
     """Position in its sequence, from 0."""
     copies: tuple[int, ...] = NO_COPIES
