@@ -2,7 +2,7 @@
 //!
 //! Places are exact: a block's place is the path of local hashes from the root, compared hash by hash. A table with
 //! 5 bytes per entry finds engine hashes. Each block of a node has one engine hash that all ranks share; a rank that
-//! uses another one for it has a hash alias. See `bench/README.md`.
+//! uses another one for it has a hash alias. See `docs/explanation/prefix-index.md`.
 
 pub(crate) mod aliases;
 pub mod apply;
