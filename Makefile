@@ -28,7 +28,7 @@ LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Pa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,10 @@ protos-check: setup
 
 protos-release: setup ## the contract as it is becomes the one that changes are checked against
 	cd protos && ../$(BIN)/buf build -o released.binpb
+
+reference: setup ## pages of docs/reference that are generated from the code: options, metrics
+	$(BIN)/python docs/reference/generate_options.py
+	$(BIN)/python docs/reference/generate_metrics.py
 
 docs: setup ## the API reference in build/docs, from docstrings; warnings are errors
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/docs

@@ -33,7 +33,7 @@ PARTS = (
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for part in PARTS for path in (ROOT / part).rglob("*.md"))})
 FOREIGN = frozenset(
     {
-        *("--find-links", "--http2-prior-knowledge", "--list-methods", "--protocol"),
+        *("--find-links", "--http2-prior-knowledge", "--list-methods", "--now", "--protocol"),
         *("--example", "--no-default-features", "--release"),
     }
 )

@@ -1,0 +1,159 @@
+"""The reference agrees with the code: calls, errors, keys and subjects."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvrouter.frontend.api.http_server import _HTTP_STATUS
+from kvrouter.runtime import errors
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.errors_pb2 import ErrorReason
+from kvrouter.v1.names import ComponentName, service_key, threshold_key
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+SERVICES = {
+    name: module.DESCRIPTOR.services_by_name[name]
+    for name, module in (
+        ("FrontendService", frontend_pb2),
+        ("SchedulerService", scheduler_pb2),
+        ("IndexerService", indexer_pb2),
+        ("WorkerService", worker_pb2),
+    )
+}
+TYPES = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and issubclass(kind, KvRouterError) and kind is not KvRouterError
+}
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a section of a page."""
+    text = (REFERENCE / page).read_text(encoding="utf-8")
+    return text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The rows of the tables in a text, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        row for row, below in zip(cells, [*cells[1:], [""]], strict=True) if not is_rule(row) and not is_rule(below)
+    ]
+
+
+def is_rule(row: list[str]) -> bool:
+    return all(set(cell) == {"-"} for cell in row)
+
+
+def named(text: str) -> set[str]:
+    """The error types that a text names."""
+    return set(re.findall(r"`(\w+)`", text)) & set(TYPES)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_call_is_in_the_contract_page(service: str) -> None:
+    listed = re.findall(rf"`{service}\.(\w+)`", (REFERENCE / "contract.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(method.name for method in SERVICES[service].methods)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_call_has_its_errors(service: str) -> None:
+    listed = [row[0].strip("`") for row in rows(section("errors.md", service))]
+    assert sorted(listed) == sorted(method.name for method in SERVICES[service].methods)
+
+
+def test_every_error_type_is_described_as_it_is() -> None:
+    described = {row[0].strip("`"): row[1:5] for row in rows(section("errors.md", "Error types"))}
+    assert described == {name: list(as_described(kind)) for name, kind in TYPES.items()}
+
+
+def as_described(kind: type[KvRouterError]) -> Iterator[str]:
+    yield kind.status.name
+    reason = ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_")
+    yield "-" if reason == "UNSPECIFIED" else reason
+    yield str(_HTTP_STATUS.get(kind.status, 500))
+    values = {"str": "x", "int": 1, "object": "x"}
+    parameters = inspect.signature(kind).parameters.values()
+    needed = [values[str(each.annotation)] for each in parameters if each.default is inspect.Parameter.empty]
+    yield "yes" if kind(*needed).info.HasField("retry_after_ms") else "no"
+
+
+def made_in(folder: str) -> set[str]:
+    """The error types that are made somewhere in the sources of a service."""
+    return {
+        made.id
+        for path in (ROOT / "services" / folder / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for made in (getattr(node, "func", None), getattr(node, "exc", None))
+        if isinstance(made, ast.Name) and made.id in TYPES
+    }
+
+
+ANY_CALL = named(section("errors.md", "Any call"))
+
+
+@pytest.mark.parametrize(("service", "folder"), [("SchedulerService", "scheduler"), ("IndexerService", "indexer")])
+def test_every_error_of_a_service_is_listed_for_a_call(service: str, folder: str) -> None:
+    listed = named(section("errors.md", service))
+    made = made_in(folder)
+    assert made <= listed | ANY_CALL, "errors that the page lacks"
+    assert listed - ANY_CALL <= made, "errors that the service does not raise"
+
+
+def test_every_error_of_the_frontend_is_listed_for_a_call() -> None:
+    listed = named(section("errors.md", "FrontendService"))
+    made = made_in("frontend")
+    passed_on = named(section("errors.md", "SchedulerService")) | {"OutOfRange"}
+    assert made <= listed | ANY_CALL, "errors that the page lacks"
+    assert listed - ANY_CALL <= made | passed_on, "errors that the Frontend does not raise"
+
+
+def test_every_error_of_the_server_can_happen_to_any_call() -> None:
+    path = ROOT / "services" / "runtime" / "src" / "kvrouter" / "runtime" / "rpc" / "server.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(TYPES) <= ANY_CALL
+
+
+def test_every_refusal_of_the_sdk_is_listed() -> None:
+    listed = section("errors.md", "WorkerService")
+    for path in (ROOT / "services" / "publisher_sdk" / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                if node.value.attr == "StatusCode":
+                    assert node.attr in listed
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("ERROR_REASON_"):
+                reason = node.attr.removeprefix("ERROR_REASON_")
+                assert reason == "UNSPECIFIED" or f"({reason})" in listed
+
+
+def test_http_statuses_are_those_of_the_page() -> None:
+    listed = set(re.findall(r"\b[2-5]\d\d\b", (REFERENCE / "errors.md").read_text(encoding="utf-8")))
+    assert {str(status) for status in _HTTP_STATUS.values()} <= listed
+
+
+def test_names_are_those_of_the_code() -> None:
+    component = ComponentName("NS", "C")
+    worker, rank = 0xABC, 3
+    ids = {"0000000000000abc": "W", ".W.3": ".W.R", "KIND/ID": "KIND/ID"}
+    names = {
+        *(component.descriptor_key, component.worker_key(worker), component.incarnation_key(worker)),
+        *(component.applied_key("ID"), component.snapshot_key, component.snapshot_lock_key),
+        *(service_key("NS", "KIND", "ID"), threshold_key("NS", "MODEL")),
+        *(component.events_subject(worker, rank), component.live_subject(worker, rank)),
+        *(component.load_subject(worker, rank), component.sync_subject, component.sync_state_subject("ID")),
+        *(component.stream, component.snapshot_bucket.replace("__2_", "__LEN_")),
+    }
+    for found, written in ids.items():
+        names = {name.replace(found, written) for name in names}
+    page = (REFERENCE / "names.md").read_text(encoding="utf-8")
+    listed = {name for name in re.findall(r"`([^`]+)`", page) if name.startswith(("/kvrouter/", "kvrouter."))}
+    streams = {name for name in re.findall(r"`([^`]+)`", page) if name.startswith("kvrouter-v1")}
+    assert listed | streams == names
