@@ -91,6 +91,17 @@ impl<S> FairLock<S> {
         }
         f(&mut self.state.write().unwrap_or_else(PoisonError::into_inner))
     }
+
+    /// Calls `f` with write access, then `g` with read access and the result of `f`. No writer comes between them, and
+    /// `g` may take long, as in `read_long`.
+    pub fn write_then_read<T, U>(&self, f: impl FnOnce(&mut S) -> T, g: impl FnOnce(&S, T) -> U) -> U {
+        let _gate = self.gate.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.waiting.load(Ordering::Acquire) > 0 {
+            std::thread::yield_now();
+        }
+        let result = f(&mut self.state.write().unwrap_or_else(PoisonError::into_inner));
+        g(&self.state.read().unwrap_or_else(PoisonError::into_inner), result)
+    }
 }
 
 #[cfg(test)]
@@ -142,5 +153,18 @@ mod tests {
             drop(end);
         });
         assert_eq!(lock.read(|state| *state), 1);
+    }
+
+    #[test]
+    fn readers_pass_while_a_writer_reads_what_it_wrote() {
+        let lock = FairLock::new(0);
+        let seen = lock.write_then_read(
+            |state| *state += 1,
+            |state, ()| {
+                assert!(lock.try_write().is_none(), "another writer would come between");
+                (*state, lock.try_read().map(|state| *state))
+            },
+        );
+        assert_eq!(seen, (1, Some(1)));
     }
 }

@@ -14,5 +14,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::python::{ActiveSequences, ApplySummary, PredictedIndex, PrefixIndex, local_hashes, sequence_hashes};
+    use crate::python::{
+        ActiveSequences, ApplySummary, EventBatch, PredictedIndex, PrefixIndex, local_hashes, sequence_hashes,
+    };
 }

@@ -4,7 +4,7 @@ use crate::index::Index;
 use crate::index::store::Refused;
 use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{Counting, Name, Rank};
-use crate::wire::{Batch, Change, Event};
+use crate::wire::{Batch, Change, Event, Malformed};
 
 /// Blocks in one event, at most.
 const MAX_EVENT_BLOCKS: usize = 1 << 16;
@@ -40,18 +40,25 @@ enum Odd {
 }
 
 impl Index {
-    /// Applies an encoded KvEventBatch.
+    /// Applies an encoded KvEventBatch and compares its digest.
     pub fn apply(&mut self, message: &[u8]) -> Summary {
-        let batch = match Batch::parse(message) {
-            Ok(batch) => batch,
-            Err(malformed) => return Summary { unparsable: malformed.0, ..Summary::default() },
-        };
+        match Batch::parse(message) {
+            Ok(batch) => {
+                let summary = self.apply_events(&batch);
+                self.compare_digest(&batch, summary)
+            }
+            Err(Malformed(why)) => Summary { unparsable: why, ..Summary::default() },
+        }
+    }
+
+    /// Applies the events of a batch. `compare_digest` must follow, before the rank changes again.
+    pub(crate) fn apply_events(&mut self, batch: &Batch<'_>) -> Summary {
         let name = (batch.worker_id, batch.dp_rank);
         let mut summary = Summary { rank: name, ..Summary::default() };
         let Some(slot) = self.rank_slot(name, batch.incarnation) else {
             return Summary { unparsable: "more ranks than an index can have", ..summary };
         };
-        self.apply_to(slot, &batch, &mut summary);
+        self.apply_to(slot, batch, &mut summary);
         if let Some(rank) = self.ranks.get(slot) {
             summary.next_event_id = rank.next_event_id;
             summary.incarnation = rank.incarnation;
@@ -60,6 +67,23 @@ impl Index {
         self.scratch.trim();
         self.give_back(summary.new_incarnation);
         summary
+    }
+
+    /// Completes the summary of a batch that was just applied: whether its digest differs from the index's. Takes long for
+    /// large ranks, and only reads.
+    pub(crate) fn compare_digest(&self, batch: &Batch<'_>, summary: Summary) -> Summary {
+        let Some(digest) = batch.digest.filter(|_| self.checks_digest(batch)) else { return summary };
+        let Some(slot) = self.ranks.slot_of(summary.rank) else { return summary };
+        let comparable = self.ranks.get(slot).is_some_and(|rank| {
+            batch.incarnation == rank.incarnation && batch.next_event_id == rank.next_event_id && !rank.partial()
+        });
+        let digest_differs = comparable && summary.gap.is_none() && self.digest(slot) != digest;
+        Summary { digest_differs, ..summary }
+    }
+
+    /// Whether the digest of a batch is compared at all.
+    pub(crate) fn checks_digest(&self, batch: &Batch<'_>) -> bool {
+        batch.digest.is_some() && (batch.events.is_empty() || self.check_digests)
     }
 
     fn apply_to(&mut self, slot: u32, batch: &Batch<'_>, summary: &mut Summary) {
@@ -112,14 +136,6 @@ impl Index {
         let Some(rank) = self.ranks.get(slot) else { return };
         if summary.gap.is_none() && batch.next_event_id > rank.next_event_id {
             summary.gap = Some((rank.next_event_id, batch.next_event_id));
-        }
-        if let Some(digest) = batch.digest
-            && batch.next_event_id == rank.next_event_id
-            && summary.gap.is_none()
-            && !rank.partial()
-            && (batch.events.is_empty() || self.check_digests)
-        {
-            summary.digest_differs = self.digest(slot) != digest;
         }
     }
 

@@ -311,7 +311,7 @@ struct LoadedBlock {
 
 impl Dump {
     /// Reads the chunks of a dump and checks that they make one.
-    pub(crate) fn parse(chunks: &[Vec<u8>]) -> Result<Self, String> {
+    pub(crate) fn parse(chunks: &[impl AsRef<[u8]>]) -> Result<Self, String> {
         let mut dump: Option<Self> = None;
         let mut known: HashMap<u64, (u64, u32, bool)> = HashMap::new();
         let mut digest = 0u64;
@@ -320,7 +320,8 @@ impl Dump {
             if said.is_some() {
                 return Err("the dump goes on after its last chunk".into());
             }
-            let state = RankState::parse(chunk).map_err(|Malformed(why)| format!("a chunk cannot be read: {why}"))?;
+            let state =
+                RankState::parse(chunk.as_ref()).map_err(|Malformed(why)| format!("a chunk cannot be read: {why}"))?;
             let (Some(name), Some(cursor)) = (state.rank, state.cursor) else {
                 return Err("a chunk lacks its rank or its cursor".into());
             };

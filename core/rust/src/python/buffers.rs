@@ -54,6 +54,14 @@ pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>>
     Ok(Bytes::Buffer(contiguous(object)?))
 }
 
+/// The bytes of an object, which Python code cannot change: where they lie for `bytes`, else a copy.
+pub fn immutable<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u8]>> {
+    match object.cast::<PyBytes>() {
+        Ok(exact) => Ok(Cow::Borrowed(exact.as_bytes())),
+        Err(_) => Ok(Cow::Owned(bytes(object)?.as_slice().to_vec())),
+    }
+}
+
 fn contiguous(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
     let buffer = PyUntypedBuffer::get(object)?;
     if !buffer.is_c_contiguous() {

@@ -1,6 +1,8 @@
 //! The Python module `kvrouter.core._native`: conversions at the edge, and nothing else.
 
 mod buffers;
+mod dump;
+mod event_batch;
 mod exclusive;
 mod hashing;
 mod predicted;
@@ -8,7 +10,15 @@ mod prefix_index;
 mod sequences;
 mod shared;
 
+pub use event_batch::EventBatch;
 pub use hashing::{local_hashes, sequence_hashes};
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, PrefixIndex};
 pub use sequences::ActiveSequences;
+
+use pyo3::prelude::*;
+
+/// A class of `kvrouter.core.interface`.
+fn interface<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    py.import("kvrouter.core.interface")?.getattr(name)
+}

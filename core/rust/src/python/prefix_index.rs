@@ -1,16 +1,20 @@
 //! The prefix index, as Python calls it.
 
+use std::borrow::Cow;
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
+use super::dump::DumpChunks;
+use super::event_batch::{EventBatch, parse};
 use super::shared::Shared;
-use super::{buffers, hashing};
+use super::{buffers, hashing, interface};
 use crate::index::Index;
 use crate::index::apply::Summary;
 use crate::index::dump::Dump;
 use crate::index::tree::ranks::Name;
-use crate::wire::{Batch, Change};
+use crate::wire::{Batch, Malformed};
 
 /// Which blocks are resident on which rank; see `kvrouter.core.interface.PrefixIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
@@ -21,23 +25,16 @@ pub struct PrefixIndex {
 /// Estimates of what calls take, ns, from the measurements of `bench/core`. They decide whether a call releases the
 /// GIL.
 mod work {
-    use super::{Batch, Change, Index, Name};
+    use super::{Batch, Index, Name};
 
-    /// A batch without chains is shorter than this.
-    const SHORT_BATCH: usize = 512;
-
-    pub fn batch(index: &Index, message: &[u8]) -> usize {
-        let mut work = 2 * message.len();
-        if message.len() <= SHORT_BATCH
-            && let Ok(batch) = Batch::parse(message)
-        {
-            let name = (batch.worker_id, batch.dp_rank);
-            if batch.events.iter().any(|event| matches!(event.change, Change::Cleared)) {
-                work += departure(index, name);
-            }
-            if batch.digest.is_some() && (batch.events.is_empty() || index.check_digests) {
-                work += digest(index, name);
-            }
+    pub fn batch(index: &Index, batch: &Batch<'_>, bytes: usize) -> usize {
+        let name = (batch.worker_id, batch.dp_rank);
+        let mut work = 2 * bytes;
+        if batch.clears() || index.cursor(name).is_some_and(|(incarnation, _)| incarnation < batch.incarnation) {
+            work += departure(index, name);
+        }
+        if index.checks_digest(batch) {
+            work += digest(index, name);
         }
         work
     }
@@ -91,10 +88,6 @@ fn tier_index(tier: i64) -> PyResult<u32> {
     }
 }
 
-fn interface<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
-    py.import("kvrouter.core.interface")?.getattr(name)
-}
-
 #[pymethods]
 impl PrefixIndex {
     #[new]
@@ -106,9 +99,15 @@ impl PrefixIndex {
         Ok(Self { index: Shared::new(Index::new(bound(max_blocks)?, bound(max_bytes)?, check_digests)) })
     }
 
-    fn apply(&self, py: Python<'_>, batch: &Bound<'_, PyBytes>) -> ApplySummary {
-        let bytes = batch.as_bytes();
-        ApplySummary(self.index.write(py, |index| work::batch(index, bytes), |index| index.apply(bytes)))
+    fn apply(&self, py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<ApplySummary> {
+        if let Ok(read) = batch.cast::<EventBatch>() {
+            return Ok(self.apply_batch(py, read.get().batch(), read.get().bytes(py)));
+        }
+        let data = batch.cast::<PyBytes>()?.as_bytes();
+        Ok(match parse(py, data) {
+            Ok(batch) => self.apply_batch(py, &batch, data.len()),
+            Err(Malformed(why)) => ApplySummary(Summary { unparsable: why, ..Summary::default() }),
+        })
     }
 
     fn find_matches<'py>(&self, py: Python<'py>, local_hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
@@ -116,6 +115,17 @@ impl PrefixIndex {
         let response =
             self.index.read(py, |index| work::answer(index, locals.len()), |index| index.find_matches(&locals));
         Ok(PyBytes::new(py, &response))
+    }
+
+    fn try_find_matches<'py>(
+        &self,
+        py: Python<'py>,
+        local_hashes: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let locals = buffers::words(local_hashes)?;
+        let response =
+            self.index.try_read(py, |index| work::answer(index, locals.len()), |index| index.find_matches(&locals));
+        Ok(response.map(|response| PyBytes::new(py, &response)))
     }
 
     #[pyo3(signature = (local_hashes, tier=1))]
@@ -158,7 +168,7 @@ impl PrefixIndex {
     }
 
     fn digest(&self, py: Python<'_>, rank: Name) -> Option<u64> {
-        self.index.read(py, |index| work::digest(index, rank), |index| index.digest_of(rank))
+        self.index.read_long(py, |index| work::digest(index, rank), |index| index.digest_of(rank))
     }
 
     #[pyo3(signature = (rank, incarnation, next_event_id, *, partial=true))]
@@ -176,21 +186,18 @@ impl PrefixIndex {
     }
 
     #[pyo3(signature = (rank, chunk_blocks=4096))]
-    fn dump_rank<'py>(&self, py: Python<'py>, rank: Name, chunk_blocks: i64) -> PyResult<Bound<'py, PyAny>> {
+    fn dump_rank(&self, py: Python<'_>, rank: Name, chunk_blocks: i64) -> PyResult<DumpChunks> {
         let Some(chunk_blocks) = usize::try_from(chunk_blocks).ok().filter(|blocks| *blocks > 0) else {
             return Err(PyValueError::new_err(format!("chunks of {chunk_blocks} blocks, must be 1 or more")));
         };
-        let chunks = self.index.read(py, |index| work::dump(index, rank), |index| index.dump(rank, chunk_blocks));
-        let chunks: Vec<_> = chunks.iter().map(|chunk| PyBytes::new(py, chunk)).collect();
-        Ok(PyList::new(py, chunks)?.try_iter()?.into_any())
+        let dump = |index: &Index| index.dump(rank, chunk_blocks);
+        Ok(DumpChunks::new(self.index.read_long(py, |index| work::dump(index, rank), dump)))
     }
 
     fn load_rank(&self, py: Python<'_>, chunks: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let chunks: Vec<Vec<u8>> = chunks
-            .try_iter()?
-            .map(|chunk| Ok(buffers::bytes(&chunk?)?.as_slice().to_vec()))
-            .collect::<PyResult<_>>()?;
-        let bytes: usize = chunks.iter().map(Vec::len).sum();
+        let objects: Vec<Bound<'_, PyAny>> = chunks.try_iter()?.collect::<PyResult<_>>()?;
+        let chunks: Vec<Cow<'_, [u8]>> = objects.iter().map(buffers::immutable).collect::<PyResult<_>>()?;
+        let bytes: usize = chunks.iter().map(|chunk| chunk.len()).sum();
         // Checking a dump takes longer than storing its blocks, and queries go on meanwhile.
         let loaded = py
             .detach(|| Dump::parse(&chunks))
@@ -202,7 +209,7 @@ impl PrefixIndex {
     }
 
     fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let infos = self.index.read(py, work::statistics, Index::rank_infos);
+        let infos = self.index.read_long(py, work::statistics, Index::rank_infos);
         let class = interface(py, "RankInfo")?;
         let infos: Vec<_> = infos
             .into_iter()
@@ -216,13 +223,27 @@ impl PrefixIndex {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let stats = self.index.read(py, work::statistics, Index::stats);
+        let stats = self.index.read_long(py, work::statistics, Index::stats);
         interface(py, "IndexStats")?.call1((stats.ranks, stats.blocks, stats.distinct_blocks, stats.memory_bytes))
     }
 
     /// The most entries of its tables that one operation has moved, since the index was made.
     fn most_moved(&self, py: Python<'_>) -> usize {
         self.index.read(py, work::little, Index::most_moved)
+    }
+}
+
+impl PrefixIndex {
+    /// Applies the events of a batch; then compares its digest, while queries go on.
+    fn apply_batch(&self, py: Python<'_>, batch: &Batch<'_>, bytes: usize) -> ApplySummary {
+        let work = |index: &Index| work::batch(index, batch, bytes);
+        let apply = |index: &mut Index| index.apply_events(batch);
+        let compare = |index: &Index, summary| index.compare_digest(batch, summary);
+        ApplySummary(if batch.digest.is_some() {
+            self.index.write_then_read(py, work, apply, compare)
+        } else {
+            self.index.write(py, work, apply)
+        })
     }
 }
 

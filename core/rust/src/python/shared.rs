@@ -17,14 +17,44 @@ impl<S: Send + Sync> Shared<S> {
 
     /// Calls `f` with read access, without the GIL if the lock is not free or `work` estimates a long call, ns.
     pub fn read<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&S) -> usize, f: impl FnOnce(&S) -> T + Send) -> T {
-        let mut long = false;
-        if let Some(state) = self.0.try_read() {
-            long = work(&state) > LONG;
-            if !long {
-                return f(&state);
+        match self.0.try_read() {
+            Some(state) if work(&state) <= LONG => f(&state),
+            Some(state) => {
+                drop(state);
+                py.detach(|| self.0.read(f))
             }
+            None => py.detach(|| self.0.read(f)),
         }
-        py.detach(|| if long { self.0.read_long(f) } else { self.0.read(f) })
+    }
+
+    /// As `read`; None if that would have to wait for a writer.
+    pub fn try_read<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&S) -> usize,
+        f: impl FnOnce(&S) -> T + Send,
+    ) -> Option<T> {
+        let state = self.0.try_read()?;
+        if work(&state) <= LONG {
+            return Some(f(&state));
+        }
+        drop(state);
+        py.detach(|| self.0.try_read().map(|state| f(&state)))
+    }
+
+    /// As `read`, for calls that may take very long: writers wait meanwhile, other readers do not.
+    pub fn read_long<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&S) -> usize,
+        f: impl FnOnce(&S) -> T + Send,
+    ) -> T {
+        if let Some(state) = self.0.try_read()
+            && work(&state) <= LONG
+        {
+            return f(&state);
+        }
+        py.detach(|| self.0.read_long(f))
     }
 
     /// Calls `f` with write access, as `read`.
@@ -40,5 +70,22 @@ impl<S: Send + Sync> Shared<S> {
             return f(&mut state);
         }
         py.detach(|| self.0.write(f))
+    }
+
+    /// Calls `f` with write access, then `g` with read access, as `FairLock::write_then_read`.
+    pub fn write_then_read<T: Send, U: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&S) -> usize,
+        f: impl FnOnce(&mut S) -> T + Send,
+        g: impl FnOnce(&S, T) -> U + Send,
+    ) -> U {
+        if let Some(mut state) = self.0.try_write()
+            && work(&state) <= LONG
+        {
+            let result = f(&mut state);
+            return g(&state, result);
+        }
+        py.detach(|| self.0.write_then_read(f, g))
     }
 }

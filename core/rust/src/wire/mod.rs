@@ -143,6 +143,13 @@ impl<'a> Words<'a> {
         Ok(())
     }
 
+    fn heap(&self) -> usize {
+        match &self.0 {
+            Cow::Owned(bytes) => bytes.capacity(),
+            Cow::Borrowed(_) => 0,
+        }
+    }
+
     /// Returns the number of words.
     pub fn len(&self) -> usize {
         self.0.len() / 8
@@ -178,8 +185,10 @@ pub struct Batch<'a> {
     pub worker_id: u64,
     pub dp_rank: u32,
     pub incarnation: u64,
+    pub block_size: u32,
     pub next_event_id: u64,
     pub digest: Option<u64>,
+    pub published_unix_ns: u64,
     pub counting: i32,
     pub events: Vec<Event<'a>>,
 }
@@ -194,13 +203,47 @@ impl<'a> Batch<'a> {
                 (2, Value::Varint(value)) => batch.dp_rank = value as u32,
                 (3, Value::Fixed64(value)) => batch.incarnation = value,
                 (4, Value::Bytes(event)) => batch.events.push(Event::parse(event)?),
+                (5, Value::Varint(value)) => batch.block_size = value as u32,
                 (6, Value::Varint(value)) => batch.next_event_id = value,
                 (7, Value::Fixed64(value)) => batch.digest = Some(value),
+                (8, Value::Fixed64(value)) => batch.published_unix_ns = value,
                 (9, Value::Varint(value)) => batch.counting = value as i32,
                 _ => {}
             }
         }
         Ok(batch)
+    }
+
+    /// Returns the first event id that the batch does not reach: the cursor after it.
+    pub fn reached(&self) -> u64 {
+        let after = self.events.iter().map(|event| event.id.saturating_add(1)).max();
+        after.unwrap_or_default().max(self.next_event_id)
+    }
+
+    /// Whether an event clears a tier, or all of them.
+    pub fn clears(&self) -> bool {
+        self.events.iter().any(|event| matches!(event.change, Change::Cleared))
+    }
+
+    /// Whether an event clears all tiers.
+    pub fn clears_all(&self) -> bool {
+        self.events.iter().any(|event| matches!(event.change, Change::Cleared) && event.tier == 0)
+    }
+
+    /// Bytes on the heap, without the input.
+    pub fn heap(&self) -> usize {
+        let lists: usize = self.events.iter().map(|event| event.change.heap()).sum();
+        self.events.capacity() * size_of::<Event<'_>>() + lists
+    }
+}
+
+impl Change<'_> {
+    fn heap(&self) -> usize {
+        match self {
+            Self::Stored { engines, locals, .. } => engines.heap() + locals.heap(),
+            Self::Removed { engines } => engines.heap(),
+            Self::None | Self::Cleared => 0,
+        }
     }
 }
 

@@ -19,11 +19,12 @@ from kvrouter.core.interface import (
     LoadColumns,
     Rank,
     RankInfo,
+    RefusedBatch,
     Scope,
     TokenBuffer,
 )
 
-_NAMES = ("local_hashes", "sequence_hashes", "PrefixIndex", "PredictedIndex", "ActiveSequences")
+_NAMES = ("local_hashes", "sequence_hashes", "EventBatch", "PrefixIndex", "PredictedIndex", "ActiveSequences")
 
 
 def _choose(requested: str) -> dict[str, tuple[str, Any]]:
@@ -70,13 +71,16 @@ if TYPE_CHECKING:
     # Type checkers see the reference, to whose interface the native core is held.
     from kvrouter.core.reference import (
         ActiveSequences,
+        EventBatch,
         PredictedIndex,
         PrefixIndex,
         local_hashes,
         sequence_hashes,
     )
 else:
-    local_hashes, sequence_hashes, PrefixIndex, PredictedIndex, ActiveSequences = (_chosen[name][1] for name in _NAMES)
+    local_hashes, sequence_hashes, EventBatch, PrefixIndex, PredictedIndex, ActiveSequences = (
+        _chosen[name][1] for name in _NAMES
+    )
 
 __all__ = [
     "IMPLEMENTATION",
@@ -85,6 +89,7 @@ __all__ = [
     "ActiveSequences",
     "ApplySummary",
     "Booking",
+    "EventBatch",
     "IndexStats",
     "InvalidDump",
     "LoadColumns",
@@ -92,6 +97,7 @@ __all__ = [
     "PrefixIndex",
     "Rank",
     "RankInfo",
+    "RefusedBatch",
     "Scope",
     "TokenBuffer",
     "local_hashes",

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Rank = tuple[int, int]
 """(worker_id, dp_rank)"""
@@ -51,6 +51,63 @@ class Scope:
     """Salt that keeps a client's cache apart; empty for none."""
     tenant: str = ""
     """Tenant whose cache is kept apart; empty for none."""
+
+
+class RefusedBatch(ValueError):
+    """A message is not the event batch that it should be."""
+
+    def __init__(self, reason: Literal["unparsable", "rank", "block_size"], detail: str) -> None:
+        """``reason`` is a label for metrics; ``detail`` says what was expected and what was received."""
+        super().__init__(detail)
+        self.reason = reason
+
+
+class EventBatch(Protocol):
+    """An event batch that was parsed and validated as a whole; ``PrefixIndex.apply`` judges its events.
+
+    Made by ``EventBatch(data, rank=None, block_size=None)`` from an encoded KvEventBatch. Raises RefusedBatch if the
+    bytes are none, or if the batch is of another rank or block size than those given.
+    """
+
+    @property
+    def rank(self) -> Rank:
+        """The rank whose events these are."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """The rank's incarnation."""
+        ...
+
+    @property
+    def next_event_id(self) -> int:
+        """Id of the event after the batch, as the batch names it."""
+        ...
+
+    @property
+    def reached(self) -> int:
+        """The higher of ``next_event_id`` and the id after the highest in the batch, 2^64 - 1 at most."""
+        ...
+
+    @property
+    def events(self) -> int:
+        """Number of events; 0 in a heartbeat."""
+        ...
+
+    @property
+    def clears_all(self) -> bool:
+        """Whether an event clears every tier."""
+        ...
+
+    @property
+    def published_unix_ns(self) -> int:
+        """When it was published, nanoseconds since 1970; 0 if unknown."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of the memory of the parsed batch with its encoded form."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +187,13 @@ class PrefixIndex(Protocol):
     Made by ``PrefixIndex(max_blocks=0, max_bytes=0, check_digests=False)``; 0 is no bound. The bounds are on ``blocks``
     and ``memory_bytes`` of ``stats()``. A rank whose store or load ends above a bound is emptied and partial, and its
     events move the cursor only, until it is replaced, begins a new incarnation, or an event clears all its tiers.
+
+    Any number of threads may call any method. Dumps, digests and statistics run beside queries, digests of heartbeats
+    included; only changes of the index make a query wait, for one change at most.
     """
 
-    def apply(self, batch: bytes) -> ApplySummary:
-        """Applies an encoded KvEventBatch. Never raises for what the bytes contain.
+    def apply(self, batch: Any) -> ApplySummary:
+        """Applies a KvEventBatch: an ``EventBatch`` or encoded. Never raises for what the bytes contain.
 
         A new rank starts at event 0 of the batch's incarnation; a higher incarnation drops the rank's
         blocks and starts again at event 0.
@@ -146,6 +206,10 @@ class PrefixIndex(Protocol):
         Raises:
             ValueError: the bytes are no whole number of hashes.
         """
+        ...
+
+    def try_find_matches(self, local_hashes: bytes) -> bytes | None:
+        """As ``find_matches``; None if the index is being changed: for callers that must not wait."""
         ...
 
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from threading import RLock
+from typing import Concatenate, ParamSpec, TypeVar
 
-from google.protobuf.message import DecodeError
-from kvrouter.core.interface import ApplySummary, IndexStats, Rank, RankInfo, Scope, TokenBuffer
+from kvrouter.core.interface import ApplySummary, IndexStats, Rank, RankInfo, RefusedBatch, Scope, TokenBuffer
 from kvrouter.core.reference import rank_dump
+from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_rules import LAST_EVENT_ID, MAX_DEPTH, fault, tier_of
 from kvrouter.core.reference.hashing import local_hashes as hash_tokens
 from kvrouter.core.reference.hashing import sequence_hashes, unpack
@@ -52,8 +55,23 @@ class _Counts:
     rejected: list[str] = field(default_factory=list)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _locked(method: Callable[Concatenate[PrefixIndex, _P], _T]) -> Callable[Concatenate[PrefixIndex, _P], _T]:
+    """Lets one thread at a time into the index."""
+
+    @functools.wraps(method)
+    def call(self: PrefixIndex, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class PrefixIndex:
-    """See ``kvrouter.core.interface.PrefixIndex``. Not safe for use by two threads at once."""
+    """See ``kvrouter.core.interface.PrefixIndex``."""
 
     def __init__(self, max_blocks: int = 0, max_bytes: int = 0, check_digests: bool = False) -> None:
         if max_blocks < 0 or max_bytes < 0:
@@ -63,13 +81,15 @@ class PrefixIndex:
         self._check_digests = check_digests
         self._ranks: dict[Rank, _Rank] = {}
         self._slots: list[Rank | None] = []
+        self._lock = RLock()
 
-    def apply(self, batch: bytes) -> ApplySummary:
-        """Applies an encoded KvEventBatch."""
+    @_locked
+    def apply(self, batch: EventBatch | bytes) -> ApplySummary:
+        """Applies a KvEventBatch."""
         try:
-            message = KvEventBatch.FromString(batch)
-        except DecodeError as error:
-            return ApplySummary(0, 0, unparsable=str(error) or "not a KvEventBatch")
+            message = (batch if isinstance(batch, EventBatch) else EventBatch(batch)).message
+        except RefusedBatch as error:
+            return ApplySummary(0, 0, unparsable=str(error))
         rank = (message.worker_id, message.dp_rank)
         state = self._ranks.get(rank)
         if state is not None and message.incarnation < state.incarnation:
@@ -112,6 +132,7 @@ class PrefixIndex:
             digest_differs=gap is None and self._digest_differs(state, message),
         )
 
+    @_locked
     def find_matches(self, local_hashes: bytes) -> bytes:
         """The encoded FindMatchesResponse for a prompt."""
         places = unpack(sequence_hashes(local_hashes))
@@ -129,6 +150,16 @@ class PrefixIndex:
             answer.partial.append(state.partial)
         return answer.SerializeToString()
 
+    def try_find_matches(self, local_hashes: bytes) -> bytes | None:
+        """As ``find_matches``; None if another thread uses the index."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self.find_matches(local_hashes)
+        finally:
+            self._lock.release()
+
+    @_locked
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
         """Overlap to ``tier`` by slot, packed little-endian u32."""
         if tier not in TIERS:
@@ -147,20 +178,24 @@ class PrefixIndex:
         """As ``overlaps``, from tokens."""
         return self.overlaps(hash_tokens(token_ids, block_size, scope), tier)
 
+    @_locked
     def slots(self) -> list[Rank | None]:
         """The rank behind each slot."""
         return list(self._slots)
 
+    @_locked
     def cursor(self, rank: Rank) -> tuple[int, int] | None:
         """(incarnation, next_event_id) of a rank."""
         state = self._ranks.get(rank)
         return (state.incarnation, state.next_event_id) if state else None
 
+    @_locked
     def digest(self, rank: Rank) -> int | None:
         """Digest of a rank's entries."""
         state = self._ranks.get(rank)
         return state.blocks.digest() if state else None
 
+    @_locked
     def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
         """Replaces a rank by an empty one."""
         if not (0 <= incarnation <= LAST_EVENT_ID and 0 <= next_event_id <= LAST_EVENT_ID):
@@ -169,6 +204,7 @@ class PrefixIndex:
         self._replace(rank, _Rank(incarnation, next_event_id, missing=partial))
         return before.blocks.entries if before else 0
 
+    @_locked
     def remove_rank(self, rank: Rank) -> int:
         """Forgets a rank and its cursor."""
         state = self._ranks.pop(rank, None)
@@ -177,12 +213,14 @@ class PrefixIndex:
         self._slots[self._slots.index(rank)] = None
         return state.blocks.entries
 
+    @_locked
     def mark_partial(self, rank: Rank, partial: bool) -> None:
         """Marks whether a rank's blocks may be fewer than it holds."""
         state = self._ranks.get(rank)
         if state is not None:
             state.missing = partial
 
+    @_locked
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Encoded RankState chunks of one rank, as of this moment."""
         if chunk_blocks < 1:
@@ -195,6 +233,7 @@ class PrefixIndex:
         )
         return rank_dump.encode(dump, chunk_blocks)
 
+    @_locked
     def load_rank(self, chunks: Iterable[bytes]) -> int:
         """Replaces a rank by a dump."""
         dump = rank_dump.decode(chunks)
@@ -204,6 +243,7 @@ class PrefixIndex:
         self._enforce_bounds(state)
         return state.blocks.entries
 
+    @_locked
     def ranks(self) -> list[RankInfo]:
         """All ranks, in order of (worker_id, dp_rank)."""
         return [
@@ -218,6 +258,7 @@ class PrefixIndex:
             for rank, state in sorted(self._ranks.items())
         ]
 
+    @_locked
     def stats(self) -> IndexStats:
         """Size of the index."""
         states = self._ranks.values()

@@ -1,0 +1,29 @@
+//! The chunks of a dump, as Python iterates over them.
+
+use std::sync::{Mutex, PoisonError};
+use std::vec::IntoIter;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Encoded chunks, each copied into a Python object when it is read, so that no call holds the GIL for a whole dump.
+#[pyclass(frozen, module = "kvrouter.core._native")]
+pub struct DumpChunks(Mutex<IntoIter<Vec<u8>>>);
+
+impl DumpChunks {
+    pub fn new(chunks: Vec<Vec<u8>>) -> Self {
+        Self(Mutex::new(chunks.into_iter()))
+    }
+}
+
+#[pymethods]
+impl DumpChunks {
+    fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    fn __next__<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        let chunk = self.0.lock().unwrap_or_else(PoisonError::into_inner).next()?;
+        Some(PyBytes::new(py, &chunk))
+    }
+}
