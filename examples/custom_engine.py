@@ -1,6 +1,6 @@
-"""A small engine behind kvrouter: it echoes prompts, and reports the blocks of each as cached.
+"""A small engine behind kvrouter that echoes prompts and caches their blocks.
 
-Run it against the NATS and etcd of a running stack (``kvrouter up`` prints their addresses):
+Run it with the NATS and etcd of a running system (``kvrouter up`` prints their addresses):
 
     python examples/custom_engine.py --etcd 127.0.0.1:2379 --nats nats://127.0.0.1:4222
 """
@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 class EchoEngine:
-    """Keeps every prompt's full blocks for ever, under ids of its own making."""
+    """Keeps every prompt's full blocks forever. Engine hashes count from 1."""
 
     def __init__(self) -> None:
         self.rank: RankPublisher | None = None
@@ -29,12 +29,12 @@ class EchoEngine:
         self.running = 0
 
     async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
-        """Answers with the prompt's own tokens."""
+        """Yields the tokens of the prompt."""
         self.running += 1
         try:
             cached = self._cache(tuple(request.token_ids))
-            wanted = list(request.token_ids)[: request.stop_conditions.max_tokens]
-            for number, token in enumerate(wanted):
+            output = list(request.token_ids)[: request.stop_conditions.max_tokens]
+            for number, token in enumerate(output):
                 yield GenerateOutput(token_ids=[token], cached_tokens=None if number else cached)
             yield GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH)
         finally:
@@ -42,30 +42,30 @@ class EchoEngine:
 
     def _cache(self, tokens: tuple[int, ...]) -> int:
         prefixes = [tokens[:end] for end in range(BLOCK, len(tokens) + 1, BLOCK)]
-        held = sum(prefix in self.blocks for prefix in prefixes)
-        fresh = prefixes[held:]
+        resident = sum(prefix in self.blocks for prefix in prefixes)
+        fresh = prefixes[resident:]
         for prefix in fresh:
             self.blocks[prefix] = len(self.blocks) + 1
         if fresh and self.rank is not None:
             self.rank.stored(
-                token_ids=tokens[held * BLOCK : len(prefixes) * BLOCK],
+                token_ids=tokens[resident * BLOCK : len(prefixes) * BLOCK],
                 engine_hashes=[self.blocks[prefix] for prefix in fresh],
-                parent=self.blocks[prefixes[held - 1]] if held else None,
+                parent=self.blocks[prefixes[resident - 1]] if resident else None,
             )
-        return held * BLOCK
+        return resident * BLOCK
 
     async def abort(self, request_ids: Sequence[str]) -> int:  # noqa: ARG002
-        """Generators are closed when their callers go; there is nothing else to stop."""
+        """Returns 0: a generator is closed when its caller disconnects, and nothing else runs."""
         return 0
 
     def load(self) -> Mapping[int, LoadReport]:
-        """Load of rank 0."""
+        """Returns the load of rank 0."""
         return {0: LoadReport(running_requests=self.running, cached_blocks=len(self.blocks))}
 
 
 async def main() -> None:
-    """Serves until it is told to stop."""
-    options = argparse.ArgumentParser(description="An echoing engine behind kvrouter.")
+    """Serves until SIGINT or SIGTERM."""
+    options = argparse.ArgumentParser(description="An engine behind kvrouter that echoes prompts.")
     options.add_argument("--etcd", default="127.0.0.1:2379")
     options.add_argument("--nats", default="nats://127.0.0.1:4222")
     options.add_argument("--component", default="kvrouter/echo", help="namespace/component")

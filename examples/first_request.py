@@ -1,4 +1,4 @@
-"""Sends one request to a running gateway (`make up`) and prints where it ran and what came out."""
+"""Sends one request to a running Frontend (`make up`) and prints the worker that served it, and its output."""
 
 import sys
 
@@ -12,9 +12,11 @@ with grpc.insecure_channel(target) as channel:
     request = FrontendServiceGenerateRequest(
         model="mock-model", token_ids=range(1000), stop_conditions=StopConditions(max_tokens=8)
     )
-    for piece in FrontendServiceStub(channel).Generate(request, timeout=30):
-        if piece.HasField("routing"):
-            print("worker", piece.routing.rank.worker_id, "holds", piece.routing.predicted_overlap_blocks, "blocks")
-        if piece.output.HasField("cached_tokens"):
-            print(piece.output.cached_tokens, "of 1000 prompt tokens came out of its cache")
-        print(list(piece.output.token_ids))
+    for response in FrontendServiceStub(channel).Generate(request, timeout=30):
+        if response.HasField("routing"):
+            print(
+                f"worker {response.routing.rank.worker_id}, overlap {response.routing.predicted_overlap_blocks} blocks"
+            )
+        if response.output.HasField("cached_tokens"):
+            print(f"{response.output.cached_tokens} of 1000 prompt tokens were in its cache")
+        print(list(response.output.token_ids))
