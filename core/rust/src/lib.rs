@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::python::{
-        ActiveSequences, ApplySummary, EventBatch, PredictedIndex, PrefixIndex, local_hashes, sequence_hashes,
+        ActiveSequences, ApplySummary, EventBatch, MemoryBudget, PredictedIndex, PrefixIndex, local_hashes,
+        sequence_hashes,
     };
 }

@@ -9,7 +9,15 @@ import sys
 
 import pytest
 
-NAMES = {"local_hashes", "sequence_hashes", "EventBatch", "PrefixIndex", "PredictedIndex", "ActiveSequences"}
+NAMES = {
+    "local_hashes",
+    "sequence_hashes",
+    "EventBatch",
+    "MemoryBudget",
+    "PrefixIndex",
+    "PredictedIndex",
+    "ActiveSequences",
+}
 SHOW = "import kvrouter.core as core; print(core.IMPLEMENTATION, *sorted(set(core.IMPLEMENTATIONS.values())))"
 
 

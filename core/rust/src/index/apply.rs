@@ -31,6 +31,8 @@ pub struct Summary {
     pub incarnation: u64,
     pub new_incarnation: bool,
     pub digest_differs: bool,
+    /// Entries dropped because the rank took the index over a bound.
+    pub evicted_blocks: Option<u64>,
 }
 
 /// How an event went, where it was not as usual.
@@ -146,7 +148,7 @@ impl Index {
             _ => return Err(Odd::Rejected("there is no such tier")),
         };
         let Some(rank) = self.ranks.get(slot) else { return Ok(()) };
-        let (counting, muted) = (rank.counting, rank.muted);
+        let (counting, evicted) = (rank.counting, rank.evicted);
         let rank_tier = RankTier::new(slot, tier);
         match &event.change {
             Change::None => Err(Odd::Rejected("it names no change")),
@@ -159,7 +161,7 @@ impl Index {
                 engines.copy_to(&mut engine_hashes);
                 locals.copy_to(&mut local_hashes);
                 let stored = match self.check_chain(*parent, &engine_hashes, &local_hashes) {
-                    Ok(()) if !muted => self.store(rank_tier, counting, *parent, &engine_hashes, &local_hashes),
+                    Ok(()) if !evicted => self.store(rank_tier, counting, *parent, &engine_hashes, &local_hashes),
                     checked => checked,
                 };
                 if matches!(stored, Err(Refused::UnknownParent)) {
@@ -171,13 +173,13 @@ impl Index {
                 self.scratch.engines = engine_hashes;
                 self.scratch.locals = local_hashes;
                 match stored {
-                    Ok(()) if muted => {}
-                    Ok(()) if self.over_bounds(slot) => self.mute(slot),
+                    Ok(()) if evicted => {}
+                    Ok(()) if self.over_bounds(slot) => summary.evicted_blocks = Some(self.evict(slot)),
                     Ok(()) => summary.stored_blocks += engines.len() as u64,
                     Err(Refused::UnknownParent) => return Err(Odd::UnknownParent),
                     Err(Refused::Malformed(why)) => return Err(Odd::Rejected(why)),
                     Err(Refused::Exhausted) => {
-                        self.mute(slot);
+                        summary.evicted_blocks = Some(self.evict(slot));
                         return Err(Odd::Rejected("no memory is left"));
                     }
                 }
@@ -190,7 +192,7 @@ impl Index {
                 if engines.len() > MAX_EVENT_BLOCKS {
                     return Err(Odd::Rejected("it has over 65536 blocks"));
                 }
-                if muted {
+                if evicted {
                     return Ok(());
                 }
                 let mut engine_hashes = std::mem::take(&mut self.scratch.engines);
@@ -208,19 +210,20 @@ impl Index {
                     && all
                 {
                     rank.missing = false;
-                    rank.muted = false;
+                    rank.evicted = false;
                 }
                 Ok(())
             }
         }
     }
 
-    /// Empties a rank that took the index over a bound.
-    pub(crate) fn mute(&mut self, slot: u32) {
-        self.drop_resident(slot, None);
+    /// Empties a rank that took the index over a bound. Returns the number of dropped entries.
+    pub(crate) fn evict(&mut self, slot: u32) -> u64 {
+        let dropped = self.drop_resident(slot, None);
         if let Some(rank) = self.ranks.get_mut(slot) {
-            rank.muted = true;
+            rank.evicted = true;
         }
         self.give_back(true);
+        dropped
     }
 }

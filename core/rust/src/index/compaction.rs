@@ -121,7 +121,7 @@ impl Index {
         }
     }
 
-    /// Lets memory that is free go back to the system. `departed`: much may have gone at once.
+    /// Returns free memory to the system, and charges the rest to the budget. `departed`: much may have gone at once.
     pub(crate) fn give_back(&mut self, departed: bool) {
         self.blocks.pages_mut().give_back();
         self.alias_blocks.pages_mut().give_back();
@@ -138,6 +138,7 @@ impl Index {
             self.trim_debt = 0;
             trim_heap();
         }
+        self.charge_budget();
     }
 
     /// Takes a shared engine hash out of the table.

@@ -197,8 +197,9 @@ impl Index {
         }
         self.load_blocks(slot, dump);
         if self.over_bounds(slot) {
-            self.mute(slot);
+            self.evict(slot);
         }
+        self.ranks.weigh(slot);
         self.scratch.trim();
         self.give_back(true);
         Ok(self.ranks.get(slot).map_or(0, |rank| rank.entries))
@@ -234,7 +235,7 @@ impl Index {
                 let checked = self.check_chain(first.parent, &engines, &locals);
                 if checked.and_then(|()| self.store(rank_tier, Counting::Set, first.parent, &engines, &locals)).is_err()
                 {
-                    self.mute(slot);
+                    self.evict(slot);
                     return;
                 }
                 if copies > 1 {

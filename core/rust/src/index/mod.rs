@@ -6,6 +6,7 @@
 
 pub(crate) mod aliases;
 pub mod apply;
+pub mod budget;
 pub(crate) mod compaction;
 pub(crate) mod departure;
 pub(crate) mod dump;
@@ -18,7 +19,10 @@ pub(crate) mod statistics;
 pub(crate) mod store;
 pub mod tree;
 
+use std::sync::Arc;
+
 use crate::hash::{Secret, sequence_hash};
+use crate::index::budget::MemoryBudget;
 use crate::index::tree::blocks::{AliasBlocks, Blocks, Slot};
 use crate::index::tree::keys::{branch_hash, private_hash};
 use crate::index::tree::nodes::{Bits, HashAlias, Node, ROOT, ResidencyRange, SHARED};
@@ -58,7 +62,9 @@ pub struct Index {
     pub(crate) reached: Option<(u32, u32, u64)>,
     pub(crate) scratch: crate::index::tree::scratch::Scratch,
     pub(crate) max_blocks: u64,
-    pub(crate) max_bytes: u64,
+    budget: Arc<MemoryBudget>,
+    /// Bytes that the budget counts for this index.
+    charged: u64,
     pub(crate) check_digests: bool,
     pub(crate) trim_debt: u64,
 }
@@ -66,6 +72,11 @@ pub struct Index {
 impl Index {
     /// An empty index. A bound of 0 is none.
     pub fn new(max_blocks: u64, max_bytes: u64, check_digests: bool) -> Self {
+        Self::with_budget(max_blocks, Arc::new(MemoryBudget::new(max_bytes)), check_digests)
+    }
+
+    /// An empty index whose memory counts against a budget that it may share with others.
+    pub fn with_budget(max_blocks: u64, budget: Arc<MemoryBudget>, check_digests: bool) -> Self {
         Self {
             secret: Secret::random(),
             blocks: Blocks::new(),
@@ -85,7 +96,8 @@ impl Index {
             reached: None,
             scratch: Default::default(),
             max_blocks,
-            max_bytes,
+            budget,
+            charged: 0,
             check_digests,
             trim_debt: 0,
         }
@@ -116,8 +128,22 @@ impl Index {
 
     /// Whether the index exceeds a bound, if only rank `changed` has changed since the last call.
     pub(crate) fn over_bounds(&mut self, changed: u32) -> bool {
-        (self.max_blocks > 0 && self.entries > self.max_blocks)
-            || (self.max_bytes > 0 && (self.ranks.weigh(changed) + self.bytes_beside_ranks()) as u64 > self.max_bytes)
+        if self.max_blocks > 0 && self.entries > self.max_blocks {
+            return true;
+        }
+        if self.budget.max_bytes() == 0 {
+            return false;
+        }
+        self.ranks.weigh(changed);
+        self.charge_budget();
+        self.budget.is_exceeded()
+    }
+
+    /// Tells the budget how much memory the index takes, by the ranks' last weights.
+    pub(crate) fn charge_budget(&mut self) {
+        let bytes = (self.ranks.weight() + self.bytes_beside_ranks()) as u64;
+        self.budget.charge(self.charged, bytes);
+        self.charged = bytes;
     }
 
     /// Returns the node that branches off `node` at `depth` with this local hash.
@@ -241,5 +267,29 @@ impl Index {
         }
         self.reached = Some((node_id, depth, hash));
         hash
+    }
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        self.budget.charge(self.charged, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn indexes_share_a_budget_and_return_their_part() {
+        let budget = Arc::new(MemoryBudget::new(1 << 30));
+        let [mut one, mut other] = [(); 2].map(|()| Index::with_budget(0, Arc::clone(&budget), false));
+        one.reset_rank((1, 0), 1, 0, false);
+        other.reset_rank((2, 0), 1, 0, false);
+        assert_eq!(budget.used_bytes(), (one.memory_bytes() + other.memory_bytes()) as u64);
+        other.remove_rank((2, 0));
+        assert_eq!(budget.used_bytes(), (one.memory_bytes() + other.memory_bytes()) as u64);
+        drop((one, other));
+        assert_eq!(budget.used_bytes(), 0);
     }
 }

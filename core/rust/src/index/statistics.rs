@@ -11,6 +11,7 @@ pub struct RankInfo {
     pub blocks: u64,
     pub bytes: u64,
     pub partial: bool,
+    pub evicted: bool,
 }
 
 /// Size of an index.
@@ -38,6 +39,11 @@ impl Index {
         self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).map_or(0, |rank| rank.entries)
     }
 
+    /// Whether a rank was emptied because it took the index over a bound, and takes no blocks since.
+    pub fn is_evicted(&self, name: Name) -> bool {
+        self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).is_some_and(|rank| rank.evicted)
+    }
+
     /// Sets whether a rank's blocks in the index may be fewer than it has.
     pub fn mark_partial(&mut self, name: Name, partial: bool) {
         if let Some(rank) = self.ranks.slot_of(name).and_then(|slot| self.ranks.get_mut(slot)) {
@@ -57,6 +63,7 @@ impl Index {
                 bytes: rank.heap() as u64
                     + (u128::from(shared) * u128::from(rank.entries) / u128::from(self.entries.max(1))) as u64,
                 partial: rank.partial(),
+                evicted: rank.evicted,
             })
             .collect()
     }

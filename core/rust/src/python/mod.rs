@@ -13,7 +13,7 @@ mod shared;
 pub use event_batch::EventBatch;
 pub use hashing::{local_hashes, sequence_hashes};
 pub use predicted::PredictedIndex;
-pub use prefix_index::{ApplySummary, PrefixIndex};
+pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
 pub use sequences::ActiveSequences;
 
 use pyo3::prelude::*;

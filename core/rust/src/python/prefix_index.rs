@@ -1,6 +1,7 @@
 //! The prefix index, as Python calls it.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -12,9 +13,35 @@ use super::shared::Shared;
 use super::{buffers, hashing, interface};
 use crate::index::Index;
 use crate::index::apply::Summary;
+use crate::index::budget;
 use crate::index::dump::Dump;
 use crate::index::tree::ranks::Name;
 use crate::wire::{Batch, Malformed};
+
+/// A memory bound that several indexes share; see `kvrouter.core.interface.MemoryBudget`.
+#[pyclass(frozen, module = "kvrouter.core._native")]
+pub struct MemoryBudget(Arc<budget::MemoryBudget>);
+
+#[pymethods]
+impl MemoryBudget {
+    #[new]
+    #[pyo3(signature = (max_bytes=0))]
+    fn new(max_bytes: i128) -> PyResult<Self> {
+        Ok(Self(Arc::new(budget::MemoryBudget::new(bound(max_bytes)?))))
+    }
+    #[getter]
+    fn max_bytes(&self) -> u64 {
+        self.0.max_bytes()
+    }
+    #[getter]
+    fn used_bytes(&self) -> u64 {
+        self.0.used_bytes()
+    }
+}
+
+fn bound(value: i128) -> PyResult<u64> {
+    u64::try_from(value).map_err(|_| PyValueError::new_err("bounds are 0 (none) or more, below 2^64"))
+}
 
 /// Which blocks are resident on which rank; see `kvrouter.core.interface.PrefixIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
@@ -91,12 +118,11 @@ fn tier_index(tier: i64) -> PyResult<u32> {
 #[pymethods]
 impl PrefixIndex {
     #[new]
-    #[pyo3(signature = (max_blocks=0, max_bytes=0, check_digests=false))]
-    fn new(max_blocks: i128, max_bytes: i128, check_digests: bool) -> PyResult<Self> {
-        let bound = |value: i128| {
-            u64::try_from(value).map_err(|_| PyValueError::new_err("bounds are 0 (none) or more, below 2^64"))
-        };
-        Ok(Self { index: Shared::new(Index::new(bound(max_blocks)?, bound(max_bytes)?, check_digests)) })
+    #[pyo3(signature = (max_blocks=0, budget=None, check_digests=false))]
+    fn new(max_blocks: i128, budget: Option<&Bound<'_, MemoryBudget>>, check_digests: bool) -> PyResult<Self> {
+        let budget =
+            budget.map_or_else(|| Arc::new(budget::MemoryBudget::new(0)), |budget| Arc::clone(&budget.get().0));
+        Ok(Self { index: Shared::new(Index::with_budget(bound(max_blocks)?, budget, check_digests)) })
     }
 
     fn apply(&self, py: Python<'_>, batch: &Bound<'_, PyAny>) -> PyResult<ApplySummary> {
@@ -171,6 +197,10 @@ impl PrefixIndex {
         self.index.read_long(py, |index| work::digest(index, rank), |index| index.digest_of(rank))
     }
 
+    fn is_evicted(&self, py: Python<'_>, rank: Name) -> bool {
+        self.index.read(py, work::little, |index| index.is_evicted(rank))
+    }
+
     #[pyo3(signature = (rank, incarnation, next_event_id, *, partial=true))]
     fn reset_rank(&self, py: Python<'_>, rank: Name, incarnation: u64, next_event_id: u64, partial: bool) -> u64 {
         let reset = |index: &mut Index| index.reset_rank(rank, incarnation, next_event_id, partial);
@@ -216,7 +246,7 @@ impl PrefixIndex {
             .map(|info| {
                 let (worker_id, dp_rank) = info.name;
                 let (incarnation, next_event_id) = info.cursor;
-                class.call1((worker_id, dp_rank, incarnation, next_event_id, info.blocks, info.bytes, info.partial))
+                class.call1((worker_id, dp_rank, incarnation, next_event_id, info.blocks, info.bytes, info.partial, info.evicted))
             })
             .collect::<PyResult<_>>()?;
         PyList::new(py, infos)
@@ -251,7 +281,7 @@ impl PrefixIndex {
 #[pyclass(frozen, module = "kvrouter.core._native", name = "ApplySummary")]
 pub struct ApplySummary(Summary);
 
-const FIELDS: [&str; 16] = [
+const FIELDS: [&str; 17] = [
     "worker_id",
     "dp_rank",
     "applied",
@@ -268,6 +298,7 @@ const FIELDS: [&str; 16] = [
     "incarnation",
     "new_incarnation",
     "digest_differs",
+    "evicted_blocks",
 ];
 
 #[pymethods]
@@ -335,6 +366,10 @@ impl ApplySummary {
     #[getter]
     fn digest_differs(&self) -> bool {
         self.0.digest_differs
+    }
+    #[getter]
+    fn evicted_blocks(&self) -> Option<u64> {
+        self.0.evicted_blocks
     }
 
     fn __eq__(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>) -> PyResult<bool> {

@@ -24,7 +24,15 @@ from kvrouter.core.interface import (
     TokenBuffer,
 )
 
-_NAMES = ("local_hashes", "sequence_hashes", "EventBatch", "PrefixIndex", "PredictedIndex", "ActiveSequences")
+_NAMES = (
+    "local_hashes",
+    "sequence_hashes",
+    "EventBatch",
+    "MemoryBudget",
+    "PrefixIndex",
+    "PredictedIndex",
+    "ActiveSequences",
+)
 
 
 def _choose(requested: str) -> dict[str, tuple[str, Any]]:
@@ -72,13 +80,14 @@ if TYPE_CHECKING:
     from kvrouter.core.reference import (
         ActiveSequences,
         EventBatch,
+        MemoryBudget,
         PredictedIndex,
         PrefixIndex,
         local_hashes,
         sequence_hashes,
     )
 else:
-    local_hashes, sequence_hashes, EventBatch, PrefixIndex, PredictedIndex, ActiveSequences = (
+    local_hashes, sequence_hashes, EventBatch, MemoryBudget, PrefixIndex, PredictedIndex, ActiveSequences = (
         _chosen[name][1] for name in _NAMES
     )
 
@@ -93,6 +102,7 @@ __all__ = [
     "IndexStats",
     "InvalidDump",
     "LoadColumns",
+    "MemoryBudget",
     "PredictedIndex",
     "PrefixIndex",
     "Rank",

@@ -152,6 +152,8 @@ class ApplySummary:
     """Whether the batch carries a digest, ends at the rank's cursor, and the digest is not that of the index. Left
     unchecked (False) after a gap, for partial ranks, and for batches with events unless the index was made with
     check_digests."""
+    evicted_blocks: int | None = None
+    """Entries dropped because the rank took the index over a bound, and was emptied; None if it did not."""
 
 
 class RankInfo(NamedTuple):
@@ -167,6 +169,8 @@ class RankInfo(NamedTuple):
     """Estimate of the memory that would be free without this rank."""
     partial: bool
     """Whether blocks may be missing."""
+    evicted: bool = False
+    """Whether it was emptied because it took the index over a bound, and takes no blocks since."""
 
 
 class IndexStats(NamedTuple):
@@ -181,12 +185,30 @@ class IndexStats(NamedTuple):
     """Memory in use by the index, from its own accounting."""
 
 
+class MemoryBudget(Protocol):
+    """A bound on the memory of several indexes together.
+
+    Made by ``MemoryBudget(max_bytes=0)``; 0 is no bound.
+    """
+
+    @property
+    def max_bytes(self) -> int:
+        """The bound; 0 is none."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all indexes that share the budget, as of their last changes."""
+        ...
+
+
 class PrefixIndex(Protocol):
     """Who holds which blocks, for the ranks of one component.
 
-    Made by ``PrefixIndex(max_blocks=0, max_bytes=0, check_digests=False)``; 0 is no bound. The bounds are on ``blocks``
-    and ``memory_bytes`` of ``stats()``. A rank whose store or load ends above a bound is emptied and partial, and its
-    events move the cursor only, until it is replaced, begins a new incarnation, or an event clears all its tiers.
+    Made by ``PrefixIndex(max_blocks=0, budget=None, check_digests=False)``. ``max_blocks`` bounds ``blocks`` of
+    ``stats()``; 0 is no bound. ``budget`` is a MemoryBudget that bounds ``memory_bytes`` over all indexes which share
+    it; None is no bound. A rank whose store or load ends above a bound is evicted: emptied and partial, and its events
+    move the cursor only, until it is replaced, begins a new incarnation, or an event clears all its tiers.
 
     Any number of threads may call any method. Dumps, digests and statistics run beside queries, digests of heartbeats
     included; only changes of the index make a query wait, for one change at most.
@@ -237,6 +259,10 @@ class PrefixIndex(Protocol):
 
     def digest(self, rank: Rank) -> int | None:
         """Digest of a rank's entries as KvEventBatch.digest defines it; None if the rank is unknown."""
+        ...
+
+    def is_evicted(self, rank: Rank) -> bool:
+        """Whether a rank was emptied because it took the index over a bound, and takes no blocks since."""
         ...
 
     def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:

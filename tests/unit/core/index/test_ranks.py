@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from types import ModuleType
+
 import pytest
 from kvrouter.core.interface import Scope
 from kvrouter.core.reference import local_hashes
@@ -239,9 +242,9 @@ class TestBounds:
         assert index.cursor(RANK) == (1, 1)
         assert index.ranks()[0].partial
 
-    def test_memory(self, index_class: type) -> None:
+    def test_memory(self, core: ModuleType) -> None:
         bound = 4 << 20
-        index = index_class(max_bytes=bound)
+        index = core.PrefixIndex(budget=core.MemoryBudget(bound))
         for number in range(1000):
             hashes = range(number * 1000, (number + 1) * 1000)
             summary = index.apply(batch(number, stored(hashes, hashes)))
@@ -250,6 +253,45 @@ class TestBounds:
             if index.ranks()[0].partial:
                 break
         assert (summary.stored_blocks, index.stats().blocks, index.ranks()[0].partial) == (0, 0, True)
+
+    def test_indexes_that_share_a_budget_count_against_it_together(self, core: ModuleType) -> None:
+        budget = core.MemoryBudget(4 << 20)
+        first, second = core.PrefixIndex(budget=budget), core.PrefixIndex(budget=budget)
+        filled = 0
+        while budget.used_bytes < budget.max_bytes // 2:
+            hashes = range(filled * 1000, (filled + 1) * 1000)
+            assert first.apply(batch(filled, stored(hashes, hashes))).evicted_blocks is None
+            filled += 1
+        for number in range(10 * filled):
+            hashes = range(number * 1000, (number + 1) * 1000)
+            summary = second.apply(batch(number, stored(hashes, hashes)))
+            assert budget.used_bytes <= budget.max_bytes
+            if summary.evicted_blocks is not None:
+                break
+        assert summary.evicted_blocks >= 1000
+        assert second.is_evicted(RANK)
+        assert not first.is_evicted(RANK)
+        assert first.stats().blocks == filled * 1000
+        assert budget.used_bytes == first.stats().memory_bytes + second.stats().memory_bytes
+
+    def test_an_index_that_is_gone_frees_its_part_of_the_budget(self, core: ModuleType) -> None:
+        budget = core.MemoryBudget()
+        index = core.PrefixIndex(budget=budget)
+        index.apply(batch(0, stored(range(1000), range(1000))))
+        assert budget.used_bytes == index.stats().memory_bytes
+        del index
+        gc.collect()
+        assert budget.used_bytes == 0
+
+    def test_an_eviction_is_reported_once_with_the_blocks_it_dropped(self, index_class: type) -> None:
+        index = index_class(max_blocks=2)
+        assert index.apply(batch(0, stored([101, 102], [1, 2]))).evicted_blocks is None
+        assert index.apply(batch(1, stored([103], [3]))).evicted_blocks == 3
+        assert index.apply(batch(2, stored([104], [4]))).evicted_blocks is None
+        assert (index.is_evicted(RANK), index.ranks()[0].evicted) == (True, True)
+        index.apply(batch(3, cleared()))
+        assert (index.is_evicted(RANK), index.ranks()[0].evicted) == (False, False)
+        assert not index.is_evicted((9, 9))
 
     def test_unbounded_by_default(self, index_class: type) -> None:
         index = index_class()

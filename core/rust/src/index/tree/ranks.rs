@@ -71,7 +71,7 @@ pub struct Rank {
     /// Whether blocks may be missing for another reason than a bound.
     pub missing: bool,
     /// Emptied over a bound: its events move the cursor only.
-    pub muted: bool,
+    pub evicted: bool,
     pub counting: Counting,
     /// Resident (engine hash, tier) pairs.
     pub entries: u64,
@@ -95,7 +95,7 @@ impl Rank {
             incarnation,
             next_event_id,
             missing: false,
-            muted: false,
+            evicted: false,
             counting: Counting::Counted,
             entries: 0,
             private: 0,
@@ -109,7 +109,7 @@ impl Rank {
 
     /// Whether blocks may be missing.
     pub fn partial(&self) -> bool {
-        self.missing || self.muted
+        self.missing || self.evicted
     }
 
     /// Bytes on the heap.
@@ -195,13 +195,17 @@ impl Ranks {
         Some(rank)
     }
 
-    /// Brings the weight up to date, of which only one rank's part has changed. Returns it.
-    pub fn weigh(&mut self, slot: u32) -> usize {
+    /// Brings the weight up to date, of which only one rank's part has changed.
+    pub fn weigh(&mut self, slot: u32) {
         let heap = self.get(slot).map_or(0, |rank| rank.heap() + 64);
         if let Some(weight) = self.weights.get_mut(slot as usize) {
             self.weight = self.weight - *weight + heap;
             *weight = heap;
         }
+    }
+
+    /// Returns the bytes on the heap by the last weights.
+    pub fn weight(&self) -> usize {
         self.weight + self.slots_heap()
     }
 

@@ -15,6 +15,7 @@ from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_rules import LAST_EVENT_ID, MAX_DEPTH, fault, tier_of
 from kvrouter.core.reference.hashing import local_hashes as hash_tokens
 from kvrouter.core.reference.hashing import sequence_hashes, unpack
+from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.rank_blocks import TIERS, RankBlocks
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
@@ -53,6 +54,7 @@ class _Counts:
     unknown_parents: int = 0
     unknown_removals: int = 0
     rejected: list[str] = field(default_factory=list)
+    evicted_blocks: int | None = None
 
 
 _P = ParamSpec("_P")
@@ -73,11 +75,14 @@ def _locked(method: Callable[Concatenate[PrefixIndex, _P], _T]) -> Callable[Conc
 class PrefixIndex:
     """See ``kvrouter.core.interface.PrefixIndex``."""
 
-    def __init__(self, max_blocks: int = 0, max_bytes: int = 0, check_digests: bool = False) -> None:
-        if max_blocks < 0 or max_bytes < 0:
+    def __init__(self, max_blocks: int = 0, budget: MemoryBudget | None = None, check_digests: bool = False) -> None:
+        if max_blocks < 0:
             raise ValueError("bounds are 0 (none) or more")
         self._max_blocks = max_blocks
-        self._max_bytes = max_bytes
+        self._budget = MemoryBudget() if budget is None else budget
+        self._budget.add(self)
+        self.charged_bytes = 0
+        """Memory of all ranks, as of the last change."""
         self._check_digests = check_digests
         self._ranks: dict[Rank, _Rank] = {}
         self._slots: list[Rank | None] = []
@@ -116,6 +121,7 @@ class PrefixIndex:
                 self._apply_event(state, event, counts)
         if gap is None and message.next_event_id > state.next_event_id:
             gap = (state.next_event_id, message.next_event_id)
+        self._charge()
         return ApplySummary(
             *rank,
             applied=counts.applied,
@@ -130,6 +136,7 @@ class PrefixIndex:
             incarnation=state.incarnation,
             new_incarnation=new_incarnation,
             digest_differs=gap is None and self._digest_differs(state, message),
+            evicted_blocks=counts.evicted_blocks,
         )
 
     @_locked
@@ -196,12 +203,19 @@ class PrefixIndex:
         return state.blocks.digest() if state else None
 
     @_locked
+    def is_evicted(self, rank: Rank) -> bool:
+        """Whether a rank was emptied because it took the index over a bound."""
+        state = self._ranks.get(rank)
+        return state is not None and state.over_bound
+
+    @_locked
     def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
         """Replaces a rank by an empty one."""
         if not (0 <= incarnation <= LAST_EVENT_ID and 0 <= next_event_id <= LAST_EVENT_ID):
             raise OverflowError(f"the cursor {(incarnation, next_event_id)} is outside u64")
         before = self._ranks.get(rank)
         self._replace(rank, _Rank(incarnation, next_event_id, missing=partial))
+        self._charge()
         return before.blocks.entries if before else 0
 
     @_locked
@@ -211,6 +225,7 @@ class PrefixIndex:
         if state is None:
             return 0
         self._slots[self._slots.index(rank)] = None
+        self._charge()
         return state.blocks.entries
 
     @_locked
@@ -241,6 +256,7 @@ class PrefixIndex:
         state.blocks = rank_dump.restore(dump)
         self._replace(dump.rank, state)
         self._enforce_bounds(state)
+        self._charge()
         return state.blocks.entries
 
     @_locked
@@ -254,6 +270,7 @@ class PrefixIndex:
                 blocks=state.blocks.entries,
                 memory_bytes=state.memory_bytes,
                 partial=state.partial,
+                evicted=state.over_bound,
             )
             for rank, state in sorted(self._ranks.items())
         ]
@@ -315,23 +332,33 @@ class PrefixIndex:
                 return
         state.blocks.store(parent, stored.engine_hashes, stored.local_hashes, tier_of(event), state.counted)
         counts.applied += 1
-        if self._enforce_bounds(state):
+        dropped = self._enforce_bounds(state)
+        if dropped is None:
             counts.stored_blocks += len(stored.engine_hashes)
+        else:
+            counts.evicted_blocks = dropped
 
     def _reject(self, state: _Rank, event: KvEvent, reason: str, counts: _Counts) -> None:
         state.missing = True
         if len(counts.rejected) < _MAX_REASONS:
             counts.rejected.append(f"event {event.event_id}: {reason}")
 
-    def _enforce_bounds(self, state: _Rank) -> bool:
-        """Empties a rank that took the index over a bound. Returns whether it was left alone."""
+    def _enforce_bounds(self, state: _Rank) -> int | None:
+        """Empties a rank that took the index over a bound. Returns the entries dropped; None if it is within bounds."""
         blocks = sum(one.blocks.entries for one in self._ranks.values())
-        memory = sum(one.memory_bytes for one in self._ranks.values())
-        if (self._max_blocks and blocks > self._max_blocks) or (self._max_bytes and memory > self._max_bytes):
-            state.blocks = RankBlocks()
-            state.over_bound = True
-            return False
-        return True
+        self._charge()
+        max_bytes = self._budget.max_bytes
+        if not (
+            (self._max_blocks and blocks > self._max_blocks) or (max_bytes and self._budget.used_bytes > max_bytes)
+        ):
+            return None
+        dropped = state.blocks.entries
+        state.blocks = RankBlocks()
+        state.over_bound = True
+        return dropped
+
+    def _charge(self) -> None:
+        self.charged_bytes = sum(one.memory_bytes for one in self._ranks.values())
 
     def _digest_differs(self, state: _Rank, message: KvEventBatch) -> bool:
         if not message.HasField("digest") or message.next_event_id != state.next_event_id or state.partial:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
-from kvrouter.core import PrefixIndex, Rank, RankInfo
+from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_limit
 from kvrouter.indexer.index.membership import Departures, ahead_of, new_lives
 from kvrouter.indexer.index.state import IndexState
@@ -71,7 +71,9 @@ class ComponentIndex:
         self.name = name
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
-        self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.max_bytes))
+        self.state = IndexState(
+            str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, MemoryBudget(limits.max_bytes))
+        )
         if quarantine is not None:
             self.state.quarantine = quarantine
         self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
