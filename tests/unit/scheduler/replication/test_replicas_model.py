@@ -99,7 +99,7 @@ class Leased:
     """A request without a session, and the lives of Schedulers that hold it."""
 
     request: Request
-    holders: set[Life]
+    owners: set[Life]
 
 
 class Cluster(RuleBasedStateMachine):
@@ -162,7 +162,7 @@ class Cluster(RuleBasedStateMachine):
         parts = self.alive.get(node)
         if leased is not None and parts is not None and parts.ledger.records.get(leased.request.key) is not None:
             leased.request.answered(self._select(node, leased.request, ""))
-            leased.holders.add(self._life(node))
+            leased.owners.add(self._life(node))
 
     @rule(number=numbers, elsewhere=st.none() | nodes)
     def prefill(self, number: int, elsewhere: str | None) -> None:
@@ -220,8 +220,8 @@ class Cluster(RuleBasedStateMachine):
                 # It tells the next Scheduler what it knows of those that it runs.
                 self.unsure -= client.runs.keys()
         for key, leased in list(self.leases.items()):
-            leased.holders.discard(life)
-            if not leased.holders:
+            leased.owners.discard(life)
+            if not leased.owners:
                 del self.leases[key]
                 self.unsure.discard(key)
         for fetch in [each for each in self.fetches if each[0] == node]:
@@ -350,9 +350,9 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def what_is_held_here_is_what_is_told(self) -> None:
         for name, parts in self.alive.items():
-            held = {record.key for record in parts.ledger.records if parts.ledger.records.is_here(record)}
-            assert set(self._replicas(name).own) == held
-            assert all(record.holders for record in parts.ledger.records)
+            owned = {record.key for record in parts.ledger.records if parts.ledger.records.is_here(record)}
+            assert set(self._replicas(name).own) == owned
+            assert all(record.owners for record in parts.ledger.records)
 
     # Means.
 
@@ -398,7 +398,7 @@ class Cluster(RuleBasedStateMachine):
     def _called(self, number: int, elsewhere: str | None) -> tuple[Parts, Request] | None:
         """A request, and the Scheduler that is called about it: its client's, or any."""
         homes = [(client.node, request) for client in self.clients for request in client.runs.values()]
-        homes += [(max(leased.holders)[1], leased.request) for leased in self.leases.values()]
+        homes += [(max(leased.owners)[1], leased.request) for leased in self.leases.values()]
         found = _pick(homes, number)
         node = "" if found is None else elsewhere or found[0]
         if found is None or node not in self.alive:

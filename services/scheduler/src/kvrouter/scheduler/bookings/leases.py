@@ -34,7 +34,7 @@ class BookingFreed(RequestIdReused):
 class Witness(Protocol):
     """Is told of what happens to bookings at this Scheduler, after it has happened."""
 
-    def held(self, record: Record) -> None:
+    def owned(self, record: Record) -> None:
         """It was booked here, or has another owner here."""
         ...
 
@@ -56,7 +56,7 @@ class Witness(Protocol):
 
 
 class _NobodyListens:
-    def held(self, record: Record) -> None:
+    def owned(self, record: Record) -> None:
         pass
 
     def prefilled(self, record: Record) -> None:
@@ -176,7 +176,7 @@ class Ledger:
             return
         self.check_bookable(record.key, session_id, token)
         answered = record.outcome
-        self.records.hold(record, self.records.here, Place(rank_of(answered), answered.prefill_tokens))
+        self.records.add_owner(record, self.records.here, Place(rank_of(answered), answered.prefill_tokens))
         record.session_id, record.lease_seconds = session_id, lease_seconds
         self._own(record, now)
 
@@ -187,10 +187,10 @@ class Ledger:
         if is_same and record.session_id == session_id:
             return
         self._disown(record)
-        self.records.hold(record, here, place)
+        self.records.add_owner(record, here, place)
         record.session_id = session_id
         self._sessions[session_id].keys.add(record.key)
-        self.witness.held(record)
+        self.witness.owned(record)
 
     def prefill_complete(self, record: Record) -> None:
         """The prompt of a live booking is computed."""
@@ -292,7 +292,7 @@ class Ledger:
         ended = []
         for session_id in due:
             session = self._sessions.pop(session_id)
-            went = [self.records.let_go(key, self.records.here) for key in session.keys]
+            went = [self.records.remove_owner(key, self.records.here) for key in session.keys]
             for record in went:
                 if record is not None:
                     record.session_id = ""
@@ -306,7 +306,7 @@ class Ledger:
             self._sessions[record.session_id].keys.add(record.key)
         else:
             self._push_lease(record, now)
-        self.witness.held(record)
+        self.witness.owned(record)
 
     def _disown(self, record: Record) -> None:
         session = self._sessions.get(record.session_id)

@@ -54,7 +54,7 @@ class Record:
     output_tokens: int = 0
     told: bool = False
     """Whether its progress was told here though other Schedulers held it: they may have heard of it from here alone."""
-    holders: dict[Life, Place | None] = field(default_factory=dict)
+    owners: dict[Life, Place | None] = field(default_factory=dict)
     """The Schedulers that hold it; None stands for the place where it is booked."""
 
 
@@ -90,7 +90,7 @@ class Records:
 
     def is_here(self, record: Record) -> bool:
         """Whether this Scheduler holds it."""
-        return self.here in record.holders
+        return self.here in record.owners
 
     def is_gone(self, key: Key) -> bool:
         """Whether the key is remembered as freed or dropped."""
@@ -104,31 +104,31 @@ class Records:
         """The keys that are remembered as freed, oldest first."""
         return [key for key, freed in self._gone.items() if freed]
 
-    def add(self, record: Record, holder: Life) -> None:
+    def add(self, record: Record, owner: Life) -> None:
         """Takes a booking in that is booked in its slots and held by one Scheduler."""
         self._gone.pop(record.key, None)
         self._records[record.key] = record
-        record.holders[holder] = None
+        record.owners[owner] = None
 
-    def hold(self, record: Record, holder: Life, place: Place) -> None:
+    def add_owner(self, record: Record, owner: Life, place: Place) -> None:
         """A Scheduler holds a live booking, at that place."""
-        if len(record.holders) == 1:
-            (only,) = record.holders
-            record.holders[only] = self.place(record, only)
-        record.holders[holder] = place
+        if len(record.owners) == 1:
+            (only,) = record.owners
+            record.owners[only] = self.place(record, only)
+        record.owners[owner] = place
         self._settle(record)
 
-    def place(self, record: Record, holder: Life) -> Place:
+    def place(self, record: Record, owner: Life) -> Place:
         """Where one of its holders has a live booking."""
-        return record.holders.get(holder) or _place_of(record)
+        return record.owners.get(owner) or _place_of(record)
 
-    def let_go(self, key: Key, holder: Life) -> Record | None:
+    def remove_owner(self, key: Key, owner: Life) -> Record | None:
         """A Scheduler holds a booking no longer; with its last holder it is dropped. Returns it if that held it."""
         record = self._records.get(key)
-        if record is None or holder not in record.holders:
+        if record is None or owner not in record.owners:
             return None
-        del record.holders[holder]
-        if record.holders:
+        del record.owners[owner]
+        if record.owners:
             self._settle(record)
         else:
             self._remember(key, freed=False)
@@ -166,7 +166,7 @@ class Records:
 
     def _settle(self, record: Record) -> None:
         """Books it where the greatest of its holders has it."""
-        place = record.holders[max(record.holders)]
+        place = record.owners[max(record.owners)]
         if place is None or place == _place_of(record):
             return
         booking = booking_of(record)

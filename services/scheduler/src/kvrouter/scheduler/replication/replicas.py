@@ -97,7 +97,7 @@ class Replicas:
         """A booking that is held here, as the others are told of it."""
         return add_request(record, self.records.place(record, self.records.here), self.now())
 
-    def held(self, record: Record) -> None:
+    def owned(self, record: Record) -> None:
         """A booking is held here, or by another owner here."""
         told = self.told(record)
         if told.ByteSize() > MAX_TOLD_BYTES:
@@ -219,7 +219,7 @@ class Replicas:
     def hear_let_go(self, heard: Log, key: Key) -> None:
         """A life holds a booking no longer."""
         heard.claims.drop(key)
-        self.records.let_go(key, heard.life)
+        self.records.remove_owner(key, heard.life)
 
     def expire(self, registered: Collection[str]) -> None:
         """Drops what Schedulers held that are gone for the grace.
@@ -305,8 +305,8 @@ class Replicas:
     def _forget(self, heard: Log) -> None:
         dropped = 0
         for key in heard.claims:
-            record = self.records.let_go(key, heard.life)
-            dropped += record is not None and not record.holders
+            record = self.records.remove_owner(key, heard.life)
+            dropped += record is not None and not record.owners
         del self._logs[heard.life]
         # A fence stays as long as any life of its Scheduler is followed.
         if not any(router_id == heard.life[1] for _, router_id in self._logs):
@@ -330,7 +330,7 @@ class Replicas:
             same_prompt = booking_of(record).sequence_hashes == pack_hashes(told.sequence_hashes)
             if record.component != self.component or not same_prompt:
                 raise RequestIdReused(key[0])
-            self.records.hold(record, life, Place(rank, min(told.prefill_tokens, told.prompt_tokens)))
+            self.records.add_owner(record, life, Place(rank, min(told.prefill_tokens, told.prompt_tokens)))
         if self._affinity is not None and record.conversation:
             self._affinity.note(self.component, record.conversation, rank)
         if self._predictions is not None and record.local_hashes:

@@ -67,9 +67,9 @@ class ReplicaSync:
             )
         return replicas
 
-    def held(self, record: Record) -> None:
+    def owned(self, record: Record) -> None:
         """A booking is held here, or by another owner here."""
-        self.of(record.component).held(record)
+        self.of(record.component).owned(record)
 
     def prefilled(self, record: Record) -> None:
         """A booking's prompt is computed."""
