@@ -235,7 +235,7 @@ async def until_empty(schedulers: Sequence[Scheduler], *, agree: bool) -> None:
             components = [answer.components[0] for answer in answers]
             loads = [rank.active_blocks + rank.active_requests for each in components for rank in each.ranks]
             known = [
-                {(each.router_id, each.next_sequence, each.bookings, each.digest) for each in component.replicas}
+                {(each.scheduler_id, each.next_sequence, each.bookings, each.digest) for each in component.replicas}
                 for component in components
             ]
             agreed = all(len(each) == len(schedulers) and each == known[0] for each in known)

@@ -30,7 +30,7 @@ class RelayedNode(EngineNode):
             "etcd": rig.etcd.endpoint,
             "nats": rig.nats.url,
             "spill_path": str(self.spill_path),
-            "engine_life": "one",
+            "engine_incarnation": "one",
         }
         self._messages: list[list[list[Any]]] = []
         self._told = asyncio.Event()

@@ -153,7 +153,7 @@ async def test_schedulers_that_are_killed_and_join_under_load_agree(processes: P
 async def knows_all(processes: Processes, names: list[str]) -> bool:
     """Whether each has the whole state of every other."""
     known = [
-        {each.router_id for each in (await processes.status(name)).components[0].replicas if each.complete}
+        {each.scheduler_id for each in (await processes.status(name)).components[0].replicas if each.complete}
         for name in names
     ]
     return all(set(names) <= each for each in known)
@@ -163,5 +163,7 @@ async def digests(processes: Processes, name: str, live: list[str]) -> frozenset
     """What a Scheduler knows of those that live: (id, next sequence, bookings, digest)."""
     replicas = (await processes.status(name)).components[0].replicas
     return frozenset(
-        (each.router_id, each.next_sequence, each.bookings, each.digest) for each in replicas if each.router_id in live
+        (each.scheduler_id, each.next_sequence, each.bookings, each.digest)
+        for each in replicas
+        if each.scheduler_id in live
     )

@@ -131,11 +131,11 @@ def payloads(pool: ComponentName, rng: random.Random) -> Iterator[bytes]:
         yield message
         yield bytes(byte ^ (rng.random() < 0.1) * rng.randrange(256) for byte in message)
     component = Component(namespace=pool.namespace, name=pool.name)
-    event = ReplicaSyncEvent(router_id="scheduler-1", router_epoch=1, sequence=LARGEST, component=component)
+    event = ReplicaSyncEvent(scheduler_id="scheduler-1", incarnation=1, sequence=LARGEST, component=component)
     event.add_request.booking.request_id = "x"
     event.add_request.sequence_hashes.extend([LARGEST] * 3)
     yield event.SerializeToString()
-    yield SyncStateResponse(router_id="scheduler-0", chunk=LARGEST >> 32, last=True).SerializeToString()
+    yield SyncStateResponse(scheduler_id="scheduler-0", chunk=LARGEST >> 32, last=True).SerializeToString()
 
 
 HEADERS = (

@@ -65,9 +65,9 @@ async def test_no_request_goes_to_a_worker_that_left_while_its_blocks_are_still_
             answer = await scheduler.select_worker(SelectWorkerRequest(request=asked), deadline=Deadline.after(10))
             return answer.rank.worker_id, answer.overlap_blocks
 
-        async with AsyncExitStack() as life:
+        async with AsyncExitStack() as stack:
             relayed = await start_relayed(rig, 1) if how == "killed" else None
-            node = relayed or await life.enter_async_context(rig.node(1))
+            node = relayed or await stack.enter_async_context(rig.node(1))
             node.serve(10)
             other.serve(10)
             await rig.agree(one)

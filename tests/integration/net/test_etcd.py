@@ -79,7 +79,7 @@ async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str
 
 
 async def test_a_key_that_an_earlier_life_writes_is_taken_back(namespace: str, etcd_endpoint: str) -> None:
-    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, life_of=int)
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, incarnation_of=int)
     key = f"/{namespace}/a".encode()
     keys.put(key.decode(), b"2")
     async with held(keys), connect(etcd_endpoint) as client:

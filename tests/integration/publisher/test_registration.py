@@ -239,9 +239,9 @@ async def test_of_two_that_start_at_one_moment_the_later_stays(
             assert after.mod_revision == before.mod_revision, "the earlier one's was never there"
 
 
-async def _taken_over(life: Coroutine[None, None, None]) -> None:
+async def _taken_over(registering: Coroutine[None, None, None]) -> None:
     with pytest.raises(TakenOver):
-        await life
+        await registering
 
 
 async def test_a_worker_whose_successor_came_and_went_ends(namespace: str, etcd_endpoint: str, nats_url: str) -> None:

@@ -202,9 +202,9 @@ def test_the_view_of_the_scheduler_that_decides_counts() -> None:
 
 def test_replicas_whose_load_is_counted_are_named() -> None:
     replicas = [
-        ReplicaStatus(router_id="s-1", bookings=2, complete=True),
-        ReplicaStatus(router_id="s-2", bookings=3, heard_ms_ago=400, complete=True),
-        ReplicaStatus(router_id="s-3", bookings=1, heard_ms_ago=2000),
+        ReplicaStatus(scheduler_id="s-1", bookings=2, complete=True),
+        ReplicaStatus(scheduler_id="s-2", bookings=3, heard_ms_ago=400, complete=True),
+        ReplicaStatus(scheduler_id="s-3", bookings=1, heard_ms_ago=2000),
     ]
     found = lines(system([scheduler(pool(rank(1), replicas=replicas))]))
     assert (

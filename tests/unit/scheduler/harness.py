@@ -16,7 +16,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.leases import Ledger
-from kvrouter.scheduler.bookings.table import Life
+from kvrouter.scheduler.bookings.table import SchedulerIncarnation
 from kvrouter.scheduler.bookings.updates import Bookings
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
@@ -168,7 +168,7 @@ class Parts:
         predicts: PredictionLimits | None = None,
         conversations: int = 100,
         max_held: int = 100,
-        life: Life | None = None,
+        scheduler: SchedulerIncarnation | None = None,
     ) -> None:
         """``life`` makes it tell others of its bookings: see ``sync``."""
         self.now = 1000.0
@@ -179,10 +179,10 @@ class Parts:
         clock: Callable[[], float] = lambda: self.now  # noqa: E731
         self.metrics = SchedulerMetrics(self.registry)
         self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
-        self.ledger = Ledger(session_grace_seconds=grace, life=life or (0, ""))
+        self.ledger = Ledger(session_grace_seconds=grace, scheduler=scheduler or (0, ""))
         self.sync_metrics = SyncMetrics(self.registry)
         self.sync = ReplicaSync(self.ledger.records, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
-        if life is not None:
+        if scheduler is not None:
             self.ledger.witness = self.sync
         self.decisions = Decisions(decisions)
         self.options = options or RoutingOptions()

@@ -131,7 +131,7 @@ class LeasedKeys:
         *,
         ttl_seconds: int = DEFAULT_TTL_SECONDS,
         on_registered: Callable[[], Awaitable[None]] | None = None,
-        life_of: Callable[[bytes], int] | None = None,
+        incarnation_of: Callable[[bytes], int] | None = None,
         companions: Mapping[str, Callable[[bytes], bool]] | None = None,
     ) -> None:
         """``on_registered`` is awaited each time that all keys were written under a new lease, to write companions.
@@ -148,7 +148,7 @@ class LeasedKeys:
         self._endpoints = endpoints
         self._ttl = ttl_seconds
         self._on_registered = on_registered
-        self._life_of = life_of
+        self._incarnation_of = incarnation_of
         self._companions = companions or {}
         self._wanted: dict[str, bytes] = {}
         self._deleted: set[str] = set()
@@ -320,8 +320,8 @@ class LeasedKeys:
 
     def _is_later(self, key: str, theirs: bytes, ours: bytes) -> bool:
         """Whether a value of another process has the better right to a key."""
-        if self._life_of is not None:
-            there, here = self._life_of(theirs), self._life_of(ours)
+        if self._incarnation_of is not None:
+            there, here = self._incarnation_of(theirs), self._incarnation_of(ours)
             if there != here:
                 return there > here
         return key in self._owned
@@ -466,7 +466,7 @@ async def _changes(
             done, _ = await asyncio.wait({reading}, timeout=progress_seconds)
             if not done:
                 if asked:
-                    raise EtcdAway(f"no sign of life from the watch for {2 * progress_seconds:g} s")
+                    raise EtcdAway(f"the watch answered nothing for {2 * progress_seconds:g} s")
                 await call.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
                 asked = True
                 continue

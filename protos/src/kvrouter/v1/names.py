@@ -159,9 +159,9 @@ class ComponentName:
         """Subject on which Schedulers tell each other of bookings."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.sync"
 
-    def sync_state_subject(self, router_id: str) -> str:
+    def sync_state_subject(self, scheduler_id: str) -> str:
         """Subject on which one Scheduler answers requests for its state."""
-        return f"kvrouter.v1.{self.namespace}.{self.name}.sync-state.{check_name(router_id)}"
+        return f"kvrouter.v1.{self.namespace}.{self.name}.sync-state.{check_name(scheduler_id)}"
 
 
 def worker_id_of_key(key: str) -> int | None:

@@ -13,7 +13,7 @@ from kvrouter.v1.scheduler_pb2 import GetStatusRequest
 from ..scheduling import Stack, eventually, scheduling, soon
 
 Agreement = dict[tuple[str, int], tuple[int, int, int]]
-"""(router, epoch) → (next sequence, bookings, digest)"""
+"""(router, incarnation) → (next sequence, bookings, digest)"""
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def agreement(stack: Stack) -> Agreement:
     """What a Scheduler knows of all, itself included."""
     status = await stack.scheduler.get_status(GetStatusRequest(component=stack.named), deadline=soon())
     return {
-        (each.router_id, each.router_epoch): (each.next_sequence, each.bookings, each.digest)
+        (each.scheduler_id, each.incarnation): (each.next_sequence, each.bookings, each.digest)
         for each in status.components[0].replicas
         if each.complete
     }

@@ -203,9 +203,13 @@ async def test_drift_is_seen_by_digest_and_repaired(nats_url: str, etcd_endpoint
         before = await agreed(stacks)
         # One that joined late has fetched a state already.
         repairs = figure(stacks[1], "sync_repairs_total", outcome="done")
-        (life, (sequence, _, _)) = next((life, told) for life, told in before.items() if life[0] == "s0")
+        (scheduler, (sequence, _, _)) = next(
+            (scheduler, told) for scheduler, told in before.items() if scheduler[0] == "s0"
+        )
         # What no Scheduler sends: a booking under its next number that it knows nothing of.
-        forged = ReplicaSyncEvent(router_id=life[0], router_epoch=life[1], sequence=sequence, component=stacks[0].named)
+        forged = ReplicaSyncEvent(
+            scheduler_id=scheduler[0], incarnation=scheduler[1], sequence=sequence, component=stacks[0].named
+        )
         forged.add_request.CopyFrom(AddRequest(booking=BookingKey(request_id="ghost"), prompt_tokens=1))
         forged.add_request.rank.worker_id = 1
         async with await nats.connect(nats_url) as client:
@@ -232,7 +236,7 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
             await reaches(lambda: figure(first, "sync_set_aside_total", reason=reason), before + 1)
 
         def event(**fields: Any) -> ReplicaSyncEvent:
-            known: dict[str, Any] = {"router_id": "stranger", "router_epoch": 5, "component": first.named}
+            known: dict[str, Any] = {"scheduler_id": "stranger", "incarnation": 5, "component": first.named}
             return ReplicaSyncEvent(**(known | fields))
 
         def told(sequence: int, **fields: Any) -> ReplicaSyncEvent:
@@ -241,17 +245,17 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
 
         await set_aside("unparsable", b"\xff\xff\xff")
         await set_aside("other_component", event(component=Component(namespace="else", name="where")))
-        await set_aside("own_id", event(router_id="s0"))
-        await set_aside("bad_epoch", event(router_epoch=1 << 63))
-        await set_aside("bad_epoch", event(router_epoch=0))
-        await set_aside("bad_id", event(router_id="no.subject >"))
+        await set_aside("own_id", event(scheduler_id="s0"))
+        await set_aside("bad_incarnation", event(incarnation=1 << 63))
+        await set_aside("bad_incarnation", event(incarnation=0))
+        await set_aside("bad_id", event(scheduler_id="no.subject >"))
         # Blocks of another size: two hashes for as many tokens as one block has.
         await set_aside("invalid_argument", told(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
         await set_aside("invalid_argument", told(1, booking=BookingKey(request_id="y" * 200)))
         await set_aside("invalid_argument", told(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
         await set_aside("unknown_event", event(sequence=3))
         await set_aside("duplicate", event(sequence=3))
-        await set_aside("old_epoch", event(router_epoch=4))
+        await set_aside("old_incarnation", event(incarnation=4))
         await client.publish(first.component.sync_state_subject("s0"), b"")
         await reaches(lambda: figure(first, "sync_set_aside_total", reason="state_request"), 1)
         assert await first.booked() == 0
@@ -259,18 +263,18 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
         await eventually(stacks[1].booked, lambda count: count == 1)
 
 
-async def test_a_forged_epoch_silences_no_scheduler(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+async def test_a_forged_incarnation_silences_no_scheduler(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
         await stacks[0].select(selecting("before", routing(4)))
         before = await agreed(stacks)
-        epoch = next(epoch for name, epoch in before if name == "s0")
+        incarnation = next(incarnation for name, incarnation in before if name == "s0")
         for number in range(1, 4):
-            forged = ReplicaSyncEvent(router_id="s0", router_epoch=epoch + number, component=stacks[0].named)
+            forged = ReplicaSyncEvent(scheduler_id="s0", incarnation=incarnation + number, component=stacks[0].named)
             forged.heartbeat.bookings = 0
             await client.publish(stacks[0].component.sync_subject, forged.SerializeToString())
-        await reaches(lambda: figure(stacks[1], "sync_set_aside_total", reason="old_epoch"), 1)
+        await reaches(lambda: figure(stacks[1], "sync_set_aside_total", reason="old_incarnation"), 1)
         await stacks[0].select(selecting("after", routing(4, seed=1)))
-        # The Scheduler itself says which epoch it is in, so that the forged ones are forgotten.
+        # The Scheduler itself says which incarnation it is in, so that the forged ones are forgotten.
         assert {name for name, _ in await agreed(stacks)} == {"s0", "s1"}
         assert [await stack.booked() for stack in stacks] == [2, 2]
         assert figure(stacks[1], "sync_orphans_dropped_total") == 0
@@ -278,7 +282,7 @@ async def test_a_forged_epoch_silences_no_scheduler(nats_url: str, etcd_endpoint
 
 async def test_a_stranger_far_ahead_stops_nobody(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
-        ahead = ReplicaSyncEvent(router_id="ghost", router_epoch=5, sequence=1 << 60, component=stacks[0].named)
+        ahead = ReplicaSyncEvent(scheduler_id="ghost", incarnation=5, sequence=1 << 60, component=stacks[0].named)
         await client.publish(stacks[0].component.sync_subject, ahead.SerializeToString())
         await reaches(lambda: figure(stacks[0], "sync_repairs_total", outcome="failed"), 1)
         await stacks[1].select(selecting("r", routing(4)))

@@ -1,14 +1,14 @@
-from kvrouter.indexer.index.membership import Departures, NewLife, new_lives
+from kvrouter.indexer.index.membership import Departures, NewIncarnation, new_incarnations
 
 A, B, C = (1, 0), (1, 1), (2, 0)
 
 
 def test_a_rank_that_is_registered_with_a_later_life_begins_anew() -> None:
-    assert new_lives({A: 5, B: 5, C: 5}, {A: 4, B: 5, C: 6}) == [NewLife(A, 5)]
+    assert new_incarnations({A: 5, B: 5, C: 5}, {A: 4, B: 5, C: 6}) == [NewIncarnation(A, 5)]
 
 
 def test_a_registered_rank_that_the_index_lacks_begins_empty() -> None:
-    assert new_lives({A: 5}, {}) == [NewLife(A, 5)]
+    assert new_incarnations({A: 5}, {}) == [NewIncarnation(A, 5)]
 
 
 def test_a_rank_without_registration_goes_after_the_grace() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.core import ApplySummary, PrefixIndex, sequence_hashes
-from kvrouter.indexer.index.membership import NewLife
+from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.state import IndexState, RankDump, StaleDump, StreamMessage
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
@@ -131,9 +131,9 @@ def test_what_was_set_aside_is_bounded() -> None:
 async def test_a_new_life_is_never_taken_back() -> None:
     index = state()
     index.apply([message(stored(0, [1], [11]), incarnation=5)])
-    await index.begin_lives([NewLife(RANK, 4), NewLife(RANK, 5)])
+    await index.begin_incarnations([NewIncarnation(RANK, 4), NewIncarnation(RANK, 5)])
     assert await held(index) == {1}
-    await index.begin_lives([NewLife(RANK, 6)])
+    await index.begin_incarnations([NewIncarnation(RANK, 6)])
     assert await held(index) == set()
 
 

@@ -97,12 +97,12 @@ def test_a_file_that_is_damaged_anywhere_is_not_used(tmp_path_factory: pytest.Te
         recover(path, HEAD)
 
 
-@pytest.mark.parametrize("field", ["worker_id", "dp_rank", "block_size", "engine_life"])
+@pytest.mark.parametrize("field", ["worker_id", "dp_rank", "block_size", "engine_incarnation"])
 def test_a_file_of_something_else_is_not_used(tmp_path: Path, field: str) -> None:
     path = tmp_path / "rank.spill"
     Kept(path)
     assert recover(path, HEAD).head == HEAD
-    other: dict[str, object] = {field: "other" if field == "engine_life" else 8}
+    other: dict[str, object] = {field: "other" if field == "engine_incarnation" else 8}
     with pytest.raises(Unusable, match=field):
         recover(path, replace(HEAD, **other))  # type: ignore[arg-type]
     with pytest.raises(Unusable, match="No such file"):

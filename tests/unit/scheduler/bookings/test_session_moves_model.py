@@ -146,7 +146,9 @@ class Moves(RuleBasedStateMachine):
         self.events: dict[tuple[str, str], list[bytes]] = {}
         self.ended: list[BookingKey] = []
         for name in NODES:
-            self.parts[name] = Parts(view(worker(1), worker(2)), grace=GRACE, life=(1, name) if self.syncs else None)
+            self.parts[name] = Parts(
+                view(worker(1), worker(2)), grace=GRACE, scheduler=(1, name) if self.syncs else None
+            )
             self.parts[name].now = self.now
             self.parts[name].sync.send = lambda _, event, name=name: self._replicate(name, event)  # type: ignore[misc]
         self.clients = [Client("c0"), Client("c1")]
@@ -437,7 +439,7 @@ class Moves(RuleBasedStateMachine):
             for name in NODES:
                 for heard in [each for each in self._replicas(name).logs if each.wanted]:
                     fetch = Fetch(self._replicas(name), heard)
-                    for chunk in chunks(self._replicas(heard.life[1])):
+                    for chunk in chunks(self._replicas(heard.scheduler[1])):
                         fetch.take(chunk)
 
 

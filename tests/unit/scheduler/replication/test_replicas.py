@@ -7,7 +7,7 @@ import struct
 import pytest
 import xxhash
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.table import Life, booking_of
+from kvrouter.scheduler.bookings.table import SchedulerIncarnation, booking_of
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import event_log as replica_log
 from kvrouter.scheduler.replication.event_log import Log
@@ -21,7 +21,7 @@ from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent, SyncHeartbeat
 
 from ..harness import BLOCK, POOL, Parts, prompt, routing, selecting, view, worker
 
-OTHER: Life = (7, "other")
+OTHER: SchedulerIncarnation = (7, "other")
 
 
 def key(number: int) -> Key:
@@ -31,8 +31,8 @@ def key(number: int) -> Key:
 class Node:
     """A Scheduler that syncs, with what it has sent."""
 
-    def __init__(self, name: str, epoch: int = 1) -> None:
-        self.parts = Parts(view(worker(1), worker(2)), life=(epoch, name))
+    def __init__(self, name: str, incarnation: int = 1) -> None:
+        self.parts = Parts(view(worker(1), worker(2)), scheduler=(incarnation, name))
         self.sent: list[ReplicaSyncEvent] = []
         self.parts.sync.send = lambda _, event: self.sent.append(event)
 
@@ -57,17 +57,19 @@ class Node:
         return self.parts.figure("kvrouter_scheduler_sync_set_aside_total", reason=reason)
 
 
-def event(sequence: int, life: Life = OTHER, **fields: object) -> ReplicaSyncEvent:
+def event(sequence: int, scheduler: SchedulerIncarnation = OTHER, **fields: object) -> ReplicaSyncEvent:
     return ReplicaSyncEvent(
-        router_id=life[1],
-        router_epoch=life[0],
+        scheduler_id=scheduler[1],
+        incarnation=scheduler[0],
         sequence=sequence,
         component=Component(namespace=POOL.namespace, name=POOL.name),
         **fields,  # type: ignore[arg-type]
     )
 
 
-def added(sequence: int, number: int, *, rank: int = 1, seed: int = 0, life: Life = OTHER) -> ReplicaSyncEvent:
+def added(
+    sequence: int, number: int, *, rank: int = 1, seed: int = 0, scheduler: SchedulerIncarnation = OTHER
+) -> ReplicaSyncEvent:
     hashes = memoryview(prompt(2, seed=seed).sequence_hashes).cast("Q").tolist()
     told = AddRequest(
         booking=BookingKey(request_id=f"r{number}"),
@@ -77,7 +79,7 @@ def added(sequence: int, number: int, *, rank: int = 1, seed: int = 0, life: Lif
         prefill_tokens=2 * BLOCK,
         session_id="theirs",
     )
-    return event(sequence, life, add_request=told)
+    return event(sequence, scheduler, add_request=told)
 
 
 def heartbeat(sequence: int, claims: Claims) -> ReplicaSyncEvent:
@@ -167,8 +169,10 @@ def test_events_that_wait_for_a_state_are_bounded_and_those_after_it_are_applied
 
 def test_events_of_an_earlier_life_are_fenced() -> None:
     node = Node("n")
-    node.hear(added(0, 0, life=(1, "other")), added(0, 1, life=(2, "other")), added(1, 2, life=(1, "other")))
-    assert node.set_aside("old_epoch") == 1
+    node.hear(
+        added(0, 0, scheduler=(1, "other")), added(0, 1, scheduler=(2, "other")), added(1, 2, scheduler=(1, "other"))
+    )
+    assert node.set_aside("old_incarnation") == 1
     assert node.parts.ledger.records.get(key(2)) is None
     # The earlier life's bookings are orphans: registered or not, their Scheduler is gone.
     node.parts.now += 11
@@ -189,10 +193,10 @@ async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
 
 def test_of_two_places_the_one_of_the_greater_life_counts_until_it_goes() -> None:
     node = Node("n")
-    node.hear(added(0, 0, rank=1, life=(1, "a")), added(0, 0, rank=2, life=(2, "b")))
+    node.hear(added(0, 0, rank=1, scheduler=(1, "a")), added(0, 0, rank=2, scheduler=(2, "b")))
     assert node.rank(0) == (2, 0)
     late = Node("m")
-    late.hear(added(0, 0, rank=2, life=(2, "b")), added(0, 0, rank=1, life=(1, "a")))
+    late.hear(added(0, 0, rank=2, scheduler=(2, "b")), added(0, 0, rank=1, scheduler=(1, "a")))
     assert late.rank(0) == (2, 0)
     for each in (node, late):
         each.hear(event(1, (1, "a"), mark_prefill_completed={"booking": {"request_id": "r0"}}))
@@ -238,7 +242,7 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
         await teller.parts.select(selecting(f"r{number}", routing(2, seed=number)))
     hearer.hear(added(0, 0))
     hearer.hear(teller.replicas.heartbeat())
-    heard = next(each for each in hearer.replicas.logs if each.life == (1, "teller"))
+    heard = next(each for each in hearer.replicas.logs if each.scheduler == (1, "teller"))
     assert heard.wanted == "join"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -270,40 +274,42 @@ async def test_a_booking_too_large_to_tell_is_counted_here_and_not_told(monkeypa
 def test_strangers_are_bounded() -> None:
     node = Node("n")
     for number in range(100):
-        node.hear(added(0, number, life=(1, f"s{number}")))
+        node.hear(added(0, number, scheduler=(1, f"s{number}")))
     assert len(node.replicas.logs) == 64
     assert node.set_aside("too_many_replicas") == 36
 
 
-def test_a_forged_epoch_gives_way_to_what_its_scheduler_says() -> None:
-    teller, node = Node("other", epoch=5), Node("n")
-    node.hear(added(0, 0, life=(5, "other")), added(0, 1, life=(99, "other")), added(1, 2, life=(5, "other")))
-    assert node.set_aside("old_epoch") == 1
+def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
+    teller, node = Node("other", incarnation=5), Node("n")
+    node.hear(
+        added(0, 0, scheduler=(5, "other")), added(0, 1, scheduler=(99, "other")), added(1, 2, scheduler=(5, "other"))
+    )
+    assert node.set_aside("old_incarnation") == 1
     lacking, disputed = node.replicas.due()
     assert (lacking, disputed) == ([], ["other"])
     node.replicas.settle("other", 5)
-    assert node.log().life == (5, "other"), "what was forged is forgotten"
+    assert node.log().scheduler == (5, "other"), "what was forged is forgotten"
     assert node.log().wanted
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
     assert node.log().next_sequence == teller.replicas.next_sequence
     assert len(node.parts.ledger) == 0, "what the Scheduler does not hold is not counted"
-    node.hear(added(0, 3, life=(99, "other")))
-    assert node.set_aside("unconfirmed_epoch") == 1
+    node.hear(added(0, 3, scheduler=(99, "other")))
+    assert node.set_aside("unconfirmed_incarnation") == 1
 
 
-def test_a_state_of_another_epoch_settles_which_one_counts() -> None:
-    teller, node = Node("other", epoch=5), Node("n")
-    node.hear(added(0, 1, life=(99, "other")), added(3, 2, life=(99, "other")))
+def test_a_state_of_another_incarnation_settles_which_one_counts() -> None:
+    teller, node = Node("other", incarnation=5), Node("n")
+    node.hear(added(0, 1, scheduler=(99, "other")), added(3, 2, scheduler=(99, "other")))
     fetch = Fetch(node.replicas, node.log())
     with pytest.raises(StateBroken):
         fetch.take(next(chunks(teller.replicas)))
     fetch.give_up()
-    assert node.log().life == (5, "other")
+    assert node.log().scheduler == (5, "other")
 
 
 def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
-    teller, node = Node("other", epoch=7), Node("n")
+    teller, node = Node("other", incarnation=7), Node("n")
     node.hear(added(0, 0), added(1, 1), added(2, 2))
     node.hear(teller.replicas.heartbeat())
     assert node.log().wanted == ""
@@ -318,7 +324,7 @@ def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
 
 
 def test_states_that_bring_no_news_are_fetched_ever_more_rarely() -> None:
-    teller, node = Node("other", epoch=7), Node("n")
+    teller, node = Node("other", incarnation=7), Node("n")
     fetches = 0
     for number in range(600):
         node.hear(added(100 + number, number))

@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.table import Life, booking_of
+from kvrouter.scheduler.bookings.table import SchedulerIncarnation, booking_of
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import state_transfer as replica_state
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -99,7 +99,7 @@ class Leased:
     """A request without a session, and the lives of Schedulers that hold it."""
 
     request: Request
-    owners: set[Life]
+    owners: set[SchedulerIncarnation]
 
 
 class Cluster(RuleBasedStateMachine):
@@ -112,11 +112,11 @@ class Cluster(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.now = 1000.0
-        self.epochs: Counter[str] = Counter()
+        self.incarnations: Counter[str] = Counter()
         self.alive: dict[str, Parts] = {}
         self.flying: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         self.cut: set[frozenset[str]] = set()
-        self.fetches: dict[tuple[str, Life], tuple[Fetch, Iterator[SyncStateResponse]]] = {}
+        self.fetches: dict[tuple[str, SchedulerIncarnation], tuple[Fetch, Iterator[SyncStateResponse]]] = {}
         self.clients = [Client("c0"), Client("c1")]
         self.leases: dict[Key, Leased] = {}
         self.made = 0
@@ -211,7 +211,7 @@ class Cluster(RuleBasedStateMachine):
     def kill(self, node: str) -> None:
         if node not in self.alive or len(self.alive) == 1:
             return
-        life = self._life(node)
+        scheduler = self._life(node)
         del self.alive[node]
         self.unsure |= self.told_at.pop(node, set())
         for client in self.clients:
@@ -220,7 +220,7 @@ class Cluster(RuleBasedStateMachine):
                 # It tells the next Scheduler what it knows of those that it runs.
                 self.unsure -= client.runs.keys()
         for key, leased in list(self.leases.items()):
-            leased.owners.discard(life)
+            leased.owners.discard(scheduler)
             if not leased.owners:
                 del self.leases[key]
                 self.unsure.discard(key)
@@ -274,20 +274,20 @@ class Cluster(RuleBasedStateMachine):
     @rule(to=nodes)
     def fetch(self, to: str) -> None:
         for heard in list(self._replicas(to).logs) if to in self.alive else []:
-            sender = heard.life[1]
+            sender = heard.scheduler[1]
             reachable = sender in self.alive and frozenset((sender, to)) not in self.cut
-            if heard.wanted and (to, heard.life) not in self.fetches and reachable:
+            if heard.wanted and (to, heard.scheduler) not in self.fetches and reachable:
                 state = chunks(self._replicas(sender))
-                self.fetches[to, heard.life] = (Fetch(self._replicas(to), heard), state)
+                self.fetches[to, heard.scheduler] = (Fetch(self._replicas(to), heard), state)
 
     @precondition(lambda self: self.fetches)
     @rule(number=numbers, loses=st.sampled_from([False, False, False, True]))
     def fetch_on(self, number: int, loses: bool) -> None:
-        (to, life), (fetch, state) = list(self.fetches.items())[number % len(self.fetches)]
-        sender = life[1]
+        (to, scheduler), (fetch, state) = list(self.fetches.items())[number % len(self.fetches)]
+        sender = scheduler[1]
         reachable = sender in self.alive and frozenset((sender, to)) not in self.cut
         try:
-            if not reachable or self._life(sender) != life:
+            if not reachable or self._life(sender) != scheduler:
                 raise StateBroken("no answer")
             if loses:
                 next(state, None)
@@ -299,7 +299,7 @@ class Cluster(RuleBasedStateMachine):
             fetch.give_up()
             done = True
         if done:
-            del self.fetches[to, life]
+            del self.fetches[to, scheduler]
 
     # What must hold.
 
@@ -319,14 +319,16 @@ class Cluster(RuleBasedStateMachine):
         for name, parts in self.alive.items():
             assert self._table(parts) == expected, name
         told = [
-            {(each.router_id, each.router_epoch): each for each in self._replicas(name).status()} for name in self.alive
+            {(each.scheduler_id, each.incarnation): each for each in self._replicas(name).status()}
+            for name in self.alive
         ]
         for known in told:
-            for life, entry in known.items():
+            for scheduler, entry in known.items():
                 assert entry.complete
-                assert {(other[life].next_sequence, other[life].bookings, other[life].digest) for other in told} == {
-                    (entry.next_sequence, entry.bookings, entry.digest)
-                }
+                assert {
+                    (other[scheduler].next_sequence, other[scheduler].bookings, other[scheduler].digest)
+                    for other in told
+                } == {(entry.next_sequence, entry.bookings, entry.digest)}
 
     @invariant()
     def slots_are_the_sum_over_the_table(self) -> None:
@@ -357,8 +359,8 @@ class Cluster(RuleBasedStateMachine):
     # Means.
 
     def _start(self, name: str) -> None:
-        self.epochs[name] += 1
-        parts = Parts(view(worker(1), worker(2)), grace=GRACE, life=(self.epochs[name], name))
+        self.incarnations[name] += 1
+        parts = Parts(view(worker(1), worker(2)), grace=GRACE, scheduler=(self.incarnations[name], name))
         parts.now = self.now
         parts.sync.send = lambda _, event: self._send(name, event)
         self.alive[name] = parts
@@ -371,8 +373,8 @@ class Cluster(RuleBasedStateMachine):
     def _replicas(self, name: str) -> Replicas:
         return self.alive[name].sync.of(POOL)
 
-    def _life(self, name: str) -> Life:
-        return (self.epochs[name], name)
+    def _life(self, name: str) -> SchedulerIncarnation:
+        return (self.incarnations[name], name)
 
     def _new(self, blocks: int, seed: int) -> Request:
         self.made += 1

@@ -175,7 +175,7 @@ def _replica_line(status: ComponentStatus) -> list[Text]:
     for place, each in enumerate(others):
         heard = duration(each.heard_ms_ago / 1000)
         text.append("; " if place else "")
-        text.append(f"{each.router_id} ({amount(each.bookings, 'booking')}, heard {heard} ago")
+        text.append(f"{each.scheduler_id} ({amount(each.bookings, 'booking')}, heard {heard} ago")
         text.append("" if each.complete else ", its state is being fetched", "yellow")
         text.append(")")
     return [text]

@@ -109,7 +109,7 @@ class WorkerConfig:
     """Directory in which each rank's state is kept, for a relay: a process of its own beside the engine, that may die
     and start again while the engine lives. None keeps nothing; then each start begins a new incarnation."""
 
-    engine_life: str = ""
+    engine_incarnation: str = ""
     """Names the life of the engine's cache, such as its process id and start time; with ``spill_path`` only. What is
     kept of another life is not used."""
 
@@ -132,8 +132,10 @@ class WorkerConfig:
                 raise InvalidConfig(f"{name} is {value}: it must be from {low} to {high}")
         if not 0 < self.heartbeat_seconds <= 86_400:
             raise InvalidConfig(f"heartbeat_seconds is {self.heartbeat_seconds}: it must be above 0, up to 86400")
-        if (self.spill_path is None) != (not self.engine_life):
-            raise InvalidConfig("spill_path and engine_life go together: what is kept is of one life of the engine")
+        if (self.spill_path is None) != (not self.engine_incarnation):
+            raise InvalidConfig(
+                "spill_path and engine_incarnation go together: a journal belongs to one incarnation of the engine"
+            )
         if not self.model:
             raise InvalidConfig("model is empty: name the model as clients ask for it")
         if not self.ranks:

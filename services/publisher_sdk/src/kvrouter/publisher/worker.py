@@ -112,7 +112,7 @@ class Worker:
             config.etcd,
             ttl_seconds=config.lease_ttl_seconds,
             on_registered=self._restore_component,
-            life_of=registered_incarnation,
+            incarnation_of=registered_incarnation,
             companions=companions(component, config.worker_id, incarnation),
         )
         self._registered_unix_ns = time.time_ns()

@@ -61,8 +61,8 @@ async def running(
     options = settings.routing()
     metrics = SchedulerMetrics(runtime.registry)
     pools = Pools(runtime.directory, settings.accounting(), report_age_seconds=settings.load_report_age_seconds)
-    life = (time.time_ns(), runtime.instance_id)
-    ledger = Ledger(session_grace_seconds=settings.session_grace_seconds, life=life)
+    scheduler = (time.time_ns(), runtime.instance_id)
+    ledger = Ledger(session_grace_seconds=settings.session_grace_seconds, scheduler=scheduler)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
     listed = runtime.listed

@@ -9,14 +9,14 @@ from kvrouter.core import Rank
 
 
 @dataclass(frozen=True, slots=True)
-class NewLife:
+class NewIncarnation:
     """A rank is registered with a later incarnation than the index has: it starts empty, at event 0."""
 
     rank: Rank
     incarnation: int
 
 
-def new_lives(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> list[NewLife]:
+def new_incarnations(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> list[NewIncarnation]:
     """Ranks whose blocks belong to a life that is over, or that are not in the index yet.
 
     Args:
@@ -24,7 +24,7 @@ def new_lives(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> li
         indexed: Incarnation by rank of the index.
     """
     return [
-        NewLife(rank, incarnation)
+        NewIncarnation(rank, incarnation)
         for rank, incarnation in sorted(registered.items())
         if indexed.get(rank, -1) < incarnation
     ]

@@ -11,7 +11,7 @@ import structlog
 from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.event_counts import RankTally, Tally
 from kvrouter.indexer.index.incarnations import Incarnations, Verdict
-from kvrouter.indexer.index.membership import NewLife
+from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.pending_buffer import MAX_ALL_BYTES, Waiting
 from kvrouter.indexer.index.repair import PERSISTENT_DRIFT, Repair, repair_after
 from kvrouter.indexer.index.shared_index import SharedIndex
@@ -309,21 +309,21 @@ class IndexState(SharedIndex):
         """What was counted of a rank."""
         return self._rank_tallies.get(rank) or RankTally()
 
-    async def begin_lives(self, lives: Sequence[NewLife]) -> None:
+    async def begin_incarnations(self, incarnations: Sequence[NewIncarnation]) -> None:
         """Empties ranks whose worker registered a later life than the index has."""
 
         def begin(index: PrefixIndex) -> None:
-            for life in lives:
-                rank, held = life.rank, index.cursor(life.rank)
+            for incarnation in incarnations:
+                rank, held = incarnation.rank, index.cursor(incarnation.rank)
                 # The worker may have been asked meanwhile, and be in another one.
-                is_current = self.incarnations.current(rank) in (None, life.incarnation)
-                if is_current and (held is None or held[0] < life.incarnation):
-                    dropped = index.reset_rank(rank, life.incarnation, 0, partial=False)
+                is_current = self.incarnations.current(rank) in (None, incarnation.incarnation)
+                if is_current and (held is None or held[0] < incarnation.incarnation):
+                    dropped = index.reset_rank(rank, incarnation.incarnation, 0, partial=False)
                     self._partial.discard(rank)
                     self._rank_tallies.setdefault(rank, RankTally()).verified = False
                     self._log.info("rank begins a life", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
-        if lives:
+        if incarnations:
             await self.work(begin)
 
     async def forget(self, ranks: Sequence[Rank]) -> None:

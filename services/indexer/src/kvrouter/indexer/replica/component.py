@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_limit
-from kvrouter.indexer.index.membership import Departures, ahead_of, new_lives
+from kvrouter.indexer.index.membership import Departures, ahead_of, new_incarnations
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.core_nats import LightEvents
 from kvrouter.indexer.ingest.jetstream import DurableConsumer, heed_cancellation
@@ -233,7 +233,7 @@ class ComponentIndex:
             self.ranks = await self.state.ranks()
             indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
             registered = self.state.incarnations.expected()
-            await self.state.begin_lives(new_lives(registered, indexed))
+            await self.state.begin_incarnations(new_incarnations(registered, indexed))
             await self._ask_about(ahead_of(registered, indexed))
             await self.state.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
             self._compare_silent_ranks()

@@ -115,7 +115,7 @@ class Resync:
         ]
         for rank in self._ranks:
             known, worker = before.get(rank[0]), workers[rank[0]]
-            if known is not worker and (known is None or _life(known) != _life(worker)):
+            if known is not worker and (known is None or _incarnation(known) != _incarnation(worker)):
                 self.want(rank, "registered")
 
     def want(self, rank: Rank, reason: str) -> None:
@@ -248,7 +248,7 @@ class Resync:
     def _is_still(self, rank: Rank, worker: WorkerRegistration) -> bool:
         """Whether the worker that was asked is the one that is registered."""
         now = self._workers.get(rank[0])
-        return now is not None and _life(now) == _life(worker)
+        return now is not None and _incarnation(now) == _incarnation(worker)
 
     def _suspect(self, rank: Rank, reason: str) -> None:
         """As ``want``, from any thread."""
@@ -284,5 +284,5 @@ def _outcome(reason: str, *, founded: bool) -> _Outcome:
     return _Outcome.REPAIRED if founded or reason not in _ALARMS else _Outcome.UNFOUNDED
 
 
-def _life(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
+def _incarnation(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
     return worker.endpoint, worker.transport, [rank.incarnation for rank in worker.ranks]

@@ -58,7 +58,7 @@ class Head:
     incarnation: int
     block_size: int
     copy_counting: CopyCounting
-    engine_life: str
+    engine_incarnation: str
     format: int = _FORMAT
 
 

@@ -20,7 +20,9 @@ def _place(config: WorkerConfig, directory: Path, dp_rank: int) -> Path:
 
 
 def _head(config: WorkerConfig, dp_rank: int, incarnation: int) -> Head:
-    return Head(config.worker_id, dp_rank, incarnation, config.block_size, config.copy_counting, config.engine_life)
+    return Head(
+        config.worker_id, dp_rank, incarnation, config.block_size, config.copy_counting, config.engine_incarnation
+    )
 
 
 def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
-from kvrouter.scheduler.bookings.table import Life, Place, Record, Records
+from kvrouter.scheduler.bookings.table import Place, Record, Records, SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key, rank_of
 from kvrouter.v1.names import ComponentName
 
@@ -106,15 +106,17 @@ class Expired:
 class Ledger:
     """Bookings by key, with their owners here."""
 
-    def __init__(self, *, session_grace_seconds: float, tombstones: int = 1 << 16, life: Life = (0, "")) -> None:
+    def __init__(
+        self, *, session_grace_seconds: float, tombstones: int = 1 << 16, scheduler: SchedulerIncarnation = (0, "")
+    ) -> None:
         """Nothing is booked.
 
         Args:
             session_grace_seconds: How long bookings outlive the stream of their session.
             tombstones: Freed keys that are remembered, so that a late call books none of them again.
-            life: Life of this Scheduler.
+            scheduler: Incarnation and id of this Scheduler.
         """
-        self.records = Records(life, self._disown, tombstones=tombstones)
+        self.records = Records(scheduler, self._disown, tombstones=tombstones)
         """Every live booking, those that only other Schedulers hold among them."""
         self.witness: Witness = _NobodyListens()
         self._grace = session_grace_seconds

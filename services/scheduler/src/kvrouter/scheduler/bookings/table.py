@@ -19,8 +19,8 @@ from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
-Life = tuple[int, str]
-"""One life of a Scheduler: (epoch, id). Of two that booked a request on different ranks, the greater one's counts."""
+SchedulerIncarnation = tuple[int, str]
+"""A Scheduler process: (incarnation, id). If two booked a request on different ranks, the greater one's rank counts."""
 
 
 class Place(NamedTuple):
@@ -54,14 +54,14 @@ class Record:
     output_tokens: int = 0
     told: bool = False
     """Whether its progress was told here though other Schedulers held it: they may have heard of it from here alone."""
-    owners: dict[Life, Place | None] = field(default_factory=dict)
+    owners: dict[SchedulerIncarnation, Place | None] = field(default_factory=dict)
     """The Schedulers that hold it; None stands for the place where it is booked."""
 
 
 class Records:
     """Live bookings by key, and the keys that were freed. A booking is released exactly once."""
 
-    def __init__(self, here: Life, released: Callable[[Record], None], *, tombstones: int) -> None:
+    def __init__(self, here: SchedulerIncarnation, released: Callable[[Record], None], *, tombstones: int) -> None:
         """Nothing is booked.
 
         Args:
@@ -104,13 +104,13 @@ class Records:
         """The keys that are remembered as freed, oldest first."""
         return [key for key, freed in self._gone.items() if freed]
 
-    def add(self, record: Record, owner: Life) -> None:
+    def add(self, record: Record, owner: SchedulerIncarnation) -> None:
         """Takes a booking in that is booked in its slots and held by one Scheduler."""
         self._gone.pop(record.key, None)
         self._records[record.key] = record
         record.owners[owner] = None
 
-    def add_owner(self, record: Record, owner: Life, place: Place) -> None:
+    def add_owner(self, record: Record, owner: SchedulerIncarnation, place: Place) -> None:
         """A Scheduler holds a live booking, at that place."""
         if len(record.owners) == 1:
             (only,) = record.owners
@@ -118,11 +118,11 @@ class Records:
         record.owners[owner] = place
         self._settle(record)
 
-    def place(self, record: Record, owner: Life) -> Place:
+    def place(self, record: Record, owner: SchedulerIncarnation) -> Place:
         """Where one of its holders has a live booking."""
         return record.owners.get(owner) or _place_of(record)
 
-    def remove_owner(self, key: Key, owner: Life) -> Record | None:
+    def remove_owner(self, key: Key, owner: SchedulerIncarnation) -> Record | None:
         """A Scheduler holds a booking no longer; with its last holder it is dropped. Returns it if that held it."""
         record = self._records.get(key)
         if record is None or owner not in record.owners:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvrouter.runtime.backoff import Backoff
-from kvrouter.scheduler.bookings.table import Life
-from kvrouter.scheduler.replication.epochs import RETRY_SECONDS
+from kvrouter.scheduler.bookings.table import SchedulerIncarnation
+from kvrouter.scheduler.replication.incarnations import RETRY_SECONDS
 from kvrouter.scheduler.replication.owned_bookings import Claims
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat
 
@@ -27,8 +27,8 @@ the next heartbeat shows it."""
 class Log:
     """A life's events as they were heard. Pure; time is seconds of any one clock."""
 
-    def __init__(self, life: Life, now: float) -> None:
-        self.life = life
+    def __init__(self, scheduler: SchedulerIncarnation, now: float) -> None:
+        self.scheduler = scheduler
         self.claims = Claims()
         """What it holds, by its own account."""
         self.next_sequence = 0

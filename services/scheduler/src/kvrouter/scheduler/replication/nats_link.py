@@ -39,8 +39,8 @@ _CHUNKS_IN_FLIGHT = 8
 """Chunks that are sent before NATS must have taken them: 1 MiB, so that events find room beside a state."""
 _SETTLE_SECONDS = 3.0
 """Time that a start waits for the other Schedulers' states before it takes requests without them."""
-_EPOCH_AHEAD_NS = 24 * 3600 * 10**9
-"""How far another clock may be ahead: an epoch of next year would fence its Scheduler out for as long."""
+_INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
+"""How far another clock may be ahead: an incarnation of next year would fence its Scheduler out for as long."""
 
 
 class SyncLink:
@@ -109,10 +109,10 @@ class SyncLink:
     def _has_all(self) -> bool:
         _, own_id = self._sync.records.here
         services = self._directory.services("scheduler")
-        others = {router_id for router_id, service in services.items() if service.ready} - {own_id}
+        others = {scheduler_id for scheduler_id, service in services.items() if service.ready} - {own_id}
         return self._directory.is_synced and all(
             name in self._channels
-            and others <= {heard.life[1] for heard in self._sync.of(name).logs if not heard.wanted}
+            and others <= {heard.scheduler[1] for heard in self._sync.of(name).logs if not heard.wanted}
             for name in self._directory.components
         )
 
@@ -173,7 +173,7 @@ class _Channel:
         known = len(self._replicas.logs)
         try:
             event = decode_message(ReplicaSyncEvent, message.data)
-            if (event.router_epoch, event.router_id) == self._here:
+            if (event.incarnation, event.scheduler_id) == self._here:
                 return
             refusal = self._refusal(event)
             if refusal:
@@ -198,20 +198,20 @@ class _Channel:
         """Why an event is not for this component's replicas; empty if it is."""
         if event.component != component_message(self._component):
             return "other_component"
-        if event.router_id == self._here[1]:
+        if event.scheduler_id == self._here[1]:
             return "own_id"
         try:
-            check_name(event.router_id)
+            check_name(event.scheduler_id)
         except InvalidName:
             return "bad_id"
-        is_far_ahead = event.router_epoch > time.time_ns() + _EPOCH_AHEAD_NS
-        epochs = self._replicas.epochs
-        if is_far_ahead and epochs.current(event.router_id) != event.router_epoch:
+        is_far_ahead = event.incarnation > time.time_ns() + _INCARNATION_AHEAD_NS
+        incarnations = self._replicas.incarnations
+        if is_far_ahead and incarnations.current(event.scheduler_id) != event.incarnation:
             # If that is its clock, it says so itself.
-            epochs.dispute(event.router_id, self._replicas.now())
-        elif event.router_epoch:
+            incarnations.dispute(event.scheduler_id, self._replicas.now())
+        elif event.incarnation:
             return ""
-        return "bad_epoch"
+        return "bad_incarnation"
 
     async def _take_request(self, message: Msg) -> None:
         if not message.reply or self._asked.full():
@@ -245,28 +245,28 @@ class _Channel:
             lacking, disputed = self._replicas.due()
             async with asyncio.TaskGroup() as group:
                 for heard in lacking:
-                    group.create_task(self._fetch(heard), name=f"state of {heard.life[1]}")
-                for router_id in disputed:
-                    group.create_task(self._ask_epoch(router_id), name=f"epoch of {router_id}")
+                    group.create_task(self._fetch(heard), name=f"state of {heard.scheduler[1]}")
+                for scheduler_id in disputed:
+                    group.create_task(self._ask_incarnation(scheduler_id), name=f"incarnation of {scheduler_id}")
             if not lacking and not disputed:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._replicas.pause()):
                         await self._wanted.wait()
 
-    async def _ask_epoch(self, router_id: str) -> None:
-        """Asks a Scheduler for its epoch: the first chunk of its state has it."""
-        request = SyncStateRequest(router_id=self._here[1]).SerializeToString()
-        subject = self._component.sync_state_subject(router_id)
+    async def _ask_incarnation(self, scheduler_id: str) -> None:
+        """Asks a Scheduler for its incarnation: the first chunk of its state has it."""
+        request = SyncStateRequest(scheduler_id=self._here[1]).SerializeToString()
+        subject = self._component.sync_state_subject(scheduler_id)
         try:
             answer = await self._client.request(subject, request, timeout=_CHUNK_SECONDS)
             chunk = decode_message(SyncStateResponse, answer.data)
-            if chunk.router_id != router_id or not chunk.router_epoch:
-                raise StateBroken(f"{chunk.router_id[:64]!r} answered")
+            if chunk.scheduler_id != scheduler_id or not chunk.incarnation:
+                raise StateBroken(f"{chunk.scheduler_id[:64]!r} answered")
         except (StateBroken, Undecodable, nats.errors.Error) as error:
-            self._replicas.epochs.unanswered(router_id, self._replicas.now())
-            log.info("epoch not confirmed", of=router_id, routed=str(self._component), cause=str(error))
+            self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
+            log.info("incarnation not confirmed", of=scheduler_id, routed=str(self._component), cause=str(error))
         else:
-            self._replicas.settle(router_id, chunk.router_epoch)
+            self._replicas.settle(scheduler_id, chunk.incarnation)
 
     async def _fetch(self, heard: Log) -> None:
         """Fetches the state of a life. Where it cannot be had, that is tried again as long as it is wanted."""
@@ -274,8 +274,8 @@ class _Channel:
         answers = await self._client.subscribe(inbox)
         fetch = Fetch(self._replicas, heard)
         try:
-            subject = self._component.sync_state_subject(heard.life[1])
-            await self._client.publish(subject, SyncStateRequest(router_id=self._here[1]).SerializeToString(), inbox)
+            subject = self._component.sync_state_subject(heard.scheduler[1])
+            await self._client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
             while True:
                 answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
                 if answer.headers and answer.headers.get("Status"):
@@ -291,7 +291,7 @@ class _Channel:
             with suppress(nats.errors.Error):
                 await answers.unsubscribe()
         self._metrics.repairs.labels(outcome=outcome).inc()
-        log.info("state of a Scheduler fetched", of=heard.life[1], outcome=outcome, cause=cause)
+        log.info("state of a Scheduler fetched", of=heard.scheduler[1], outcome=outcome, cause=cause)
 
     async def _answer(self) -> None:
         while True:

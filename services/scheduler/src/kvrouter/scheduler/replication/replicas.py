@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterator
 import structlog
 from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.bookings.conversions import add_request, book_told
-from kvrouter.scheduler.bookings.table import Life, Place, Record, Records, booking_of
+from kvrouter.scheduler.bookings.table import Place, Record, Records, SchedulerIncarnation, booking_of
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_of
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.overlap.predictions import Predictions
-from kvrouter.scheduler.replication.epochs import Epochs, Verdict
 from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.owned_bookings import Claims
 from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
@@ -46,7 +46,7 @@ from kvrouter.v1.sync_pb2 import (
 
 log = structlog.get_logger(component="scheduler")
 
-MAX_LIVES = 64
+MAX_INCARNATIONS = 64
 """Lives of other Schedulers that are followed: far more than a component has."""
 MAX_TOLD_BYTES = 768 << 10
 """Size beyond which a booking is not told: with a chunk's other bookings it must be below what NATS takes (1 MiB). It
@@ -83,8 +83,8 @@ class Replicas:
         """Seconds of a monotonic clock."""
         self._predictions = predictions
         self._affinity = affinity
-        self._logs: dict[Life, Log] = {}
-        self.epochs = Epochs()
+        self._logs: dict[SchedulerIncarnation, Log] = {}
+        self.incarnations = Incarnations()
 
     @property
     def logs(self) -> Collection[Log]:
@@ -156,7 +156,7 @@ class Replicas:
         if found.wanted and not wanted:
             counter = self._metrics.digest_mismatches if found.wanted == "digest" else self._metrics.gaps
             counter.inc()
-            log.info("state of a Scheduler wanted", of=found.life[1], routed=str(self.component), why=found.wanted)
+            log.info("state of a Scheduler wanted", of=found.scheduler[1], routed=str(self.component), why=found.wanted)
 
     def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
         """Applies the next event of a life. One that makes no sense is counted, and changes nothing."""
@@ -178,7 +178,7 @@ class Replicas:
                     self._set_aside("unknown_event")
         except KvRouterError as error:
             self._set_aside(error.code.name.lower())
-            log.debug("sync event set aside", of=heard.life[1], routed=str(self.component), cause=str(error))
+            log.debug("sync event set aside", of=heard.scheduler[1], routed=str(self.component), cause=str(error))
 
     def hear_held(self, heard: Log, told: AddRequest) -> Key:
         """A life holds a booking.
@@ -189,7 +189,7 @@ class Replicas:
         key = checked_key(told.booking)
         heard.claims.put(key, told.session_id)
         if not self.records.was_freed(key):
-            self._hold(heard.life, key, told)
+            self._hold(heard.scheduler, key, told)
         return key
 
     def hear_prefilled(self, heard: Log, key: Key) -> None:
@@ -219,7 +219,7 @@ class Replicas:
     def hear_let_go(self, heard: Log, key: Key) -> None:
         """A life holds a booking no longer."""
         heard.claims.drop(key)
-        self.records.remove_owner(key, heard.life)
+        self.records.remove_owner(key, heard.scheduler)
 
     def expire(self, registered: Collection[str]) -> None:
         """Drops what Schedulers held that are gone for the grace.
@@ -229,29 +229,29 @@ class Replicas:
                 for its earlier lives.
         """
         now = self.now()
-        for life, heard in list(self._logs.items()):
-            epoch, router_id = life
-            is_gone = router_id not in registered or epoch != self.epochs.current(router_id)
+        for scheduler, heard in list(self._logs.items()):
+            incarnation, scheduler_id = scheduler
+            is_gone = scheduler_id not in registered or incarnation != self.incarnations.current(scheduler_id)
             if is_gone and now - heard.heard_at >= self._grace:
                 self._forget(heard)
-        self.epochs.forget_quiet(now)
+        self.incarnations.forget_quiet(now)
 
     def status(self) -> Iterator[ReplicaStatus]:
         """What is known of each Scheduler, this one first."""
-        epoch, router_id = self.records.here
+        incarnation, scheduler_id = self.records.here
         yield ReplicaStatus(
-            router_id=router_id,
-            router_epoch=epoch,
+            scheduler_id=scheduler_id,
+            incarnation=incarnation,
             next_sequence=self.next_sequence,
             bookings=len(self.own),
             digest=self.own.digest,
             complete=True,
         )
         now = self.now()
-        for (epoch, router_id), heard in sorted(self._logs.items()):
+        for (incarnation, scheduler_id), heard in sorted(self._logs.items()):
             yield ReplicaStatus(
-                router_id=router_id,
-                router_epoch=epoch,
+                scheduler_id=scheduler_id,
+                incarnation=incarnation,
                 next_sequence=heard.next_sequence,
                 bookings=len(heard.claims),
                 digest=heard.claims.digest,
@@ -260,61 +260,65 @@ class Replicas:
             )
 
     def _log_of(self, event: ReplicaSyncEvent, now: float) -> Log | None:
-        life = (event.router_epoch, event.router_id)
-        known = self._logs.get(life)
-        if known is None and len(self._logs) >= MAX_LIVES:
+        scheduler = (event.incarnation, event.scheduler_id)
+        known = self._logs.get(scheduler)
+        if known is None and len(self._logs) >= MAX_INCARNATIONS:
             self._set_aside("too_many_replicas")
             return None
-        verdict = self.epochs.judge(event.router_id, event.router_epoch, now)
+        verdict = self.incarnations.judge(event.scheduler_id, event.incarnation, now)
         if verdict is not Verdict.APPLY:
-            self._set_aside("old_epoch" if verdict is Verdict.OLD else "unconfirmed_epoch")
+            self._set_aside("old_incarnation" if verdict is Verdict.OLD else "unconfirmed_incarnation")
             return None
-        return known or self._follow(life)
+        return known or self._follow(scheduler)
 
-    def _follow(self, life: Life) -> Log:
-        followed = self._logs[life] = Log(life, self.now())
-        log.info("Scheduler heard", of=life[1], routed=str(self.component))
+    def _follow(self, scheduler: SchedulerIncarnation) -> Log:
+        followed = self._logs[scheduler] = Log(scheduler, self.now())
+        log.info("Scheduler heard", of=scheduler[1], routed=str(self.component))
         return followed
 
-    def settle(self, router_id: str, epoch: int) -> None:
-        """Takes a Scheduler's own answer for its epoch. Where another one counted, its state is fetched anew."""
-        before = self.epochs.current(router_id)
-        if not self.epochs.settle(router_id, epoch, self.now()):
+    def settle(self, scheduler_id: str, incarnation: int) -> None:
+        """Takes a Scheduler's own answer for its incarnation. Where another one counted, its state is fetched anew."""
+        before = self.incarnations.current(scheduler_id)
+        if not self.incarnations.settle(scheduler_id, incarnation, self.now()):
             return
-        life = (epoch, router_id)
-        (self._logs.get(life) or self._follow(life)).join()
+        scheduler = (incarnation, scheduler_id)
+        (self._logs.get(scheduler) or self._follow(scheduler)).join()
         for other, heard in list(self._logs.items()):
-            if other[1] == router_id and other[0] > epoch:
+            if other[1] == scheduler_id and other[0] > incarnation:
                 self._forget(heard)
         log.warning(
-            "epoch corrected", of=router_id, routed=str(self.component), router_epoch=epoch, refuted_epoch=before
+            "replica.incarnation_corrected",
+            of=scheduler_id,
+            routed=str(self.component),
+            incarnation=incarnation,
+            refuted_incarnation=before,
         )
 
     def due(self) -> tuple[list[Log], list[str]]:
-        """Returns the logs whose state is to be fetched at once, and the Schedulers to ask for their epoch."""
+        """Returns the logs whose state is to be fetched at once, and the Schedulers to ask for their incarnation."""
         now = self.now()
-        return [heard for heard in self._logs.values() if heard.wanted and heard.due <= now], self.epochs.due(now)
+        return [heard for heard in self._logs.values() if heard.wanted and heard.due <= now], self.incarnations.due(now)
 
     def pause(self) -> float | None:
         """Returns the seconds until something is due; None if nothing is wanted."""
         times = [heard.due for heard in self._logs.values() if heard.wanted]
-        if (disputed := self.epochs.next_due()) is not None:
+        if (disputed := self.incarnations.next_due()) is not None:
             times.append(disputed)
         return max(0.0, min(times) - self.now()) if times else None
 
     def _forget(self, heard: Log) -> None:
         dropped = 0
         for key in heard.claims:
-            record = self.records.remove_owner(key, heard.life)
+            record = self.records.remove_owner(key, heard.scheduler)
             dropped += record is not None and not record.owners
-        del self._logs[heard.life]
+        del self._logs[heard.scheduler]
         # A fence stays as long as any life of its Scheduler is followed.
-        if not any(router_id == heard.life[1] for _, router_id in self._logs):
-            self.epochs.forget(heard.life[1])
+        if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
+            self.incarnations.forget(heard.scheduler[1])
         self._metrics.orphans.inc(dropped)
-        log.info("Scheduler gone", of=heard.life[1], routed=str(self.component), bookings=dropped)
+        log.info("Scheduler gone", of=heard.scheduler[1], routed=str(self.component), bookings=dropped)
 
-    def _hold(self, life: Life, key: Key, told: AddRequest) -> None:
+    def _hold(self, scheduler: SchedulerIncarnation, key: Key, told: AddRequest) -> None:
         pool = self._pools.get(self.component)
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
@@ -325,12 +329,12 @@ class Replicas:
             if record is None:
                 raise RequestIdReused(key[0])
             record.local_hashes, record.conversation = pack_hashes(told.local_hashes), told.conversation
-            self.records.add(record, life)
+            self.records.add(record, scheduler)
         else:
             same_prompt = booking_of(record).sequence_hashes == pack_hashes(told.sequence_hashes)
             if record.component != self.component or not same_prompt:
                 raise RequestIdReused(key[0])
-            self.records.add_owner(record, life, Place(rank, min(told.prefill_tokens, told.prompt_tokens)))
+            self.records.add_owner(record, scheduler, Place(rank, min(told.prefill_tokens, told.prompt_tokens)))
         if self._affinity is not None and record.conversation:
             self._affinity.note(self.component, record.conversation, rank)
         if self._predictions is not None and record.local_hashes:
@@ -350,10 +354,10 @@ class Replicas:
         self.next_sequence += 1
 
     def _event(self, **event: object) -> ReplicaSyncEvent:
-        epoch, router_id = self.records.here
+        incarnation, scheduler_id = self.records.here
         return ReplicaSyncEvent(
-            router_id=router_id,
-            router_epoch=epoch,
+            scheduler_id=scheduler_id,
+            incarnation=incarnation,
             sequence=self.next_sequence,
             component=component_message(self.component),
             **event,  # type: ignore[arg-type]  # one of the events

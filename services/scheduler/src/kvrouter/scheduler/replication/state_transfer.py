@@ -36,13 +36,13 @@ class StateBroken(Exception):
 
 def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
     """The state of this Scheduler."""
-    epoch, router_id = replicas.records.here
+    incarnation, scheduler_id = replicas.records.here
     next_sequence = replicas.next_sequence
     numbers = itertools.count()
     chunk, size = SyncStateResponse(), 0
 
     def finished(*, last: bool) -> SyncStateResponse:
-        chunk.router_id, chunk.router_epoch, chunk.next_sequence = router_id, epoch, next_sequence
+        chunk.scheduler_id, chunk.incarnation, chunk.next_sequence = scheduler_id, incarnation, next_sequence
         chunk.chunk, chunk.last = next(numbers), last
         return chunk
 
@@ -95,11 +95,11 @@ class Fetch:
         if heard not in self._replicas.logs:
             raise StateBroken("its Scheduler has gone")
         heard.heard_at = self._replicas.now()
-        if chunk.router_id == heard.life[1] and chunk.router_epoch != heard.life[0]:
-            self._replicas.settle(chunk.router_id, chunk.router_epoch)
-            raise StateBroken(f"it is in epoch {chunk.router_epoch}, not {heard.life[0]}")
-        if chunk.router_id != heard.life[1] or chunk.chunk != self._next_chunk:
-            raise StateBroken(f"chunk {chunk.chunk} of {chunk.router_id[:64]!r} came instead of {self._next_chunk}")
+        if chunk.scheduler_id == heard.scheduler[1] and chunk.incarnation != heard.scheduler[0]:
+            self._replicas.settle(chunk.scheduler_id, chunk.incarnation)
+            raise StateBroken(f"it is in incarnation {chunk.incarnation}, not {heard.scheduler[0]}")
+        if chunk.scheduler_id != heard.scheduler[1] or chunk.chunk != self._next_chunk:
+            raise StateBroken(f"chunk {chunk.chunk} of {chunk.scheduler_id[:64]!r} came instead of {self._next_chunk}")
         if self._next_chunk == 0:
             self._next_sequence = chunk.next_sequence
         self._next_chunk += 1

@@ -1,0 +1,115 @@
+"""Which incarnation of each other Scheduler counts: decided without I/O.
+
+A Scheduler's incarnation is the start time of its process by its own clock. It fences what an earlier process of the
+same id left under way. The first event that is received sets the current incarnation. Where later events contradict it,
+because a clock went back or an event is forged, the Scheduler itself is queried. Its answer counts, higher or lower;
+from then on no event alone changes the incarnation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvrouter.runtime.backoff import Backoff
+
+RETRY_SECONDS = (0.25, 30.0)
+"""First and longest pause before a Scheduler is asked again."""
+_MAX_DISPUTES = 64
+_QUIET_SECONDS = 60.0
+
+
+class Verdict(Enum):
+    """What to do with an event, by its incarnation."""
+
+    APPLY = auto()
+    OLD = auto()
+    """It is of an earlier incarnation, or the later one is untrue."""
+    UNCONFIRMED = auto()
+    """It claims a later incarnation that the Scheduler has not confirmed."""
+
+
+@dataclass(slots=True)
+class _Dispute:
+    due: float
+    is_open: bool = True
+    backoff: Backoff = field(default_factory=lambda: Backoff(*RETRY_SECONDS))
+
+
+class Incarnations:
+    """The incarnations of the Schedulers of one component. Times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, int] = {}
+        self._confirmed: set[str] = set()
+        self._disputes: dict[str, _Dispute] = {}
+
+    def current(self, scheduler_id: str) -> int | None:
+        """Returns the incarnation that counts; None if the Scheduler is not known."""
+        return self._current.get(scheduler_id)
+
+    def judge(self, scheduler_id: str, incarnation: int, now: float) -> Verdict:
+        """Judges an event; what contradicts the current incarnation opens a dispute."""
+        current = self._current.setdefault(scheduler_id, incarnation)
+        if incarnation == current:
+            return Verdict.APPLY
+        if incarnation > current and scheduler_id not in self._confirmed:
+            self._current[scheduler_id] = incarnation
+            return Verdict.APPLY
+        self.dispute(scheduler_id, now)
+        return Verdict.OLD if incarnation < current else Verdict.UNCONFIRMED
+
+    def dispute(self, scheduler_id: str, now: float) -> None:
+        """Has a Scheduler asked for its incarnation: at once, unless it was asked in vain of late."""
+        known = self._disputes.get(scheduler_id)
+        if known is None:
+            if len(self._disputes) < _MAX_DISPUTES:
+                self._disputes[scheduler_id] = _Dispute(now)
+            return
+        if now - known.due >= _QUIET_SECONDS:
+            known.backoff.succeeded()
+        known.is_open = True
+        known.due = max(known.due, now)
+
+    def due(self, now: float) -> list[str]:
+        """Returns the Schedulers to ask at once."""
+        return [scheduler_id for scheduler_id, each in self._disputes.items() if each.is_open and each.due <= now]
+
+    def next_due(self) -> float | None:
+        """Returns when the next Scheduler is to be asked; None if none is."""
+        return min((each.due for each in self._disputes.values() if each.is_open), default=None)
+
+    def settle(self, scheduler_id: str, incarnation: int, now: float) -> bool:
+        """Takes a Scheduler's own answer. Returns whether another incarnation counts from now on."""
+        changed = self._current.get(scheduler_id) != incarnation
+        self._current[scheduler_id] = incarnation
+        self._confirmed.add(scheduler_id)
+        dispute = self._disputes.get(scheduler_id)
+        if dispute is not None:
+            dispute.is_open = False
+            if changed:
+                dispute.backoff.succeeded()
+            else:
+                dispute.due = now + dispute.backoff.failed()
+        return changed
+
+    def unanswered(self, scheduler_id: str, now: float) -> None:
+        """Notes that a Scheduler did not answer; it is asked again later."""
+        dispute = self._disputes.get(scheduler_id)
+        if dispute is not None:
+            dispute.due = now + dispute.backoff.failed()
+
+    def forget(self, scheduler_id: str) -> None:
+        """Drops what is known of a Scheduler that is gone."""
+        self._current.pop(scheduler_id, None)
+        self._confirmed.discard(scheduler_id)
+        self._disputes.pop(scheduler_id, None)
+
+    def forget_quiet(self, now: float) -> None:
+        """Drops disputes that were quiet for a minute, and those about Schedulers of which nothing else is known."""
+        self._disputes = {
+            scheduler_id: each
+            for scheduler_id, each in self._disputes.items()
+            if now - each.due < _QUIET_SECONDS
+            and (scheduler_id in self._current or each.due - now < RETRY_SECONDS[1] / 2)
+        }
