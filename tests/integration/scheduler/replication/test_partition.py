@@ -144,6 +144,8 @@ async def agree_of_each_other(*stacks: Stack) -> None:
 
     async def ask() -> list[Agreement]:
         known = [await agreement(stack) for stack in stacks]
-        return [{scheduler: told for scheduler, told in each.items() if scheduler[0] in here} for each in known]
+        return [
+            {scheduler: announced for scheduler, announced in each.items() if scheduler[0] in here} for each in known
+        ]
 
     await eventually(ask, lambda seen: len(seen[0]) == len(stacks) and all(each == seen[0] for each in seen))

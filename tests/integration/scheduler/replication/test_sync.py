@@ -75,11 +75,11 @@ async def test_what_one_tells_does_not_come_back_to_it(nats_url: str, etcd_endpo
         for number in range(5):
             await stacks[0].select(selecting(f"r{number}", routing(4, seed=number)))
         await agreed(stacks)
-        told: list[int] = []
-        while len(told) < 5:
+        announced: list[int] = []
+        while len(announced) < 5:
             event = ReplicaSyncEvent.FromString((await events.next_msg(timeout=20)).data)
-            told += [event.sequence] * event.HasField("add_request")
-        assert told == list(range(5)), "it told all, and NATS gives everybody all"
+            announced += [event.sequence] * event.HasField("add_request")
+        assert announced == list(range(5)), "NATS delivers every event to every subscriber"
         assert (figure(stacks[0], "sync_sent_total"), figure(stacks[0], "sync_received_total")) == (5, 0)
         assert figure(stacks[1], "sync_received_total") == 5
         assert figure(stacks[0], "replicas") == 1, "not itself"
@@ -204,7 +204,7 @@ async def test_drift_is_seen_by_digest_and_repaired(nats_url: str, etcd_endpoint
         # One that joined late has fetched a state already.
         repairs = figure(stacks[1], "sync_repairs_total", outcome="done")
         (scheduler, (sequence, _, _)) = next(
-            (scheduler, told) for scheduler, told in before.items() if scheduler[0] == "s0"
+            (scheduler, announced) for scheduler, announced in before.items() if scheduler[0] == "s0"
         )
         # What no Scheduler sends: a booking under its next number that it knows nothing of.
         forged = ReplicaSyncEvent(
@@ -239,7 +239,7 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
             known: dict[str, Any] = {"scheduler_id": "stranger", "incarnation": 5, "component": first.named}
             return ReplicaSyncEvent(**(known | fields))
 
-        def told(sequence: int, **fields: Any) -> ReplicaSyncEvent:
+        def announced(sequence: int, **fields: Any) -> ReplicaSyncEvent:
             add: dict[str, Any] = {"booking": BookingKey(request_id="x"), "prompt_tokens": 1, "sequence_hashes": []}
             return event(sequence=sequence, add_request=AddRequest(**(add | fields)))
 
@@ -250,9 +250,9 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
         await set_aside("bad_incarnation", event(incarnation=0))
         await set_aside("bad_id", event(scheduler_id="no.subject >"))
         # Blocks of another size: two hashes for as many tokens as one block has.
-        await set_aside("invalid_argument", told(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
-        await set_aside("invalid_argument", told(1, booking=BookingKey(request_id="y" * 200)))
-        await set_aside("invalid_argument", told(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
+        await set_aside("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
+        await set_aside("invalid_argument", announced(1, booking=BookingKey(request_id="y" * 200)))
+        await set_aside("invalid_argument", announced(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
         await set_aside("unknown_event", event(sequence=3))
         await set_aside("duplicate", event(sequence=3))
         await set_aside("old_incarnation", event(incarnation=4))

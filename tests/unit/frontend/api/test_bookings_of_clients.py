@@ -62,7 +62,7 @@ def served(links: Any) -> FrontendService:
     return FrontendService(directory, links, nothing, FrontendMetrics(CollectorRegistry()), nothing)
 
 
-async def told(asked: FrontendService) -> tuple[bool, bool]:
+async def sent(asked: FrontendService) -> tuple[bool, bool]:
     marked = await asked.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
     released = await asked.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
     return marked.known, released.known
@@ -70,11 +70,11 @@ async def told(asked: FrontendService) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("known", [(True,), (False, True), (None, True), (True, None)])
 async def test_whoever_has_it_is_told(known: tuple[bool | None, ...]) -> None:
-    assert await told(frontend(*known)) == (True, True)
+    assert await sent(frontend(*known)) == (True, True)
 
 
 async def test_one_that_nobody_has_is_no_error() -> None:
-    assert await told(frontend(False, False)) == (False, False)
+    assert await sent(frontend(False, False)) == (False, False)
 
 
 @pytest.mark.parametrize("known", [(), (None,), (False, None)])

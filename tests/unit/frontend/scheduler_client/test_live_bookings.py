@@ -20,11 +20,11 @@ def test_it_tells_what_was_booked_and_how_far_it_is() -> None:
     live = booking()
     live.prefill_complete = True
     live.output_tokens = 3
-    told = live.to_reassert()
-    assert len(told.sequence_hashes) == 2
-    assert (told.prompt_tokens, told.prefill_tokens) == (40, 24)
-    assert told.prefill_complete
-    assert told.output_tokens == 3
+    sent = live.to_reassert()
+    assert len(sent.sequence_hashes) == 2
+    assert (sent.prompt_tokens, sent.prefill_tokens) == (40, 24)
+    assert sent.prefill_complete
+    assert sent.output_tokens == 3
 
 
 @given(st.integers(1, 200), st.integers(0, 100), st.integers(1, 50))

@@ -218,8 +218,8 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_is_told_all
         await until_asserted(scheduler, 1)
         while not scheduler.freed:
             await asyncio.sleep(0.01)
-    (told,) = scheduler.asserted
-    assert (told.booking.request_id, told.prefill_complete, told.output_tokens) == ("kept", True, 16 * 19)
+    (sent,) = scheduler.asserted
+    assert (sent.booking.request_id, sent.prefill_complete, sent.output_tokens) == ("kept", True, 16 * 19)
     assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [("freed", 7)]
     assert scheduler.sessions == 2
 

@@ -36,15 +36,15 @@ async def test_load_is_told_rank_by_rank_with_what_makes_it_busy() -> None:
     component = ask(parts).components[0]
     assert (component.model, component.block_size, component.mode) == ("m", BLOCK, "kv")
     assert component.thresholds.active_prefill_tokens_threshold == 4 * BLOCK - 1
-    told = {each.rank.worker_id: each for each in component.ranks}
-    loaded, idle = told[chosen.rank.worker_id], told[3 - chosen.rank.worker_id]
+    announced = {each.rank.worker_id: each for each in component.ranks}
+    loaded, idle = announced[chosen.rank.worker_id], announced[3 - chosen.rank.worker_id]
     assert (loaded.active_blocks, loaded.prefill_tokens, loaded.active_requests) == (4, 4 * BLOCK, 1)
     assert "prefill tokens" in loaded.busy
     assert (idle.active_blocks, idle.active_requests, idle.busy) == (0, 0, "")
-    assert (told[1].total_blocks, told[2].total_blocks) == (100, 50)
-    assert told[1].registered
-    assert told[1].endpoint == "host:1"
-    assert not told[1].HasField("reported")
+    assert (announced[1].total_blocks, announced[2].total_blocks) == (100, 50)
+    assert announced[1].registered
+    assert announced[1].endpoint == "host:1"
+    assert not announced[1].HasField("reported")
 
 
 async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:

@@ -325,10 +325,10 @@ async def test_depth_age_and_reason_are_told(monkeypatch: pytest.MonkeyPatch) ->
     moved = request("b", arrived_unix_ns=now - 7_000_000_000)
     async with waiting(parts, request("a"), moved):
         parts.now += 1
-        told = status(parts)
-        assert (told.requests, told.capacity, told.oldest_age_ms // 100) == (2, 100, 80)
-        assert [(each.request_id, each.rank.worker_id) for each in told.longest] == [("b", 1), ("a", 1)]
-        assert "room" in told.longest[0].reason
+        announced = status(parts)
+        assert (announced.requests, announced.capacity, announced.oldest_age_ms // 100) == (2, 100, 80)
+        assert [(each.request_id, each.rank.worker_id) for each in announced.longest] == [("b", 1), ("a", 1)]
+        assert "room" in announced.longest[0].reason
         assert queue(parts).waiting_for(POOL) == {(1, 0): 2}
         assert queue(parts).depths()[POOL].requests == 2
         kept = parts.decisions.by_request("a")

@@ -71,7 +71,7 @@ def added(
     sequence: int, number: int, *, rank: int = 1, seed: int = 0, scheduler: SchedulerIncarnation = OTHER
 ) -> ReplicaSyncEvent:
     hashes = memoryview(prompt(2, seed=seed).sequence_hashes).cast("Q").tolist()
-    told = AddRequest(
+    announced = AddRequest(
         booking=BookingKey(request_id=f"r{number}"),
         rank=common_pb2.Rank(worker_id=rank),
         sequence_hashes=hashes,
@@ -79,7 +79,7 @@ def added(
         prefill_tokens=2 * BLOCK,
         session_id="theirs",
     )
-    return event(sequence, scheduler, add_request=told)
+    return event(sequence, scheduler, add_request=announced)
 
 
 def heartbeat(sequence: int, claims: Claims) -> ReplicaSyncEvent:
@@ -263,7 +263,7 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
 
 
 async def test_a_booking_too_large_to_tell_is_counted_here_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.scheduler.replication.replicas.MAX_TOLD_BYTES", 10)
+    monkeypatch.setattr("kvrouter.scheduler.replication.replicas.MAX_ANNOUNCED_BYTES", 10)
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
     assert node.sent == []

@@ -120,7 +120,7 @@ class Cluster(RuleBasedStateMachine):
         self.clients = [Client("c0"), Client("c1")]
         self.leases: dict[Key, Leased] = {}
         self.made = 0
-        self.told_at: dict[str, set[Key]] = defaultdict(set)
+        self.announced_at: dict[str, set[Key]] = defaultdict(set)
         self.unsure: set[Key] = set()
         """Keys of which a Scheduler was told that died before it could tell others."""
         for name in NODES:
@@ -213,7 +213,7 @@ class Cluster(RuleBasedStateMachine):
             return
         scheduler = self._life(node)
         del self.alive[node]
-        self.unsure |= self.told_at.pop(node, set())
+        self.unsure |= self.announced_at.pop(node, set())
         for client in self.clients:
             if client.node == node:
                 client.node = ""
@@ -314,20 +314,20 @@ class Cluster(RuleBasedStateMachine):
             self._exchange()
             self.wait(GRACE + 1)
         self._exchange()
-        self.told_at.clear()
+        self.announced_at.clear()
         expected = self._expected()
         for name, parts in self.alive.items():
             assert self._table(parts) == expected, name
-        told = [
+        announced = [
             {(each.scheduler_id, each.incarnation): each for each in self._replicas(name).status()}
             for name in self.alive
         ]
-        for known in told:
+        for known in announced:
             for scheduler, entry in known.items():
                 assert entry.complete
                 assert {
                     (other[scheduler].next_sequence, other[scheduler].bookings, other[scheduler].digest)
-                    for other in told
+                    for other in announced
                 } == {(entry.next_sequence, entry.bookings, entry.digest)}
 
     @invariant()
@@ -382,14 +382,14 @@ class Cluster(RuleBasedStateMachine):
 
     def _select(self, node: str, request: Request, session_id: str) -> SelectWorkerResponse:
         wanted = selecting(request.key[0], routing(request.blocks, seed=request.seed))
-        self.told_at[node].add(request.key)
+        self.announced_at[node].add(request.key)
         return self.loop.run_until_complete(self.alive[node].select(wanted, session_id))
 
     def _open(self, client: Client, node: str) -> None:
         parts = self.alive[node]
         client.node, client.token = node, parts.ledger.open_session(client.name, client.name)
         for request in client.runs.values():
-            self.told_at[node].add(request.key)
+            self.announced_at[node].add(request.key)
             parts.bookings.reassert(request.reassert(), client.name)
 
     def _close(self, client: Client) -> None:
@@ -405,7 +405,7 @@ class Cluster(RuleBasedStateMachine):
         node = "" if found is None else elsewhere or found[0]
         if found is None or node not in self.alive:
             return None
-        self.told_at[node].add(found[1].key)
+        self.announced_at[node].add(found[1].key)
         return self.alive[node], found[1]
 
     def _forget(self, key: Key) -> None:

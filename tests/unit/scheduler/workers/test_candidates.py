@@ -136,7 +136,7 @@ def test_the_newest_report_of_a_life_counts_for_a_while() -> None:
     assert reports.of((1, 0), 11.0) is None
 
 
-def told_tokens(reports: LoadReports, now: float) -> int:
+def announced_tokens(reports: LoadReports, now: float) -> int:
     found = reports.of((1, 0), now)
     assert found is not None
     return found.prefill_tokens
@@ -149,7 +149,7 @@ def test_a_clock_that_was_set_back_silences_no_rank() -> None:
     reports.take(report(measured=hour, tokens=1, sequence=7), 0.0)
     assert reports.take(report(measured=1, tokens=2, sequence=8), 1.0) == ""
     assert reports.take(report(measured=2, tokens=9, sequence=7), 1.1) == "old"
-    assert told_tokens(reports, 1.0) == 2
+    assert announced_tokens(reports, 1.0) == 2
 
 
 def test_without_sequences_a_clock_that_was_set_back_costs_two_seconds() -> None:
@@ -159,7 +159,7 @@ def test_without_sequences_a_clock_that_was_set_back_costs_two_seconds() -> None
     assert reports.take(report(measured=1, tokens=2), 1.0) == "old"
     assert reports.take(report(measured=2, tokens=3), 2.1) == ""
     assert reports.take(report(measured=3, tokens=4), 2.2) == ""
-    assert told_tokens(reports, 2.2) == 4
+    assert announced_tokens(reports, 2.2) == 4
 
 
 def test_a_forged_report_counts_until_the_next_real_one() -> None:
@@ -170,7 +170,7 @@ def test_a_forged_report_counts_until_the_next_real_one() -> None:
     assert reports.take(report(incarnation=largest, tokens=9), 0.5) == "old", "the registered incarnation counts"
     assert reports.take(report(measured=largest, sequence=largest, tokens=9), 0.6) == ""
     assert reports.take(report(tokens=2, sequence=3), 2.7) == ""
-    assert told_tokens(reports, 2.7) == 2
+    assert announced_tokens(reports, 2.7) == 2
 
 
 def test_a_later_incarnation_counts_where_the_registered_one_is_silent() -> None:
@@ -178,7 +178,7 @@ def test_a_later_incarnation_counts_where_the_registered_one_is_silent() -> None
     reports.set_ranks([((1, 0), 5)])
     assert reports.take(report(incarnation=6, tokens=1), 0.0) == ""
     assert reports.take(report(incarnation=5, tokens=2), 0.1) == ""
-    assert told_tokens(reports, 0.1) == 2
+    assert announced_tokens(reports, 0.1) == 2
 
 
 def test_overrides_go_over_the_options() -> None:

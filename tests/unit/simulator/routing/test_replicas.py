@@ -12,13 +12,13 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.results.outcome import Figures, Outcome, figures
 from kvrouter.simulator.routing.replicas import HEARTBEAT_S, Link, Sync
-from kvrouter.simulator.routing.router import Told
+from kvrouter.simulator.routing.router import Announcement
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.workload import Prompts, Request, Workload
 
 
-def told(number: int) -> Told:
-    return Told((str(number), 0, 0), 1)
+def announcement(number: int) -> Announcement:
+    return Announcement((str(number), 0, 0), 1)
 
 
 def known(link: Link, now: float) -> list[tuple[float, str]]:
@@ -27,17 +27,17 @@ def known(link: Link, now: float) -> list[tuple[float, str]]:
 
 def test_a_message_is_known_after_the_lag_and_not_before() -> None:
     link = Link(Sync(lag_s=0.5))
-    link.tell(told(1), 1.0, is_lost=False)
+    link.announce(announcement(1), 1.0, is_lost=False)
     assert known(link, 1.4) == []
     assert known(link, 1.6) == [(1.5, "1")]
 
 
 def test_a_lost_message_is_known_a_repair_after_the_next_one_came() -> None:
     link = Link(Sync(lag_s=0.01, repair_s=0.1))
-    link.tell(told(1), 1.0, is_lost=True)
-    link.tell(told(2), 1.5, is_lost=False)
-    link.tell(told(3), 1.55, is_lost=False)  # held back until the state is there
-    link.tell(told(4), 1.7, is_lost=False)
+    link.announce(announcement(1), 1.0, is_lost=True)
+    link.announce(announcement(2), 1.5, is_lost=False)
+    link.announce(announcement(3), 1.55, is_lost=False)  # held back until the state is there
+    link.announce(announcement(4), 1.7, is_lost=False)
     times, names = zip(*known(link, 2.0), strict=True)
     assert names == ("1", "2", "3", "4")
     assert times == pytest.approx((1.61, 1.61, 1.61, 1.71))
@@ -45,7 +45,7 @@ def test_a_lost_message_is_known_a_repair_after_the_next_one_came() -> None:
 
 def test_without_a_next_message_a_heartbeat_shows_the_gap() -> None:
     link = Link(Sync(lag_s=0.0, repair_s=0.1))
-    link.tell(told(1), 1.0, is_lost=True)
+    link.announce(announcement(1), 1.0, is_lost=True)
     assert known(link, 1.0 + HEARTBEAT_S) == []
     assert known(link, 1.2 + HEARTBEAT_S) == [(pytest.approx(1.1 + HEARTBEAT_S), "1")]
 
@@ -63,7 +63,7 @@ def test_all_is_known_in_order_and_in_time(sent: list[tuple[float, bool]], lag: 
         now += pause
         at.append(now)
         found += known(link, now)
-        link.tell(told(number), now, is_lost=is_lost)
+        link.announce(announcement(number), now, is_lost=is_lost)
     found += known(link, now + 100)
     assert [name for _, name in found] == [str(number) for number in range(len(sent))]
     assert all(one[0] <= other[0] for one, other in pairwise(found))

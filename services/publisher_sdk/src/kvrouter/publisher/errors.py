@@ -43,11 +43,13 @@ class DescriptorMismatch(PublisherError):
 
     def __init__(self, component: str, differences: Mapping[str, tuple[object, object]]) -> None:
         """``differences`` maps a field to (the component's value, the worker's value)."""
-        told = "; ".join(f"{field}: {theirs!r} there, {ours!r} here" for field, (theirs, ours) in differences.items())
+        reported = "; ".join(
+            f"{field}: {theirs!r} there, {ours!r} here" for field, (theirs, ours) in differences.items()
+        )
         super().__init__(
-            f"this worker does not fit the component {component}: {told}. Correct the worker, give it a component of "
-            f"its own, or, once no worker of the component runs, remove the component with `kvrouter component forget "
-            f"{component}`"
+            f"this worker does not fit the component {component}: {reported}. Correct the worker, give it a component "
+            f"of its own, or, once no worker of the component runs, remove the component with "
+            f"`kvrouter component forget {component}`"
         )
         self.differences = dict(differences)
 

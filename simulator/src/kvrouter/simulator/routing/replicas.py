@@ -20,7 +20,7 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.simulator.engines.cache_events import CacheEvents
-from kvrouter.simulator.routing.router import Router, Told, pool_of
+from kvrouter.simulator.routing.router import Announcement, Router, pool_of
 
 HEARTBEAT_S = 1.0
 """Time after which a gap shows though no booking follows."""
@@ -43,28 +43,28 @@ class Link:
     """What one replica tells another, in order."""
 
     sync: Sync
-    lost: list[Told] = field(default_factory=list)
+    lost: list[Announcement] = field(default_factory=list)
     lost_since: float = 0.0
     repaired_at: float = 0.0
-    under_way: deque[tuple[float, Told]] = field(default_factory=deque)
+    under_way: deque[tuple[float, Announcement]] = field(default_factory=deque)
     """(when it is known, what), in order of both."""
 
-    def tell(self, told: Told, now: float, *, is_lost: bool) -> None:
+    def announce(self, announcement: Announcement, now: float, *, is_lost: bool) -> None:
         """Sends a message."""
         arrives = now + self.sync.lag_s
         self._beat(arrives)
         if arrives < self.repaired_at:
-            self.under_way.append((self.repaired_at, told))
+            self.under_way.append((self.repaired_at, announcement))
         elif is_lost:
             self.lost_since = self.lost_since if self.lost else arrives
-            self.lost.append(told)
+            self.lost.append(announcement)
         elif self.lost:
             self._repair(seen_at=arrives)
-            self.under_way.append((self.repaired_at, told))
+            self.under_way.append((self.repaired_at, announcement))
         else:
-            self.under_way.append((arrives, told))
+            self.under_way.append((arrives, announcement))
 
-    def known_by(self, now: float) -> Iterator[tuple[float, Told]]:
+    def known_by(self, now: float) -> Iterator[tuple[float, Announcement]]:
         """What has become known: when, and what."""
         self._beat(now)
         while self.under_way and self.under_way[0][0] <= now:
@@ -76,7 +76,7 @@ class Link:
 
     def _repair(self, seen_at: float) -> None:
         self.repaired_at = seen_at + self.sync.repair_s
-        self.under_way += [(self.repaired_at, told) for told in self.lost]
+        self.under_way += [(self.repaired_at, announcement) for announcement in self.lost]
         self.lost.clear()
 
 
@@ -114,7 +114,7 @@ class Schedulers:
         for router in self._routers:
             others = [(Link(sync), other) for other in self._routers if sync is not None and other is not router]
             self._links += others
-            router.tell = self._teller([link for link, _ in others])
+            router.announce = self._teller([link for link, _ in others])
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Where a request goes that has just come; None if it is held."""
@@ -151,17 +151,19 @@ class Schedulers:
 
     def _hear(self, now: float) -> None:
         for link, receiver in self._links:
-            for at, told in link.known_by(now):
+            for at, announcement in link.known_by(now):
                 self._hearing_at = at
-                receiver.hear(told)
+                receiver.hear(announcement)
         self._hearing_at = None
 
-    def _teller(self, links: Sequence[Link]) -> Callable[[Told], None]:
-        def tell(told: Told) -> None:
+    def _teller(self, links: Sequence[Link]) -> Callable[[Announcement], None]:
+        def announce(announcement: Announcement) -> None:
             for link in links:
-                link.tell(told, self._clock(), is_lost=self._loss > 0 and self._losses.random() < self._loss)
+                link.announce(
+                    announcement, self._clock(), is_lost=self._loss > 0 and self._losses.random() < self._loss
+                )
 
-        return tell
+        return announce
 
     def _now(self) -> float:
         return self._clock() if self._hearing_at is None else self._hearing_at

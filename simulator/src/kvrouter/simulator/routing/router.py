@@ -50,7 +50,7 @@ def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool
     return Pool(ComponentView(name, descriptor, workers), Accounting(), report_age_seconds=5.0, clock=clock)
 
 
-class Told(NamedTuple):
+class Announcement(NamedTuple):
     """What one replica of the Scheduler tells the others of a booking."""
 
     key: Key
@@ -61,7 +61,7 @@ class Told(NamedTuple):
     """Where, what, and the prefill tokens; only when it is booked."""
 
 
-def _tell_nobody(_: Told) -> None:
+def _announce_to_nobody(_: Announcement) -> None:
     """There are no replicas."""
 
 
@@ -73,7 +73,7 @@ class Router:
     ) -> None:
         """``pace`` is how wrong the policy's time model is: at 3 it takes everything to last three times as long."""
         self.pool = pool
-        self.tell: Callable[[Told], None] = _tell_nobody
+        self.announce: Callable[[Announcement], None] = _announce_to_nobody
         """Is told of every booking, its progress and its end."""
         self._pace = pace
         self._events = events
@@ -118,36 +118,36 @@ class Router:
         booked = book(self.pool, key, prompt, chosen) and self.pool.slots.booking(key)
         if not booked:
             raise ValueError(f"request {number} is booked already")
-        self.tell(Told(key, 0, booked=(rank, prompt, booked.prefill_tokens)))
+        self.announce(Announcement(key, 0, booked=(rank, prompt, booked.prefill_tokens)))
         return rank
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """So many output tokens have come."""
         if generated == 1 or finished:
             self._held.started(number)
-        self._take(Told(self._key(number), generated, freed=finished))
+        self._take(Announcement(self._key(number), generated, freed=finished))
 
     def lost(self, number: int) -> None:
         """The engine of a request has gone: what it booked is freed. It may be routed once more."""
         self._held.started(number)
-        self._take(Told(self._key(number), 0, freed=True))
+        self._take(Announcement(self._key(number), 0, freed=True))
         self._attempts[number] = self._attempts.get(number, 0) + 1
 
-    def _take(self, told: Told) -> None:
-        self.hear(told)
-        self.tell(told)
+    def _take(self, announcement: Announcement) -> None:
+        self.hear(announcement)
+        self.announce(announcement)
 
-    def hear(self, told: Told) -> None:
+    def hear(self, announcement: Announcement) -> None:
         """Takes over what has become of a booking, its own or another replica's."""
         slots = self.pool.slots
-        if told.booked is not None:
-            slots.book(told.key, *told.booked)
-        elif told.freed:
-            slots.free(told.key)
+        if announcement.booked is not None:
+            slots.book(announcement.key, *announcement.booked)
+        elif announcement.freed:
+            slots.free(announcement.key)
         else:
-            if told.generated == 1:
-                slots.prefill_complete(told.key)
-            slots.output_tokens(told.key, told.generated)
+            if announcement.generated == 1:
+                slots.prefill_complete(announcement.key)
+            slots.output_tokens(announcement.key, announcement.generated)
 
     def _overlaps(self, prompt: Prompt) -> Overlaps:
         if not self._options.asks_indexer or self._events is None:

@@ -105,7 +105,7 @@ class RankPublisher:
         self._sent = asyncio.Condition()
         self._in_flight: list[NumberedEvent] = []
         self._batches_sent = self._heartbeats_sent = self._bytes_sent = self._retries = self._refused = 0
-        self._dropped_told = 0
+        self._dropped_reported = 0
         self._waits_since: float | None = None
         self._waits_for = ""
 
@@ -303,9 +303,11 @@ class RankPublisher:
             if not events:
                 self._waiting.clear()
             dropped = self._log.dropped
-        if dropped > self._dropped_told:
-            log.warning("events dropped, the buffer is full", rank=self.dp_rank, events=dropped - self._dropped_told)
-            self._dropped_told = dropped
+        if dropped > self._dropped_reported:
+            log.warning(
+                "events dropped, the buffer is full", rank=self.dp_rank, events=dropped - self._dropped_reported
+            )
+            self._dropped_reported = dropped
         return events
 
     def _encode(self, events: Sequence[NumberedEvent]) -> bytes:

@@ -51,7 +51,7 @@ class NatsLink:
         self._name = name
         self._client: Client | None = None
         self._closed = asyncio.Event()
-        self._told = False
+        self._reported = False
         self._ending = False
 
     async def run(self) -> None:
@@ -112,21 +112,21 @@ class NatsLink:
         return self._client
 
     async def _on_connected(self) -> None:
-        self._told = False
+        self._reported = False
         log.info("connected to NATS", url=self._url)
 
     async def _on_disconnected(self) -> None:
         if not self._ending:
             log.warning("NATS is away", url=self._url)
-            self._told = True
+            self._reported = True
 
     async def _on_closed(self) -> None:
         self._closed.set()
 
     async def _on_error(self, error: Exception) -> None:
         # One line for each absence: the library reports every attempt.
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             log.warning("NATS error", url=self._url, error=repr(error))
 
 

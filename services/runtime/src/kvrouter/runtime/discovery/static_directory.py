@@ -82,7 +82,7 @@ class StaticDiscovery:
                 if entries != last:
                     last = entries
                     yield Snapshot(entries)
-                self._tell_load()
+                self._report_load()
                 await asyncio.sleep(self._listed.probe_seconds)
         finally:
             for channel in self._channels.values():
@@ -127,7 +127,7 @@ class StaticDiscovery:
             entries[key] = registration.SerializeToString(deterministic=True)
         return entries
 
-    def _tell_load(self) -> None:
+    def _report_load(self) -> None:
         if self.on_load is None:
             return
         for component in self._listed.components:

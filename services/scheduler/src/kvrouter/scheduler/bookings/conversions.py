@@ -32,31 +32,31 @@ def add_request(record: Record, place: Place, now: float) -> AddRequest:
     )
 
 
-def book_told(pool: Pool, key: Key, told: ReassertBooking | AddRequest) -> Record | None:
+def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddRequest) -> Record | None:
     """Books what was told. Returns its record, without an owner, or None where the key is booked already.
 
     Raises:
         BadRequest: the hashes do not fit the prompt, as where blocks have another size.
         TooLarge: there are as many bookings as may be.
     """
-    hashes = pack_hashes(told.sequence_hashes)
+    hashes = pack_hashes(announced.sequence_hashes)
     block_size = pool.slots.block_size
-    if told.prompt_tokens == 0 or len(hashes) // 8 != told.prompt_tokens // block_size:
+    if announced.prompt_tokens == 0 or len(hashes) // 8 != announced.prompt_tokens // block_size:
         raise BadRequest(
-            f"{len(hashes) // 8} hashes do not fit {told.prompt_tokens} prompt tokens in blocks of {block_size}",
+            f"{len(hashes) // 8} hashes do not fit {announced.prompt_tokens} prompt tokens in blocks of {block_size}",
             field="sequence_hashes",
             advice="Send one hash for each full block of the prompt.",
         )
-    prompt = Prompt(told.prompt_tokens, b"", hashes)
-    rank = rank_of(told)
-    prefill_tokens = min(told.prefill_tokens, prompt.tokens)
+    prompt = Prompt(announced.prompt_tokens, b"", hashes)
+    rank = rank_of(announced)
+    prefill_tokens = min(announced.prefill_tokens, prompt.tokens)
     if not pool.slots.book(key, rank, prompt, prefill_tokens):
         return None
     candidate = pool.roster.candidate(rank)
     outcome = SelectWorkerResponse(
-        rank=told.rank,
+        rank=announced.rank,
         endpoint="" if candidate is None else candidate.endpoint,
-        overlap_blocks=max(0, told.prompt_tokens - told.prefill_tokens) // block_size,
+        overlap_blocks=max(0, announced.prompt_tokens - announced.prefill_tokens) // block_size,
         prompt_blocks=prompt.blocks,
         prefill_tokens=prefill_tokens,
         component=component_message(pool.name),

@@ -196,13 +196,13 @@ class Ledger:
 
     def prefill_complete(self, record: Record) -> None:
         """The prompt of a live booking is computed."""
-        self._note_told(record)
+        self._note_announced(record)
         self.records.prefill_complete(record)
         self.witness.prefilled(record)
 
     def generated(self, record: Record, output_tokens: int) -> None:
         """A live booking has generated so many tokens."""
-        self._note_told(record)
+        self._note_announced(record)
         self.records.generated(record, output_tokens)
         self.witness.generated(record)
 
@@ -315,8 +315,8 @@ class Ledger:
         if session is not None:
             session.keys.discard(record.key)
 
-    def _note_told(self, record: Record) -> None:
-        record.told = record.told or not self.records.is_here(record)
+    def _note_announced(self, record: Record) -> None:
+        record.announced = record.announced or not self.records.is_here(record)
 
     def _push_lease(self, record: Record, now: float) -> None:
         record.lease_until = now + record.lease_seconds

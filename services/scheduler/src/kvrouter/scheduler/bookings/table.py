@@ -52,7 +52,7 @@ class Record:
     """Digest of its conversation; empty for none."""
     prefilled: bool = False
     output_tokens: int = 0
-    told: bool = False
+    announced: bool = False
     """Whether its progress was told here though other Schedulers held it: they may have heard of it from here alone."""
     owners: dict[SchedulerIncarnation, Place | None] = field(default_factory=dict)
     """The Schedulers that hold it; None stands for the place where it is booked."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.scheduler.bookings.conversions import book_told
+from kvrouter.scheduler.bookings.conversions import book_replicated
 from kvrouter.scheduler.bookings.leases import Ledger, Record
 from kvrouter.scheduler.bookings.table import Place
 from kvrouter.scheduler.identifiers import Key, key_of, rank_of
@@ -143,7 +143,7 @@ class Bookings:
 
     def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Record | None:
         pool = self._pools.named(request.component.namespace, request.component.name)
-        record = book_told(pool, key, request)
+        record = book_replicated(pool, key, request)
         if record is None:
             return None
         self._metrics.reasserted.inc()

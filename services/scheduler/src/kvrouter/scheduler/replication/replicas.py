@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import structlog
 from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
-from kvrouter.scheduler.bookings.conversions import add_request, book_told
+from kvrouter.scheduler.bookings.conversions import add_request, book_replicated
 from kvrouter.scheduler.bookings.table import Place, Record, Records, SchedulerIncarnation, booking_of
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_of
@@ -48,7 +48,7 @@ log = structlog.get_logger(component="scheduler")
 
 MAX_INCARNATIONS = 64
 """Lives of other Schedulers that are followed: far more than a component has."""
-MAX_TOLD_BYTES = 768 << 10
+MAX_ANNOUNCED_BYTES = 768 << 10
 """Size beyond which a booking is not told: with a chunk's other bookings it must be below what NATS takes (1 MiB). It
 is that of a prompt of 98,000 blocks, 49,000 in the approximate mode."""
 
@@ -93,18 +93,18 @@ class Replicas:
 
     # What happens here.
 
-    def told(self, record: Record) -> AddRequest:
+    def announced(self, record: Record) -> AddRequest:
         """A booking that is held here, as the others are told of it."""
         return add_request(record, self.records.place(record, self.records.here), self.now())
 
     def owned(self, record: Record) -> None:
         """A booking is held here, or by another owner here."""
-        told = self.told(record)
-        if told.ByteSize() > MAX_TOLD_BYTES:
+        announced = self.announced(record)
+        if announced.ByteSize() > MAX_ANNOUNCED_BYTES:
             self._set_aside("too_large")
             return
         self.own.put(record.key, record.session_id)
-        self._tell(add_request=told)
+        self._announce(add_request=announced)
         if record.prefilled:
             self.prefilled(record)
         if record.output_tokens:
@@ -114,23 +114,23 @@ class Replicas:
         """A booking's prompt is computed."""
         # Where others hold it their leases live by being told, however often.
         if self.own.prefilled(record.key) or record.key not in self.own:
-            self._tell(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(record.key)))
+            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(record.key)))
 
     def generated(self, record: Record) -> None:
         """A booking has generated tokens."""
         progress = OutputProgress(booking=key_message(record.key), output_tokens=record.output_tokens)
-        self._tell(output_progress=progress)
+        self._announce(output_progress=progress)
 
     def freed(self, key: Key) -> None:
         """A booking has ended."""
         self.own.drop(key)
-        self._tell(free=FreeBooking(booking=key_message(key)))
+        self._announce(free=FreeBooking(booking=key_message(key)))
 
     def session_ended(self, session_id: str) -> None:
         """A session's grace is over."""
         for key in self.own.of_session(session_id):
             self.own.drop(key)
-        self._tell(session_ended=SessionEnded(session_id=session_id))
+        self._announce(session_ended=SessionEnded(session_id=session_id))
 
     def heartbeat(self) -> ReplicaSyncEvent:
         """What tells the others where the sequence is, and what they should make of it."""
@@ -163,7 +163,7 @@ class Replicas:
         try:
             match event.WhichOneof("event"):
                 case "add_request":
-                    self.hear_held(heard, event.add_request)
+                    self.receive_owned(heard, event.add_request)
                 case "mark_prefill_completed":
                     self.hear_prefilled(heard, checked_key(event.mark_prefill_completed.booking))
                 case "output_progress":
@@ -180,16 +180,16 @@ class Replicas:
             self._set_aside(error.code.name.lower())
             log.debug("sync event set aside", of=heard.scheduler[1], routed=str(self.component), cause=str(error))
 
-    def hear_held(self, heard: Log, told: AddRequest) -> Key:
+    def receive_owned(self, heard: Log, announced: AddRequest) -> Key:
         """A life holds a booking.
 
         Raises:
             KvRouterError: it cannot be counted here; the life holds it all the same.
         """
-        key = checked_key(told.booking)
-        heard.claims.put(key, told.session_id)
+        key = checked_key(announced.booking)
+        heard.claims.put(key, announced.session_id)
         if not self.records.was_freed(key):
-            self._hold(heard.scheduler, key, told)
+            self._hold(heard.scheduler, key, announced)
         return key
 
     def hear_prefilled(self, heard: Log, key: Key) -> None:
@@ -199,7 +199,7 @@ class Replicas:
         if record is not None and not record.prefilled:
             self.records.prefill_complete(record)
         if record is not None and self.own.prefilled(key):
-            self._tell(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
+            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
 
     def hear_generated(self, key: Key, output_tokens: int) -> None:
         """Somebody was told that so many tokens are generated."""
@@ -214,7 +214,7 @@ class Replicas:
         heard.claims.drop(key)
         self.records.free(key)
         if self.own.drop(key):
-            self._tell(free=FreeBooking(booking=key_message(key)))
+            self._announce(free=FreeBooking(booking=key_message(key)))
 
     def hear_let_go(self, heard: Log, key: Key) -> None:
         """A life holds a booking no longer."""
@@ -318,29 +318,31 @@ class Replicas:
         self._metrics.orphans.inc(dropped)
         log.info("Scheduler gone", of=heard.scheduler[1], routed=str(self.component), bookings=dropped)
 
-    def _hold(self, scheduler: SchedulerIncarnation, key: Key, told: AddRequest) -> None:
+    def _hold(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
         pool = self._pools.get(self.component)
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
         record = self.records.get(key)
-        rank = rank_of(told)
+        rank = rank_of(announced)
         if record is None:
-            record = book_told(pool, key, told)
+            record = book_replicated(pool, key, announced)
             if record is None:
                 raise RequestIdReused(key[0])
-            record.local_hashes, record.conversation = pack_hashes(told.local_hashes), told.conversation
+            record.local_hashes, record.conversation = pack_hashes(announced.local_hashes), announced.conversation
             self.records.add(record, scheduler)
         else:
-            same_prompt = booking_of(record).sequence_hashes == pack_hashes(told.sequence_hashes)
+            same_prompt = booking_of(record).sequence_hashes == pack_hashes(announced.sequence_hashes)
             if record.component != self.component or not same_prompt:
                 raise RequestIdReused(key[0])
-            self.records.add_owner(record, scheduler, Place(rank, min(told.prefill_tokens, told.prompt_tokens)))
+            self.records.add_owner(
+                record, scheduler, Place(rank, min(announced.prefill_tokens, announced.prompt_tokens))
+            )
         if self._affinity is not None and record.conversation:
             self._affinity.note(self.component, record.conversation, rank)
         if self._predictions is not None and record.local_hashes:
             candidate = pool.roster.candidate(rank)
             if candidate is not None and len(record.local_hashes) == 8 * record.outcome.prompt_blocks:
-                prompt = Prompt(told.prompt_tokens, record.local_hashes, booking_of(record).sequence_hashes)
+                prompt = Prompt(announced.prompt_tokens, record.local_hashes, booking_of(record).sequence_hashes)
                 self._predictions.record(pool, rank, candidate.incarnation, prompt)
 
     def _find(self, key: Key) -> Record | None:
@@ -349,7 +351,7 @@ class Replicas:
             record.lease_until = self.now() + record.lease_seconds
         return record
 
-    def _tell(self, **event: object) -> None:
+    def _announce(self, **event: object) -> None:
         self._send(self._event(**event))
         self.next_sequence += 1
 

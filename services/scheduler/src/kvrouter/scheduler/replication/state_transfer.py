@@ -61,16 +61,16 @@ def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     for key in own:
         record = records.get(key)
         if record is not None:
-            yield "bookings", _state(record, replicas.told(record))
+            yield "bookings", _state(record, replicas.announced(record))
     for record in all_records:
-        if record.told and record.component == replicas.component and not records.is_here(record):
+        if record.announced and record.component == replicas.component and not records.is_here(record):
             yield "progress", _state(record, AddRequest(booking=key_message(record.key)))
     for key in freed:
         yield "tombstones", key_message(key)
 
 
-def _state(record: Record, told: AddRequest) -> BookingState:
-    return BookingState(request=told, prefill_complete=record.prefilled, output_tokens=record.output_tokens)
+def _state(record: Record, announced: AddRequest) -> BookingState:
+    return BookingState(request=announced, prefill_complete=record.prefilled, output_tokens=record.output_tokens)
 
 
 class Fetch:
