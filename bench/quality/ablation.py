@@ -22,8 +22,8 @@ from kvrouter.scheduler.load import latency_calibration as pace
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast import policy as forecast
-from kvrouter.scheduler.policies.interface import Amounts, Choice, Facts, Hold
-from kvrouter.scheduler.queue import hold_queue
+from kvrouter.scheduler.policies.interface import Amounts, Choice, Facts, Wait
+from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
 from kvrouter.simulator.workloads.workload import Prompts
 from tables import CONDITIONS, SHARED_TRACE, Cell, measure, workload_of
@@ -44,7 +44,7 @@ def facts(change: Changed) -> Iterator[None]:
     rule = type(POLICIES["forecast"])
     decide = rule.decide
 
-    def changed(self: Any, facts: Facts, rng: Random) -> Choice | Hold:
+    def changed(self: Any, facts: Facts, rng: Random) -> Choice | Wait:
         return decide(self, change(facts), rng)
 
     with mock.patch.object(rule, "decide", changed):
@@ -77,7 +77,7 @@ def in_proportion(tokens: Any, budget: Any, decode: Any) -> Any:  # noqa: ARG001
 
 PARTS: Mapping[str, Callable[[], Any]] = {
     "shortage": lambda: constant(forecast, "SHORTAGE_MS", 0.0),
-    "held": lambda: constant(router, "HoldQueue", partial(hold_queue.HoldQueue, 0)),
+    "queued": lambda: constant(router, "RequestQueue", partial(request_queue.RequestQueue, 0)),
     "b": lambda: constant(forecast, "BASE", 0.0),
     "crowd": lambda: constant(forecast, "CROWD", 0.0),
     "batch": no_batch,
@@ -86,7 +86,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),
     "pace": lambda: constant(pace, "STEP", 0.0),
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
-    "least-first": lambda: constant(hold_queue, "AGING", 1e9),
+    "least-first": lambda: constant(request_queue, "AGING", 1e9),
 }
 """What is taken away: for its time, the code is another."""
 

@@ -61,8 +61,8 @@ async def test_why_a_request_waits_is_shown_and_how_long_it_did(
         await eventually(lambda: run("second", "--scheduler", at), lambda shown: shown[0] == 0)
         _, out, _ = await run("second", "--scheduler", at)
         assert "no rank by mode forecast" in out
-        assert "held for worker_1: cheapest once it has room" in out
+        assert "queued for worker_1: cheapest once it has room" in out
         await stack.scheduler.free(FreeRequest(booking=BookingKey(request_id="first")), deadline=soon())
-        assert (await waiting).held_us > 0
+        assert (await waiting).queued_us > 0
         _, out, _ = await run("second", "--scheduler", at)
-        assert re.search(r"rank 1:0 by mode forecast.*\nheld for \d+\.\d\d s before", out)
+        assert re.search(r"rank 1:0 by mode forecast.*\nqueued for \d+\.\d\d s before", out)

@@ -129,7 +129,7 @@ class Registered:
 class ResidentBlocks:
     """An Indexer that answers with what it is given, once it may."""
 
-    held: dict[Rank, int] = field(default_factory=dict)
+    queued: dict[Rank, int] = field(default_factory=dict)
     incarnation: int = 1
     failure: Exception | None = None
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,7 +144,7 @@ class ResidentBlocks:
         if self.failure is not None:
             raise self.failure
         answer = FindMatchesResponse(prompt_blocks=len(request.local_hashes.hashes))
-        for (worker_id, dp_rank), blocks in self.held.items():
+        for (worker_id, dp_rank), blocks in self.queued.items():
             answer.worker_ids.append(worker_id)
             answer.dp_ranks.append(dp_rank)
             answer.device_blocks.append(blocks)
@@ -167,7 +167,7 @@ class Parts:
         decisions: int = 100,
         predicts: PredictionLimits | None = None,
         conversations: int = 100,
-        max_held: int = 100,
+        max_queued_requests: int = 100,
         scheduler: SchedulerIncarnation | None = None,
     ) -> None:
         """``life`` makes it tell others of its bookings: see ``sync``."""
@@ -200,7 +200,7 @@ class Parts:
             clock=clock,
             predictions=None if predicts is None else Predictions(predicts, clock),
             affinity=Affinity(conversations),
-            max_held=max_held,
+            max_queued_requests=max_queued_requests,
         )
         self.bookings = Bookings(self.ledger, self.pools, self.metrics, clock)
         self.sessions = Sessions(

@@ -75,8 +75,8 @@ def summary(decision: Decision) -> str:
         f"decision {decision.decision_id} at {decided}: {request}",
         f"{chosen} by mode {decision.mode}, {decision.prompt_blocks} full blocks in the prompt",
     ]
-    if decision.held_us:
-        lines.append(f"held for {decision.held_us / 1e6:.2f} s before")
+    if decision.queued_us:
+        lines.append(f"queued for {decision.queued_us / 1e6:.2f} s before")
     if decision.load_only:
         lines.append("on load alone: no Indexer answered in time")
     if decision.reason:

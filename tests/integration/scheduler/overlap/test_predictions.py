@@ -26,6 +26,6 @@ async def test_it_predicts_from_what_it_booked_without_nats(etcd_endpoint: str, 
             assert (again.rank, again.overlap_blocks, again.load_only) == (first.rank, 6, False)
             other = await stack.select(selecting("c", routing(8, seed=1)))
             assert other.rank != first.rank
-            held = {load.rank.worker_id: load.overlap_blocks for load in await stack.loads(routing(8))}
-            assert held[first.rank.worker_id] == 8
-            assert sum(held.values()) == 8
+            queued = {load.rank.worker_id: load.overlap_blocks for load in await stack.loads(routing(8))}
+            assert queued[first.rank.worker_id] == 8
+            assert sum(queued.values()) == 8

@@ -89,7 +89,7 @@ def test_records_take_pieces_as_they_come() -> None:
     first = FrontendServiceGenerateResponse()
     first.routing.rank.worker_id = 9
     first.routing.router_us = 4500
-    first.routing.held_us = 3000
+    first.routing.queued_us = 3000
     first.routing.predicted_overlap_blocks = 2
     first.output.token_ids.extend([1, 2])
     first.output.token_engine_ns.extend([30_000_000, 41_000_000])

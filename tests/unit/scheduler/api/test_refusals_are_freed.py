@@ -38,7 +38,7 @@ async def test_a_request_that_is_held_until_its_deadline() -> None:
         with no_request_is_garbage():
             for number in range(10, 10 + TIMES):
                 client.send(call_id=number, select=request(f"late{number}", time_left_ms=60_000))
-                while parts.selector.held is not None and not len(parts.selector.held):
+                while parts.selector.queued is not None and not len(parts.selector.queued):
                     client.send(call_id=1)
                     await client.answer()
                 look(parts, after=120)

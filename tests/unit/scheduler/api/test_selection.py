@@ -13,7 +13,7 @@ from kvrouter.runtime.errors import (
     NoWorkers,
 )
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Explanation, Hold
+from kvrouter.scheduler.policies.interface import Explanation, Wait
 from kvrouter.scheduler.policies.kv import policy as kv
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Component, Role, Stage
@@ -121,8 +121,8 @@ async def test_of_two_components_the_larger_serves_the_model() -> None:
 
 
 async def test_where_nothing_is_held_a_request_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv.Rule, "decide", lambda *_: Hold(1, Explanation("no room")))
-    parts = Parts(view(worker(1), worker(2)), max_held=0)
+    monkeypatch.setattr(kv.Rule, "decide", lambda *_: Wait(1, Explanation("no room")))
+    parts = Parts(view(worker(1), worker(2)), max_queued_requests=0)
     assert (await parts.select(selecting("a"))).rank.worker_id == 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast.policy import decode_ms, prefill_ms
-from kvrouter.scheduler.policies.interface import Choice, Hold
+from kvrouter.scheduler.policies.interface import Choice, Wait
 
 from ..facts_maker import facts
 
@@ -22,7 +22,7 @@ TWO: dict[str, Any] = {
 }
 
 
-def decide(mode: str, **changes: Any) -> Choice | Hold:
+def decide(mode: str, **changes: Any) -> Choice | Wait:
     return POLICIES[mode].decide(facts(2, **(TWO | changes)), Random(7))
 
 
@@ -85,17 +85,17 @@ def test_no_more_time_counts_than_that_prompt_takes() -> None:
 
 
 def test_a_request_without_room_is_held_for_its_cheapest_rank() -> None:
-    held = decide("forecast", active_blocks=[1001, 1300], overlap_blocks=[0, 0])
-    assert isinstance(held, Hold)
-    assert held.index == 0
-    assert held.work_ms == pytest.approx(prefill_ms(1600, 8192, 0.0))
-    assert held.room_tokens == 1600
+    queued = decide("forecast", active_blocks=[1001, 1300], overlap_blocks=[0, 0])
+    assert isinstance(queued, Wait)
+    assert queued.index == 0
+    assert queued.work_ms == pytest.approx(prefill_ms(1600, 8192, 0.0))
+    assert queued.room_tokens == 1600
 
 
 def test_what_requests_in_flight_have_there_needs_no_more_room() -> None:
-    held = decide("forecast", active_blocks=[1001, 1300], leading_active_blocks=[60, 0], active_requests=[1, 1])
-    assert isinstance(held, Hold)
-    assert held.room_tokens == 1600 - 60 * 16
+    queued = decide("forecast", active_blocks=[1001, 1300], leading_active_blocks=[60, 0], active_requests=[1, 1])
+    assert isinstance(queued, Wait)
+    assert queued.room_tokens == 1600 - 60 * 16
 
 
 def test_a_rank_of_unknown_size_never_lacks_room() -> None:

@@ -21,16 +21,16 @@ from kvrouter.runtime.errors import (
     TooLarge,
 )
 from kvrouter.scheduler.policies.forecast import policy as forecast
-from kvrouter.scheduler.queue import queued_requests as held
-from kvrouter.scheduler.queue.hold_queue import PATIENCE_S
-from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from kvrouter.scheduler.queue import queued_requests as queued
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
+from kvrouter.scheduler.queue.request_queue import PATIENCE_S
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.scheduler_pb2 import (
     CancelCall,
     FreeRequest,
-    HeldStatus,
     MarkPrefillCompleteRequest,
+    QueueStatus,
     SelectWorkerRequest,
     SelectWorkerResponse,
 )
@@ -51,12 +51,12 @@ def request(name: str, **fields: Any) -> SelectWorkerRequest:
     return selecting(name, routing(4, seed=sum(name.encode())), **fields)
 
 
-def queue(parts: Parts) -> HeldRequests:
-    assert parts.selector.held is not None
-    return parts.selector.held
+def queue(parts: Parts) -> QueuedRequests:
+    assert parts.selector.queued is not None
+    return parts.selector.queued
 
 
-def status(parts: Parts) -> HeldStatus:
+def status(parts: Parts) -> QueueStatus:
     return queue(parts).status(POOL, listed=10)
 
 
@@ -70,7 +70,7 @@ def free(parts: Parts, name: str) -> None:
 
 
 def outcomes(parts: Parts, outcome: str) -> float:
-    return parts.figure("kvrouter_scheduler_held_requests_total", outcome=outcome)
+    return parts.figure("kvrouter_scheduler_queued_requests_total", outcome=outcome)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -100,26 +100,26 @@ async def waiting(
 
 async def test_one_without_room_waits_until_another_ends() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         look(parts)
-        assert not held_one.done()
+        assert not queued_one.done()
         assert parts.load(1)[2] == 2
         free(parts, "x")
         look(parts)
-        answer = await held_one
-        assert (answer.rank.worker_id, answer.held_us, answer.prefill_tokens) == (1, 2_000_000, 64)
+        answer = await queued_one
+        assert (answer.rank.worker_id, answer.queued_us, answer.prefill_tokens) == (1, 2_000_000, 64)
         assert parts.load(1)[2] == 2
         assert outcomes(parts, "room") == 1
-    assert status(parts) == HeldStatus(capacity=100, released=1)
+    assert status(parts) == QueueStatus(capacity=100, released=1)
 
 
 async def test_what_ends_wakes_the_one_that_waits() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one], asyncio.TaskGroup() as group:
+    async with waiting(parts, request("a")) as [queued_one], asyncio.TaskGroup() as group:
         running = group.create_task(queue(parts).run())
         free(parts, "x")
         async with asyncio.timeout(10):
-            await held_one
+            await queued_one
         running.cancel()
 
 
@@ -155,7 +155,7 @@ async def test_what_starts_wakes_the_next_whose_patience_has_ended() -> None:
 
 
 async def test_a_full_queue_is_all_busy_at_once() -> None:
-    parts = parts_of(max_held=1)
+    parts = parts_of(max_queued_requests=1)
     async with waiting(parts, request("a")):
         with pytest.raises(AllBusy) as caught:
             await parts.select(request("b"))
@@ -176,12 +176,12 @@ async def test_one_that_cannot_make_its_deadline_is_refused_at_once() -> None:
 
 async def test_one_that_waited_too_long_for_its_deadline_is_refused() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a", time_left_ms=5000)) as [held_one]:
+    async with waiting(parts, request("a", time_left_ms=5000)) as [queued_one]:
         look(parts, after=4.0)
-        assert not held_one.done()
+        assert not queued_one.done()
         look(parts, after=0.999)
         with pytest.raises(DeadlineExceeded):
-            await held_one
+            await queued_one
     assert not len(queue(parts))
 
 
@@ -200,10 +200,10 @@ async def test_patience_ends() -> None:
 
 async def test_a_caller_that_goes_away_takes_its_request_along() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
-        held_one.cancel()
+    async with waiting(parts, request("a")) as [queued_one]:
+        queued_one.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await held_one
+            await queued_one
         free(parts, "x")
         look(parts)
         assert (parts.load(1)[2], len(queue(parts)), outcomes(parts, "cancelled")) == (1, 0, 1)
@@ -211,31 +211,31 @@ async def test_a_caller_that_goes_away_takes_its_request_along() -> None:
 
 async def test_one_booked_in_the_moment_of_its_cancel_is_answered_so_that_it_can_be_freed() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         free(parts, "x")
         look(parts)
-        held_one.cancel()
-        assert (await held_one).rank.worker_id == 1
+        queued_one.cancel()
+        assert (await queued_one).rank.worker_id == 1
 
 
 async def test_a_retry_joins_the_wait() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         retry = asyncio.create_task(parts.select(request("a")))
         await asyncio.sleep(0)
         free(parts, "x")
         look(parts)
-        assert [(await held_one).repeated, (await retry).repeated] == [False, True]
+        assert [(await queued_one).repeated, (await retry).repeated] == [False, True]
         assert parts.load(1)[2] == 2
 
 
 async def test_a_retry_goes_on_waiting_where_the_first_call_is_cancelled() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         retry = asyncio.create_task(parts.select(request("a")))
         await asyncio.sleep(0)
-        held_one.cancel()
-        await until(lambda: held_one.done() and len(queue(parts)) == 1)
+        queued_one.cancel()
+        await until(lambda: queued_one.done() and len(queue(parts)) == 1)
         free(parts, "x")
         look(parts)
         assert not (await retry).repeated
@@ -257,30 +257,30 @@ async def test_a_held_call_of_a_session_can_be_cancelled_and_goes_with_the_strea
 
 async def test_what_is_freed_while_it_waits_is_not_booked() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         free(parts, "a")
         free(parts, "x")
         look(parts)
         with pytest.raises(RequestIdReused, match="freed already"):
-            await held_one
+            await queued_one
         assert outcomes(parts, "refused") == 1
 
 
 async def test_without_a_worker_nobody_waits() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         parts.registered.register(view())
         look(parts)
         with pytest.raises(NoWorkers):
-            await held_one
+            await queued_one
 
 
 async def test_a_worker_that_joins_takes_one_that_waits() -> None:
     parts = parts_of()
-    async with waiting(parts, request("a")) as [held_one]:
+    async with waiting(parts, request("a")) as [queued_one]:
         parts.registered.register(view(worker(1, total_blocks=10), worker(2)))
         look(parts)
-        assert (await held_one).rank.worker_id == 2
+        assert (await queued_one).rank.worker_id == 2
 
 
 async def test_one_that_the_policy_fails_on_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +302,11 @@ async def test_one_that_the_policy_fails_on_does_not_stop_the_others(monkeypatch
 
 
 async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "FRESH_S", 0.001)
+    monkeypatch.setattr(queued, "FRESH_S", 0.001)
     parts = parts_of(indexer=ResidentBlocks())
     assert parts.indexer is not None
-    async with waiting(parts, request("a")) as [held_one]:
-        parts.indexer.held = {(1, 0): 3}
+    async with waiting(parts, request("a")) as [queued_one]:
+        parts.indexer.queued = {(1, 0): 3}
         asked = len(parts.indexer.asked)
         await until(lambda: len(parts.indexer.asked) > asked + 1)  # type: ignore[union-attr]
         parts.indexer.failure = NotReady("not yet")
@@ -314,7 +314,7 @@ async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch
         await until(lambda: len(parts.indexer.asked) > asked + 1)  # type: ignore[union-attr]
         free(parts, "x")
         look(parts)
-        answer = await held_one
+        answer = await queued_one
         assert (answer.overlap_blocks, answer.prefill_tokens, answer.load_only) == (3, 16, False)
 
 
@@ -333,12 +333,12 @@ async def test_depth_age_and_reason_are_told(monkeypatch: pytest.MonkeyPatch) ->
         assert queue(parts).depths()[POOL].requests == 2
         kept = parts.decisions.by_request("a")
         assert kept is not None
-        assert (kept.chosen, kept.explanation.reason[:18]) == (None, "held for worker_1:")
+        assert (kept.chosen, kept.explanation.reason[:20]) == (None, "queued for worker_1:")
         free(parts, "x")
         look(parts)
         kept = parts.decisions.by_request("b")  # it arrived first
         assert kept is not None
-        assert (kept.chosen, kept.held_seconds) == ((1, 0), 2.0)
+        assert (kept.chosen, kept.queued_seconds) == ((1, 0), 2.0)
 
 
 async def test_what_books_nothing_is_not_held() -> None:

@@ -85,7 +85,7 @@ REPORTS = st.dictionaries(
     workers=WORKERS,
     bookings=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(0, 20)), max_size=6),
     reports=REPORTS,
-    held=st.dictionaries(
+    resident=st.dictionaries(
         st.tuples(st.integers(1, 6), st.integers(0, 2)), st.tuples(st.integers(0, 9), st.integers(1, 3))
     ),
     thresholds=st.builds(
@@ -98,7 +98,7 @@ def test_every_row_is_what_the_rules_say_of_it(
     workers: list[Any],
     bookings: list[tuple[int, int, int]],
     reports: dict[tuple[int, int], LoadReport],
-    held: dict[tuple[int, int], tuple[int, int]],
+    resident: dict[tuple[int, int], tuple[int, int]],
     thresholds: Thresholds,
     wanted: Wanted,
     accounting: Accounting,
@@ -113,14 +113,14 @@ def test_every_row_is_what_the_rules_say_of_it(
         report.incarnation = 3
         pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
     asked, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
-    found = survey(pool, asked, wanted, options, Overlaps.of(held), now=now)
+    found = survey(pool, asked, wanted, options, Overlaps.of(resident), now=now)
     before, loads = pool.slots.load_by_rank(), pool.slots.load_by_rank(asked, wanted.stage)
     fit = [each for each in pool.candidates if not why_unfit(each, wanted)]
     assert [row.candidate for row in found.rows] == fit
     for row in found.rows:
         rank = row.candidate.rank
         assert row.load == loads[rank]
-        blocks, incarnation = held.get(rank, (0, 0))
+        blocks, incarnation = resident.get(rank, (0, 0))
         assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
         uncached = max(0, asked.tokens - row.overlap_blocks * BLOCK)
         assert row.new_prefill_tokens == (0 if wanted.stage == Stage.STAGE_DECODE else uncached)
@@ -176,9 +176,9 @@ def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> Non
 def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int, int]]) -> None:
     roster = Roster(candidates_of([worker(1), worker(2)]))
     for _ in range(2):  # the second answer rests on the first
-        held = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})
+        resident = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})
         expected = [10 * worker_id if (worker_id, 0) in ranks else 0 for worker_id in (1, 2)]
-        assert held.on(roster).tolist() == expected
+        assert resident.on(roster).tolist() == expected
     assert NOT_ASKED.on(roster).tolist() == [0, 0]
     assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(roster)), "of lives before the registered ones"
 

@@ -36,7 +36,7 @@ class Traffic:
         self.rng = Random(seed)
         self.now = 0.0
         self.busy = [worker(number, total_blocks=20_000, max_batched_tokens=8192) for number in BUSY]
-        self.held = {(number, 0): (SHARED, 1) for number in BUSY}
+        self.resident = {(number, 0): (SHARED, 1) for number in BUSY}
         self.pool = Pool(view(*self.busy), Accounting(), 10.0, clock=lambda: self.now)
         self.options = RoutingOptions(mode)
         self.shared = self.rng.randbytes(8 * SHARED)
@@ -52,12 +52,12 @@ class Traffic:
         self.now += 0.02
         hashes = self.shared + self.rng.randbytes(8 * self.rng.randint(LEAST, MOST))
         prompt = Prompt(len(hashes) // 8 * BLOCK, b"", hashes)
-        wanted, overlaps = Wanted(worker_id=worker_id), Overlaps.of(self.held)
+        wanted, overlaps = Wanted(worker_id=worker_id), Overlaps.of(self.resident)
         found = survey(self.pool, prompt, wanted, self.options, overlaps, now=self.now)
         chosen = choose(self.pool, prompt, self.options, found, found.free, self.rng)
         key = (str(next(self.numbers)), 0, 1)
         assert book(self.pool, key, prompt, chosen)
-        self.held[chosen.row.candidate.rank] = (SHARED, 1)
+        self.resident[chosen.row.candidate.rank] = (SHARED, 1)
         self.running.append(key)
         self.computing.append(key)
         if len(self.computing) > UNDER_WAY:

@@ -52,11 +52,11 @@ def why(decision: Decision) -> str:
     if decision.candidates and decision.HasField("chosen"):
         words += f" {_number(decision.candidates[0].cost)}"
         others = [each for each in decision.candidates[1:] if math.isfinite(each.cost)]
-        words += "".join(f"; next {_rank(each.rank)} {_number(each.cost)} ({_held(each)})" for each in others)
+        words += "".join(f"; next {_rank(each.rank)} {_number(each.cost)} ({_queued(each)})" for each in others)
     if decision.load_only:
         words += "; on load alone, no Indexer answered in time"
-    if decision.held_us:
-        words += f"; held for {duration(decision.held_us / 1e6)}"
+    if decision.queued_us:
+        words += f"; queued for {duration(decision.queued_us / 1e6)}"
     return words
 
 
@@ -66,7 +66,7 @@ def _cached(decision: Decision) -> str:
     return f"{decision.candidates[0].overlap_blocks:,} / {decision.prompt_blocks:,}"
 
 
-def _held(candidate: CandidateTerms) -> str:
+def _queued(candidate: CandidateTerms) -> str:
     return f"{candidate.overlap_blocks:,} cached"
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from kvrouter.cli.top.decisions_table import decisions_table
 from kvrouter.cli.top.formatting import amount, duration
 from kvrouter.cli.top.hit_rates import HitWindow
-from kvrouter.cli.top.ranks_table import BACKED_OFF, held_lines, ranks_table
+from kvrouter.cli.top.ranks_table import BACKED_OFF, queue_lines, ranks_table
 from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
@@ -163,7 +163,7 @@ def _component_line(
 
 
 def _notes(status: ComponentStatus) -> list[Text]:
-    return [*_replica_line(status), *held_lines(status.held)]
+    return [*_replica_line(status), *queue_lines(status.queued)]
 
 
 def _replica_line(status: ComponentStatus) -> list[Text]:

@@ -9,7 +9,7 @@ from kvrouter.cli.top.hit_rates import HitRate
 from kvrouter.cli.top.system_view import Rank, rank_of
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import RankStats
-from kvrouter.v1.scheduler_pb2 import HeldStatus, RankStatus
+from kvrouter.v1.scheduler_pb2 import QueueStatus, RankStatus
 from rich.table import Table
 from rich.text import Text
 
@@ -68,14 +68,14 @@ def ranks_table(
         rank = rank_of(each.rank)
         rate = rates.get(rank, HitRate())
         stats = indexed.get(rank)
-        held = f" +{each.held_requests} held" if each.held_requests else ""
+        queued = f" +{each.queued_requests} queued" if each.queued_requests else ""
         known = cached[rank]
         table.add_row(
             f"{each.rank.worker_id}:{each.rank.dp_rank}",
             *([_bar(each.active_blocks, each.total_blocks)] if wide else []),
             _of_total(each.active_blocks, each.total_blocks, short=not wide),
             count(each.prefill_tokens, short=not wide),
-            f"{each.active_requests:,}{held}",
+            f"{each.active_requests:,}{queued}",
             "-" if known is None else count(known, short=not wide),
             share(rate.predicted),
             share(rate.found),
@@ -85,16 +85,16 @@ def ranks_table(
     return table
 
 
-def held_lines(held: HeldStatus) -> list[Text]:
+def queue_lines(queued: QueueStatus) -> list[Text]:
     """The requests that wait in the Scheduler; nothing where none waits and none was refused for it."""
-    refused = held.refused_full + held.refused_late
-    if not held.requests and not refused:
+    refused = queued.refused_full + queued.refused_late
+    if not queued.requests and not refused:
         return []
-    text = Text(f"held {held.requests:,} of at most {held.capacity:,}", "yellow" if held.requests else "")
-    if held.requests:
-        text.append(f", the oldest for {duration(held.oldest_age_ms / 1000)}")
+    text = Text(f"queued {queued.requests:,} of at most {queued.capacity:,}", "yellow" if queued.requests else "")
+    if queued.requests:
+        text.append(f", the oldest for {duration(queued.oldest_age_ms / 1000)}")
     if refused:
-        text.append(f"; refused {held.refused_full:,} for lack of room, {held.refused_late:,} too late anyway")
+        text.append(f"; refused {queued.refused_full:,} for lack of room, {queued.refused_late:,} too late anyway")
     waiting = [
         Text(
             f"  {each.request_id} for {duration(each.age_ms / 1000)}, for rank {each.rank.worker_id}:"
@@ -102,7 +102,7 @@ def held_lines(held: HeldStatus) -> list[Text]:
             no_wrap=True,
             overflow="ellipsis",
         )
-        for each in held.longest
+        for each in queued.longest
     ]
     return [text, *waiting]
 

@@ -92,7 +92,7 @@ class Sources:
 
     async def _ask_scheduler(self, address: str) -> SchedulerSeen:
         scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))
-        request = GetStatusRequest(decisions=_DECISIONS, held_requests=_HELD)
+        request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_HELD)
         try:
             return SchedulerSeen(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
         except KvRouterError as error:

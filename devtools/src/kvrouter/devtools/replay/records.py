@@ -47,7 +47,7 @@ class RequestRecord:
     """Times that the engine preempted it."""
     clock: float = 1.0
     """Engine seconds in one second of the wall."""
-    _held_ms: float = 0.0
+    _queued_ms: float = 0.0
     _last_token_ns: int | None = None
 
     @property
@@ -60,8 +60,8 @@ class RequestRecord:
         if piece.HasField("routing"):
             routing = piece.routing
             self.worker = (routing.rank.worker_id, routing.rank.dp_rank)
-            self.router_ms = (routing.router_us - routing.held_us) / 1000
-            self._held_ms = routing.held_us / 1000 * self.clock
+            self.router_ms = (routing.router_us - routing.queued_us) / 1000
+            self._queued_ms = routing.queued_us / 1000 * self.clock
             self.predicted_overlap_blocks = routing.predicted_overlap_blocks
             self.attempts = routing.attempt + 1
         output = piece.output
@@ -77,6 +77,6 @@ class RequestRecord:
             if self._last_token_ns is not None:
                 self.itl_ms.append((stamp - self._last_token_ns) / 1e6)
             elif arrived_ns is not None:
-                self.ttft_ms = (stamp - arrived_ns) / 1e6 + self._held_ms
+                self.ttft_ms = (stamp - arrived_ns) / 1e6 + self._queued_ms
             self._last_token_ns = stamp
             self.output_tokens += 1

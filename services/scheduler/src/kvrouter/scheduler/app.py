@@ -25,7 +25,7 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
-from kvrouter.scheduler.queue.metrics import HeldFigures
+from kvrouter.scheduler.queue.metrics import QueueMetrics
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.nats_link import SyncLink
 from kvrouter.scheduler.replication.sync import ReplicaSync
@@ -110,7 +110,7 @@ async def running(
         clock=clock,
         predictions=predictions,
         affinity=affinity,
-        max_held=settings.max_held,
+        max_queued_requests=settings.max_queued_requests,
         is_behind=lambda: keeping_up.behind,
     )
     bookings = Bookings(ledger, pools, metrics, clock)
@@ -135,7 +135,7 @@ async def running(
         scheduler_id=runtime.instance_id,
         mode=options.mode,
         clock=clock,
-        held=selector.held,
+        queued=selector.queued,
         sync=sync,
         directory_age=lambda: runtime.directory.age_seconds,
     )
@@ -163,9 +163,9 @@ async def running(
         tasks.append(runtime.spawn(_every(_EXPIRY_SECONDS, link.expire), "orphans"))
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
-    if selector.held is not None:
-        runtime.registry.register(HeldFigures(selector.held))
-        tasks.append(runtime.spawn(selector.held.run(), "held requests"))
+    if selector.queued is not None:
+        runtime.registry.register(QueueMetrics(selector.queued))
+        tasks.append(runtime.spawn(selector.queued.run(), "queued requests"))
     try:
         yield service
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
-_HELD_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_QUEUED_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
@@ -22,21 +22,21 @@ class SchedulerMetrics:
         )
         self.select_seconds = Histogram(
             "kvrouter_scheduler_select_seconds",
-            "Time that a selection took, the Indexer's included, without the time that it was held.",
+            "Time of a selection, the query to the Indexer included, without its time in the queue, seconds.",
             buckets=_SECONDS,
             registry=registry,
         )
-        self.held = Counter(
-            "kvrouter_scheduler_held_requests",
+        self.queued = Counter(
+            "kvrouter_scheduler_queued_requests",
             "Requests that the policy held, by what became of them: room, patience (sent without), late, full,"
             " cancelled, refused.",
             ["outcome"],
             registry=registry,
         )
-        self.held_seconds = Histogram(
-            "kvrouter_scheduler_held_seconds",
-            "Time that requests were held which were sent.",
-            buckets=_HELD_SECONDS,
+        self.queued_seconds = Histogram(
+            "kvrouter_scheduler_queued_seconds",
+            "Time in the queue of requests that were then sent, seconds.",
+            buckets=_QUEUED_SECONDS,
             registry=registry,
         )
         self.late_ms = Gauge(

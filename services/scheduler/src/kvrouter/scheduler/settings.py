@@ -6,7 +6,7 @@ from kvrouter.runtime.config.settings import RoutingSettings
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.queue.hold_queue import MAX_HELD
+from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions, Thresholds
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -86,10 +86,10 @@ class SchedulerSettings(RoutingSettings):
         default=120.0,
         gt=0,
         allow_inf_nan=False,
-        description="Time for which a block is predicted to be held, seconds; only with --no-kv-events.",
+        description="Time for which a block is predicted to be resident, seconds; only with --no-kv-events.",
     )
     router_max_tree_size: int = Field(
-        default=1 << 20, ge=1, description="Most blocks that are predicted to be held; only with --no-kv-events."
+        default=1 << 20, ge=1, description="Most blocks that are predicted to be resident; only with --no-kv-events."
     )
     router_prune_target_ratio: float = Field(
         default=0.8,
@@ -97,8 +97,8 @@ class SchedulerSettings(RoutingSettings):
         le=1,
         description="Share of the most predicted blocks that is kept when there are more; only with --no-kv-events.",
     )
-    max_held: int = Field(
-        default=MAX_HELD,
+    max_queued_requests: int = Field(
+        default=MAX_QUEUED_REQUESTS,
         ge=0,
         le=8192,
         description="Most requests of a component that mode forecast holds for a worker with room; one more is refused."

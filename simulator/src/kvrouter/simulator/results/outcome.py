@@ -120,7 +120,7 @@ class Figures:
     """Active blocks of the fullest engine over the mean of all, seen by arriving requests; 1 is even."""
     longest_prefill_tokens: float
     """Prompt tokens that wait at the engine with most of them, seen by arriving requests."""
-    held: int
+    queued: int
     """Requests that the router kept for a while."""
     failed: int
     """Requests whose engine restarted when part of their output was out."""
@@ -160,7 +160,7 @@ def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures
         imbalance=_ratio(max(busy), sum(busy) / len(busy)),
         block_peak=_ratio(peaks.fullest_blocks, peaks.mean_blocks),
         longest_prefill_tokens=_ratio(peaks.longest_prefill, peaks.arrivals),
-        held=sum(1 for request in served if request.attempts == 1 and request.sent_at > request.arrived_at),
+        queued=sum(1 for request in served if request.attempts == 1 and request.sent_at > request.arrived_at),
         failed=len(outcome.served) - len(served),
         retried=sum(1 for request in served if request.attempts > 1),
         regret_ms=_ratio(math.fsum(regrets), len(regrets)),

@@ -46,7 +46,7 @@ _BRIEF: Sequence[Figure] = (
 )
 
 _RARE: Sequence[Figure] = (
-    ("held by the router for a while", lambda f: f.held, ",.0f"),
+    ("queued by the router", lambda f: f.queued, ",.0f"),
     ("preemptions", lambda f: f.preemptions, ",.0f"),
     ("sent again after a restart", lambda f: f.retried, ",.0f"),
     ("failed by a restart", lambda f: f.failed, ",.0f"),

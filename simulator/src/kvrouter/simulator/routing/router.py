@@ -13,8 +13,8 @@ from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
-from kvrouter.scheduler.policies.interface import Choice, Hold
-from kvrouter.scheduler.queue.hold_queue import HoldQueue
+from kvrouter.scheduler.policies.interface import Choice, Wait
+from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import survey
@@ -79,34 +79,34 @@ class Router:
         self._events = events
         self._options = options
         self._rng = Random(seed)
-        self._held: HoldQueue[int] = HoldQueue()
+        self._queued: RequestQueue[int] = RequestQueue()
         self._prompts: dict[int, Prompt] = {}
         self._attempts: dict[int, int] = {}
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Where a request goes that has just come; None if it is held."""
         chosen = self._choose(prompt, now)
-        if isinstance(chosen.decided, Hold) and self._held.add(number, chosen.decided, now):
+        if isinstance(chosen.decided, Wait) and self._queued.add(number, chosen.decided, now):
             self._prompts[number] = prompt
             return None
         return self._book(number, prompt, chosen)
 
     def release(self, now: float) -> Iterator[tuple[int, Rank]]:
         """Requests held that go now, and where. Each is to be sent before the next is asked for."""
-        if not self._held:
+        if not self._queued:
             return
         chosen: dict[int, Chosen] = {}
 
-        def decide(number: int) -> Choice | Hold:
+        def decide(number: int) -> Choice | Wait:
             chosen[number] = self._choose(self._prompts[number], now)
             return chosen[number].decided
 
-        for number, _ in self._held.release(now, decide):
+        for number, _ in self._queued.release(now, decide):
             yield number, self._book(number, self._prompts.pop(number), chosen[number])
 
     def next_due(self) -> float:
         """When a request held must be looked at though nothing happens."""
-        return self._held.next_due()
+        return self._queued.next_due()
 
     def _choose(self, prompt: Prompt, now: float) -> Chosen:
         found = survey(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
@@ -124,12 +124,12 @@ class Router:
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """So many output tokens have come."""
         if generated == 1 or finished:
-            self._held.started(number)
+            self._queued.started(number)
         self._take(Announcement(self._key(number), generated, freed=finished))
 
     def lost(self, number: int) -> None:
         """The engine of a request has gone: what it booked is freed. It may be routed once more."""
-        self._held.started(number)
+        self._queued.started(number)
         self._take(Announcement(self._key(number), 0, freed=True))
         self._attempts[number] = self._attempts.get(number, 0) + 1
 

@@ -102,5 +102,5 @@ class Completion:
             "prompt_blocks": routing.prompt_blocks,
             "mode": routing.mode,
             "router_us": routing.router_us,
-            "held_us": routing.held_us,
+            "queued_us": routing.queued_us,
         }

@@ -206,7 +206,7 @@ class Generation:
             decision_id=selection.decision_id,
             load_only=selection.load_only,
             router_us=added_us,
-            held_us=selection.held_us,
+            queued_us=selection.queued_us,
             mode=selection.mode,
         )
         answer = self._workers.generate(

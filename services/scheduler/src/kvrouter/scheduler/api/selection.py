@@ -35,9 +35,9 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Explanation, Hold, rank_label
-from kvrouter.scheduler.queue.hold_queue import MAX_HELD
-from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from kvrouter.scheduler.policies.interface import Explanation, Wait, rank_label
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
+from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.routing.affinity import Affinity, conversation_of
@@ -71,10 +71,10 @@ class Selector:
         clock: Callable[[], float],
         predictions: Predictions | None = None,
         affinity: Affinity | None = None,
-        max_held: int = MAX_HELD,
+        max_queued_requests: int = MAX_QUEUED_REQUESTS,
         is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``predictions`` stand in for Indexers in the approximate mode; with ``max_held`` 0 nothing is held.
+        """``predictions`` replace Indexers in approximate mode. ``max_queued_requests`` 0: no request is queued.
 
         ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
         """
@@ -93,7 +93,11 @@ class Selector:
         self._affinity = Affinity(0) if affinity is None else affinity
         self._is_behind = is_behind
         self._under_way: dict[Key, asyncio.Event] = {}
-        self.held = HeldRequests(self, metrics, max_held=max_held, clock=clock) if max_held else None
+        self.queued = (
+            QueuedRequests(self, metrics, max_queued_requests=max_queued_requests, clock=clock)
+            if max_queued_requests
+            else None
+        )
         """Those that the policy holds; ``run`` must be running. None where nothing is held."""
 
     async def select(
@@ -111,7 +115,7 @@ class Selector:
             KvRouterError: the request is refused, or no rank can take it.
         """
         started = time.perf_counter()
-        code, mode, held_seconds = "OK", "", 0.0
+        code, mode, queued_seconds = "OK", "", 0.0
         try:
             key = checked_key(request.booking) if request.HasField("booking") else None
             question = self.question(request.request, None if key is None else stage_of(request.booking))
@@ -121,14 +125,14 @@ class Selector:
                 response = await self._decide(asked, request, deadline)
             else:
                 response = await self._book_once(asked, key, request, deadline)
-            held_seconds = response.held_us / 1e6
+            queued_seconds = response.queued_us / 1e6
             return response
         except KvRouterError as error:
             code = error.code.name
             raise
         finally:
             self._metrics.selections.labels(mode=mode, code=code).inc()
-            self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - held_seconds))
+            self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     def question(self, request: RoutingRequest, stage: Stage | None, *, needs_worker: bool = True) -> Question:
         """Checks a request.
@@ -231,13 +235,13 @@ class Selector:
 
         # From here to the booking nothing is awaited.
         chosen = self.choose(asked)
-        if self.held is None or key is None or not isinstance(chosen.decided, Hold):
+        if self.queued is None or key is None or not isinstance(chosen.decided, Wait):
             return self.settle(asked, chosen)
-        self._keep(asked, self._decisions.next_id(), None, chosen, _holding(chosen))
+        self._keep(asked, self._decisions.next_id(), None, chosen, _waiting_reason(chosen))
         if request.time_left_ms:
             deadline = deadline.within(request.time_left_ms / 1e3)
         try:
-            return await self.held.hold(
+            return await self.queued.enqueue(
                 asked, key, chosen, chosen.decided, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
             )
         except (AllBusy, DeadlineExceeded) as error:
@@ -262,7 +266,7 @@ class Selector:
         rows = self._affinity.narrowed(pool.name, asked.routing, found.free)
         return choose(pool, question.prompt, question.options, found, rows, self._rng)
 
-    def settle(self, asked: Asked, chosen: Chosen, *, held_seconds: float = 0.0) -> SelectWorkerResponse:
+    def settle(self, asked: Asked, chosen: Chosen, *, queued_seconds: float = 0.0) -> SelectWorkerResponse:
         """Books what was chosen in this same step, where the request is to be booked, and answers.
 
         Raises:
@@ -270,7 +274,7 @@ class Selector:
         """
         question, key, candidate = asked.question, asked.key, chosen.row.candidate
         pool, decision_id = question.pool, self._decisions.next_id()
-        response = answer(asked, chosen, decision_id, held_seconds)
+        response = answer(asked, chosen, decision_id, queued_seconds)
         response.spread_advised = self._is_behind()
         if key is not None:
             if not book(pool, key, question.prompt, chosen):
@@ -287,7 +291,7 @@ class Selector:
             if self._predictions is not None:
                 self._predictions.record(pool, candidate.rank, candidate.incarnation, question.prompt)
         pool.previous[question.options.mode] = candidate.rank
-        self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, held_seconds)
+        self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
         return response
 
     def _booked_meanwhile(self, asked: Asked, key: Key) -> SelectWorkerResponse:
@@ -318,7 +322,7 @@ class Selector:
         row: Row | None,
         seen: Chosen | Survey,
         explanation: Explanation,
-        held_seconds: float = 0.0,
+        queued_seconds: float = 0.0,
     ) -> None:
         request_id, attempt = ("", 0) if asked.key is None else asked.key[:2]
         found, facts = (seen, None) if isinstance(seen, Survey) else (seen.found, seen.facts)
@@ -336,7 +340,7 @@ class Selector:
             prompt_blocks=asked.question.prompt.blocks,
             load_only=bool(asked.overlaps.failure),
             decided_unix_ns=time.time_ns(),
-            held_seconds=held_seconds,
+            queued_seconds=queued_seconds,
         )
         self._decisions.add(decided)
         if facts is not None and log.is_enabled_for(logging.DEBUG):
@@ -346,6 +350,6 @@ class Selector:
                     log.debug(formula, decision=decision_id, request_id=request_id)
 
 
-def _holding(chosen: Chosen) -> Explanation:
+def _waiting_reason(chosen: Chosen) -> Explanation:
     why = chosen.decided.explanation
-    return replace(why, reason=f"held for {rank_label(chosen.row.candidate.rank)}: {why.reason}")
+    return replace(why, reason=f"queued for {rank_label(chosen.row.candidate.rank)}: {why.reason}")

@@ -8,7 +8,7 @@ from kvrouter.scheduler.routing.request_context import Asked
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
-def answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float) -> SelectWorkerResponse:
+def answer(asked: Asked, chosen: Chosen, decision_id: int, queued_seconds: float) -> SelectWorkerResponse:
     """What a caller is told of a choice."""
     question, candidate = asked.question, chosen.row.candidate
     pool = question.pool
@@ -21,7 +21,7 @@ def answer(asked: Asked, chosen: Chosen, decision_id: int, held_seconds: float) 
         load_only=bool(asked.overlaps.failure),
         component=component_message(pool.name),
         mode=question.options.mode,
-        held_us=int(held_seconds * 1e6),
+        queued_us=int(queued_seconds * 1e6),
         role=candidate.role,
         cursor=asked.overlaps.cursor(candidate.rank),
     )

@@ -13,12 +13,12 @@ from kvrouter.scheduler.load.booked_load import RankLoad
 from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
-from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, HeldStatus, RankStatus
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, QueueStatus, RankStatus
 
 MAX_LISTED = 100
 """Most decisions, and held requests of a component, in one answer: what a person looks at, and little to send."""
@@ -37,7 +37,7 @@ class Status:
         scheduler_id: str,
         mode: str,
         clock: Callable[[], float],
-        held: HeldRequests | None = None,
+        queued: QueuedRequests | None = None,
         sync: ReplicaSync | None = None,
         directory_age: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -52,7 +52,7 @@ class Status:
         self._scheduler_id = scheduler_id
         self._mode = mode
         self._clock = clock
-        self._held = held
+        self._queued = queued
         self._sync = sync
         self._directory_age = directory_age
         self._started_unix_ns = time.time_ns()
@@ -75,13 +75,13 @@ class Status:
             started_unix_ns=self._started_unix_ns,
             sessions=self._ledger.sessions,
             bookings=len(self._ledger),
-            components=[self._component(pool, min(request.held_requests, MAX_LISTED)) for pool in pools],
+            components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
             directory_age_seconds=self._directory_age(),
         )
 
     def _component(self, pool: Pool, listed: int) -> ComponentStatus:
-        waiting = Counter[Rank]() if self._held is None else self._held.waiting_for(pool.name)
+        waiting = Counter[Rank]() if self._queued is None else self._queued.waiting_for(pool.name)
         thresholds = self._board.of(pool.model)
         loads = pool.slots.load_by_rank()
         now = self._clock()
@@ -95,7 +95,7 @@ class Status:
                 _rank_status(pool, rank, loads.get(rank, RankLoad()), thresholds, now, waiting[rank])
                 for rank in sorted(loads.keys() | pool.roster.ranks)
             ],
-            held=HeldStatus() if self._held is None else self._held.status(pool.name, listed=listed),
+            queued=QueueStatus() if self._queued is None else self._queued.status(pool.name, listed=listed),
             replicas=() if self._sync is None else self._sync.of(pool.name).status(),
         )
 
@@ -117,7 +117,7 @@ def _rank_status(
         reported=report,
         report_age_seconds=pool.reports.age_seconds(rank, now),
         hits=pool.hits.of(rank),
-        held_requests=waiting,
+        queued_requests=waiting,
     )
     if candidate is not None:
         status.registered = True

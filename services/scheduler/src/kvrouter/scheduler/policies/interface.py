@@ -95,7 +95,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Wait:
     """The request had better wait for ``ranks[index]``."""
 
     index: int
@@ -120,7 +120,7 @@ class Policy(Protocol):
     needs_worker: ClassVar[bool]
     """Whether the request must name its worker."""
 
-    def decide(self, facts: Facts, rng: Random) -> Choice | Hold:
+    def decide(self, facts: Facts, rng: Random) -> Choice | Wait:
         """Chooses. ``rng`` is the only source of chance."""
         ...
 

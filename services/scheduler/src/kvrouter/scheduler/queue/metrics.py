@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrouter.scheduler.queue.queued_requests import HeldRequests
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 
-class HeldFigures(Collector):
+class QueueMetrics(Collector):
     """Depth and oldest age of every component's queue."""
 
-    def __init__(self, held: HeldRequests) -> None:
-        self._held = held
+    def __init__(self, queued: QueuedRequests) -> None:
+        self._queued = queued
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """The families without samples, so that registering reads nothing."""
@@ -22,7 +22,7 @@ class HeldFigures(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """The families with a sample for each component that has held any."""
         families = _families()
-        for name, depth in self._held.depths().items():
+        for name, depth in self._queued.depths().items():
             for family, value in zip(families, depth, strict=True):
                 family.add_metric([str(name)], value)
         return iter(families)
@@ -31,8 +31,8 @@ class HeldFigures(Collector):
 def _families() -> list[GaugeMetricFamily]:
     labels = ["component"]
     return [
-        GaugeMetricFamily("kvrouter_scheduler_held", "Requests that are held.", labels=labels),
+        GaugeMetricFamily("kvrouter_scheduler_queue_length", "Requests in the queue.", labels=labels),
         GaugeMetricFamily(
-            "kvrouter_scheduler_held_oldest_seconds", "Time since the oldest of them arrived.", labels=labels
+            "kvrouter_scheduler_queued_oldest_seconds", "Time since the oldest of them arrived.", labels=labels
         ),
     ]

@@ -25,13 +25,13 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Hold
-from kvrouter.scheduler.queue.hold_queue import INTERVAL_S, HoldQueue
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
+from kvrouter.scheduler.queue.request_queue import INTERVAL_S, RequestQueue
 from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
 from kvrouter.scheduler.routing.choice import Chosen
 from kvrouter.scheduler.routing.request_context import Asked
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import HeldRequest, HeldStatus, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
 
 log = structlog.get_logger(component="scheduler")
 
@@ -52,7 +52,7 @@ class Decider(Protocol):
         """Chooses by what is known at this moment, or raises KvRouterError."""
         ...
 
-    def settle(self, asked: Asked, chosen: Chosen, *, held_seconds: float = 0.0) -> SelectWorkerResponse:
+    def settle(self, asked: Asked, chosen: Chosen, *, queued_seconds: float = 0.0) -> SelectWorkerResponse:
         """Books what was chosen, and answers, or raises KvRouterError."""
         ...
 
@@ -70,42 +70,42 @@ class Depth(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Waiter:
     asked: Asked
     rank: Rank
     reason: str
     arrived: float
-    held_from: float
+    queued_from: float
     outcome: asyncio.Future[SelectWorkerResponse | KvRouterError]
 
 
 @dataclass(slots=True)
 class _Component:
-    queue: HoldQueue[Key]
+    queue: RequestQueue[Key]
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
-class HeldRequests:
+class QueuedRequests:
     """Every request that is held. ``run`` must be running. ``clock`` tells seconds."""
 
     def __init__(
-        self, decider: Decider, metrics: SchedulerMetrics, *, max_held: int, clock: Callable[[], float]
+        self, decider: Decider, metrics: SchedulerMetrics, *, max_queued_requests: int, clock: Callable[[], float]
     ) -> None:
-        """``max_held`` is the most of one component; the next is refused."""
+        """``max_queued_requests`` is the most of one component; the next is refused."""
         self._decider = decider
         self._metrics = metrics
-        self._max_held = max_held
+        self._max_queued_requests = max_queued_requests
         self._clock = clock
         self._components: dict[ComponentName, _Component] = {}
-        self._waiting: dict[Key, _Waiting] = {}
+        self._waiting: dict[Key, _Waiter] = {}
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
         """Requests held, over all components."""
         return len(self._waiting)
 
-    async def hold(
-        self, asked: Asked, key: Key, chosen: Chosen, hold: Hold, *, arrived_unix_ns: int, deadline: Deadline
+    async def enqueue(
+        self, asked: Asked, key: Key, chosen: Chosen, wait: Wait, *, arrived_unix_ns: int, deadline: Deadline
     ) -> SelectWorkerResponse:
         """Waits until the request can go, books it and answers.
 
@@ -113,7 +113,7 @@ class HeldRequests:
             asked: The request.
             key: What is to be booked.
             chosen: What the policy made of it.
-            hold: Its decision.
+            wait: Its decision.
             arrived_unix_ns: When the request came to the caller, nanoseconds since 1970; 0 for this moment.
             deadline: By when its first token must come.
 
@@ -123,23 +123,25 @@ class HeldRequests:
             KvRouterError: nothing that it may go to is left.
         """
         pool = asked.question.pool
-        component = self._components.setdefault(pool.name, _Component(HoldQueue(self._max_held)))
+        component = self._components.setdefault(pool.name, _Component(RequestQueue(self._max_queued_requests)))
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
         remaining = deadline.remaining()
         if not component.queue.add(
             key,
-            hold,
+            wait,
             now,
             since=now - waited,
             deadline=math.inf if remaining is None else now + remaining,
             priority=asked.routing.priority,
         ):
             self._count(component, "full")
-            raise AllBusy(RETRY_AFTER_MS, f"no worker has room, and {self._max_held} requests wait already")
+            raise AllBusy(
+                RETRY_AFTER_MS, f"no worker has room, and {self._max_queued_requests} requests are queued already"
+            )
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
-        rank, reason = chosen.row.candidate.rank, hold.explanation.reason
-        self._waiting[key] = waiting = _Waiting(asked, rank, reason, now - waited, now, outcome)
+        rank, reason = chosen.row.candidate.rank, wait.explanation.reason
+        self._waiting[key] = waiting = _Waiter(asked, rank, reason, now - waited, now, outcome)
         pool.slots.on_progress = self._progressed
         if component.queue.is_late(key, now):
             self._refuse_late(component, key)
@@ -153,7 +155,7 @@ class HeldRequests:
                 self._count(component, "cancelled")
             self._waiting.pop(key, None)
 
-    async def _outcome(self, waiting: _Waiting) -> SelectWorkerResponse:
+    async def _outcome(self, waiting: _Waiter) -> SelectWorkerResponse:
         try:
             while True:
                 await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / ASKS_PER_S))
@@ -192,23 +194,23 @@ class HeldRequests:
         """How many wait for each rank of a component."""
         return Counter(waiting.rank for waiting in self._of(name))
 
-    def status(self, name: ComponentName, *, listed: int) -> HeldStatus:
+    def status(self, name: ComponentName, *, listed: int) -> QueueStatus:
         """What waits in a component; of single requests ``listed``, those that have waited longest."""
         component = self._components.get(name)
         if component is None:
-            return HeldStatus(capacity=self._max_held)
+            return QueueStatus(capacity=self._max_queued_requests)
         now = self._clock()
         depth = self._depth(component)
         longest = sorted(self._of(name), key=lambda waiting: waiting.arrived)[:listed]
-        return HeldStatus(
+        return QueueStatus(
             requests=depth.requests,
-            capacity=self._max_held,
+            capacity=self._max_queued_requests,
             oldest_age_ms=int(depth.oldest_seconds * 1e3),
             refused_full=component.outcomes["full"],
             refused_late=component.outcomes["late"],
             released=component.outcomes["room"] + component.outcomes["patience"],
             longest=[
-                HeldRequest(
+                QueuedRequest(
                     request_id=waiting.asked.key[0] if waiting.asked.key else "",
                     rank=rank_message(waiting.rank),
                     age_ms=int((now - waiting.arrived) * 1e3),
@@ -218,7 +220,7 @@ class HeldRequests:
             ],
         )
 
-    def _of(self, name: ComponentName) -> Iterator[_Waiting]:
+    def _of(self, name: ComponentName) -> Iterator[_Waiter]:
         return (waiting for waiting in self._waiting.values() if waiting.asked.question.pool.name == name)
 
     def _depth(self, component: _Component) -> Depth:
@@ -246,7 +248,7 @@ class HeldRequests:
     def _release(self, component: _Component) -> None:
         chosen: Chosen
 
-        def decide(key: Key) -> Choice | Hold:
+        def decide(key: Key) -> Choice | Wait:
             nonlocal chosen
             waiting = self._waiting[key]
             try:
@@ -254,7 +256,7 @@ class HeldRequests:
             except Exception as error:
                 component.queue.remove(key)
                 self._end(component, key, "refused", error)
-                return Hold(0, Explanation(""))
+                return Wait(0, Explanation(""))
             waiting.rank, waiting.reason = chosen.row.candidate.rank, chosen.decided.explanation.reason
             return chosen.decided
 
@@ -262,13 +264,13 @@ class HeldRequests:
         for key, decided in component.queue.release(now, decide):
             waiting = self._waiting[key]
             try:
-                response = self._decider.settle(waiting.asked, chosen, held_seconds=now - waiting.held_from)
+                response = self._decider.settle(waiting.asked, chosen, queued_seconds=now - waiting.queued_from)
             except Exception as error:
                 component.queue.started(key)
                 self._end(component, key, "refused", error)
             else:
-                self._end(component, key, "patience" if isinstance(decided, Hold) else "room", response)
-            self._metrics.held_seconds.observe(now - waiting.held_from)
+                self._end(component, key, "patience" if isinstance(decided, Wait) else "room", response)
+            self._metrics.queued_seconds.observe(now - waiting.queued_from)
 
     def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:
         self._count(component, outcome)
@@ -276,12 +278,12 @@ class HeldRequests:
         if isinstance(answer, SelectWorkerResponse | KvRouterError):
             future.set_result(answer)
         else:
-            log.error("held request failed", request_id=key[0], exc_info=answer)
+            log.error("queue.request_failed", request_id=key[0], exc_info=answer)
             future.set_result(Internal("internal error", advice="The Scheduler's log has the cause."))
 
     def _count(self, component: _Component, outcome: str) -> None:
         component.outcomes[outcome] += 1
-        self._metrics.held.labels(outcome=outcome).inc()
+        self._metrics.queued.labels(outcome=outcome).inc()
 
 
 def _answered(outcome: SelectWorkerResponse | KvRouterError) -> SelectWorkerResponse:

@@ -189,7 +189,7 @@ class Replicas:
         key = checked_key(announced.booking)
         heard.claims.put(key, announced.session_id)
         if not self.records.was_freed(key):
-            self._hold(heard.scheduler, key, announced)
+            self._add_owned(heard.scheduler, key, announced)
         return key
 
     def hear_prefilled(self, heard: Log, key: Key) -> None:
@@ -318,7 +318,7 @@ class Replicas:
         self._metrics.orphans.inc(dropped)
         log.info("Scheduler gone", of=heard.scheduler[1], routed=str(self.component), bookings=dropped)
 
-    def _hold(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
+    def _add_owned(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
         pool = self._pools.get(self.component)
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")

@@ -79,7 +79,7 @@ class Fetch:
     def __init__(self, replicas: Replicas, heard: Log) -> None:
         self._replicas = replicas
         self._heard = heard
-        self._held = set[Key]()
+        self._owned = set[Key]()
         self._next_chunk = 0
         self._next_sequence = 0
         self._before = (heard.next_sequence, heard.claims.digest)
@@ -103,10 +103,10 @@ class Fetch:
         if self._next_chunk == 0:
             self._next_sequence = chunk.next_sequence
         self._next_chunk += 1
-        self._held.update(key_of(state.request.booking) for state in chunk.bookings)
+        self._owned.update(key_of(state.request.booking) for state in chunk.bookings)
         for event in _as_events(chunk):
             self._replicas.apply(heard, event)
-        if len(self._held) > MAX_BOOKINGS:
+        if len(self._owned) > MAX_BOOKINGS:
             raise StateBroken(f"it has more than {MAX_BOOKINGS} bookings")
         if chunk.last:
             self._finish()
@@ -118,7 +118,7 @@ class Fetch:
 
     def _finish(self) -> None:
         for key in self._heard.claims:
-            if key not in self._held:
+            if key not in self._owned:
                 self._replicas.hear_let_go(self._heard, key)
         founded = self._before != (self._next_sequence, self._heard.claims.digest)
         self._heard.note_fetched(self._replicas.now(), founded=founded)

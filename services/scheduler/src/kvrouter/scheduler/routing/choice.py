@@ -8,7 +8,7 @@ from random import Random
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Choice, Facts, Hold
+from kvrouter.scheduler.policies.interface import Choice, Facts, Wait
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import Row, Rows, Survey, facts_of
@@ -22,7 +22,7 @@ class Chosen:
     facts: Facts
     row: Row
     """The rank that the request goes to, or had better wait for."""
-    decided: Choice | Hold
+    decided: Choice | Wait
 
     @property
     def prefill_tokens(self) -> int:

@@ -40,7 +40,7 @@ class Decided:
     prompt_blocks: int
     load_only: bool
     decided_unix_ns: int
-    held_seconds: float = 0.0
+    queued_seconds: float = 0.0
     """Time that the request was held before."""
 
     def to_message(self) -> Decision:
@@ -71,7 +71,7 @@ class Decided:
             prompt_blocks=self.prompt_blocks,
             load_only=self.load_only,
             attempt=self.attempt,
-            held_us=int(self.held_seconds * 1e6),
+            queued_us=int(self.queued_seconds * 1e6),
             component=component_message(self.component),
         )
 

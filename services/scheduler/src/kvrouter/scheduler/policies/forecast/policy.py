@@ -42,7 +42,7 @@ from kvrouter.scheduler.policies.interface import (
     Column,
     Explanation,
     Facts,
-    Hold,
+    Wait,
     draw_lowest,
     rank_label,
 )
@@ -96,7 +96,7 @@ class Rule:
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice | Hold:
+    def decide(self, facts: Facts, rng: Random) -> Choice | Wait:
         """The cheapest rank, now or once it has room."""
         weighed = weigh(facts, used_shares(facts))
         costs = weighed.forecast + weighed.batch + weighed.work + weighed.shortage
@@ -120,7 +120,7 @@ class Rule:
         total = facts.total_blocks[index]
         if total and facts.active_blocks[index] > total:
             explanation = Explanation("cheapest once it has room", costs, terms, formula)
-            return Hold(
+            return Wait(
                 index,
                 explanation,
                 work_ms=float(weighed.own[index]),

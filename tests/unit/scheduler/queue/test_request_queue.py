@@ -10,27 +10,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.scheduler.load.latency_calibration import Pace
 from kvrouter.scheduler.load.prefill_queues import Head, PrefillQueues
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Hold
-from kvrouter.scheduler.queue.hold_queue import INTERVAL_S, LEAST, PATIENCE_S, STALL_S, TRIES, TRIES_PER_RANK, HoldQueue
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
+from kvrouter.scheduler.queue.request_queue import (
+    INTERVAL_S,
+    LEAST,
+    PATIENCE_S,
+    STALL_S,
+    TRIES,
+    TRIES_PER_RANK,
+    RequestQueue,
+)
 
 WHY = Explanation("")
 
 
-def hold(work_ms: float, room_tokens: int | None = None) -> Hold:
-    return Hold(0, WHY, work_ms=work_ms, room_tokens=round(20 * work_ms) if room_tokens is None else room_tokens)
+def hold(work_ms: float, room_tokens: int | None = None) -> Wait:
+    return Wait(0, WHY, work_ms=work_ms, room_tokens=round(20 * work_ms) if room_tokens is None else room_tokens)
 
 
 def go(_: str) -> Choice:
     return Choice(0, WHY)
 
 
-def names(queue: HoldQueue[str], now: float, works: dict[str, float] | None = None) -> list[str]:
+def names(queue: RequestQueue[str], now: float, works: dict[str, float] | None = None) -> list[str]:
     """Those that go; all where no works are given, else only those that are forced."""
     return [name for name, _ in queue.release(now, go if works is None else lambda name: hold(works[name]))]
 
 
 def test_those_that_need_little_room_go_first_and_waiting_counts() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("large", hold(1, 10_000), 0.0)
     queue.add("small", hold(9, 2_000), 0.0)
     queue.add("older", hold(5, 11_000), -1.0)
@@ -39,7 +47,7 @@ def test_those_that_need_little_room_go_first_and_waiting_counts() -> None:
 
 
 def test_those_that_fit_pass_those_that_do_not() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("first", hold(1), 0.0)
     queue.add("second", hold(2), 0.0)
     decided = queue.release(0.1, lambda name: hold(1) if name == "first" else Choice(0, WHY))
@@ -48,7 +56,7 @@ def test_those_that_fit_pass_those_that_do_not() -> None:
 
 
 def test_each_is_decided_on_after_those_before_it_went() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("a", hold(1), 0.0)
     queue.add("b", hold(2), 0.0)
     sent: list[str] = []
@@ -58,7 +66,7 @@ def test_each_is_decided_on_after_those_before_it_went() -> None:
 
 
 def test_the_oldest_loses_its_patience_one_at_a_time() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     works = {"a": 9.0, "b": 1.0}
     queue.add("a", hold(9), 0.0)
     queue.add("b", hold(1), 0.5)
@@ -73,7 +81,7 @@ def test_the_oldest_loses_its_patience_one_at_a_time() -> None:
 
 
 def test_one_that_never_starts_keeps_the_next_for_a_while_only() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     works = {"a": 1.0, "b": 1.0}
     for name in works:
         queue.add(name, hold(1), 0.0)
@@ -83,7 +91,7 @@ def test_one_that_never_starts_keeps_the_next_for_a_while_only() -> None:
 
 
 def test_a_higher_priority_goes_first() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("short", hold(1), 0.0)
     queue.add("urgent", hold(1000), 0.0, priority=1)
     queue.add("idle", hold(0), 0.0, priority=-1)
@@ -91,7 +99,7 @@ def test_a_higher_priority_goes_first() -> None:
 
 
 def test_one_that_came_from_elsewhere_keeps_its_age() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("here", hold(1), 20.0)
     queue.add("moved", hold(1), 20.5, since=12.0)
     assert queue.oldest == "moved"
@@ -100,30 +108,30 @@ def test_one_that_came_from_elsewhere_keeps_its_age() -> None:
 
 
 def test_those_that_wait_for_a_rank_without_room_do_not_keep_others_from_being_asked() -> None:
-    queue: HoldQueue[int] = HoldQueue()
+    queue: RequestQueue[int] = RequestQueue()
     for number in range(100):
-        queue.add(number, Hold(0, WHY, room_tokens=number, rank=(1, 0)), 0.0)
-    queue.add(100, Hold(1, WHY, room_tokens=100, rank=(2, 0)), 0.0)
+        queue.add(number, Wait(0, WHY, room_tokens=number, rank=(1, 0)), 0.0)
+    queue.add(100, Wait(1, WHY, room_tokens=100, rank=(2, 0)), 0.0)
     asked: list[int] = []
 
-    def decide(number: int) -> Choice | Hold:
+    def decide(number: int) -> Choice | Wait:
         asked.append(number)
-        return Choice(1, WHY) if number == 100 else Hold(0, WHY, room_tokens=number, rank=(1, 0))
+        return Choice(1, WHY) if number == 100 else Wait(0, WHY, room_tokens=number, rank=(1, 0))
 
     assert [number for number, _ in queue.release(1.0, decide)] == [100]
     assert asked == [*range(TRIES_PER_RANK), 100]
 
 
 def test_a_look_is_bounded_and_the_next_goes_on_where_it_ended() -> None:
-    queue: HoldQueue[int] = HoldQueue()
-    waiting = [Hold(number, WHY, room_tokens=number, rank=(number, 0)) for number in range(TRIES + 10)]
+    queue: RequestQueue[int] = RequestQueue()
+    waiting = [Wait(number, WHY, room_tokens=number, rank=(number, 0)) for number in range(TRIES + 10)]
     for number, each in enumerate(waiting):
         queue.add(number, each, 0.0)
     looks: list[list[int]] = []
     for now in (1.0, 2.0, 3.0):
         looks.append([])
 
-        def decide(number: int) -> Hold:
+        def decide(number: int) -> Wait:
             looks[-1].append(number)
             return waiting[number]
 
@@ -135,7 +143,7 @@ def test_a_look_is_bounded_and_the_next_goes_on_where_it_ended() -> None:
 
 
 def test_one_that_would_be_late_is_found_at_once() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("slow", hold(3000), 0.0, deadline=2.0)
     queue.add("quick", hold(100), 0.0, deadline=2.0)
     assert queue.late(0.0) == ["slow"]
@@ -145,14 +153,14 @@ def test_one_that_would_be_late_is_found_at_once() -> None:
 
 
 def test_how_long_the_others_take_to_go_tells_who_will_be_late() -> None:
-    queue: HoldQueue[int] = HoldQueue()
+    queue: RequestQueue[int] = RequestQueue()
     for number in range(LEAST + 4):
         queue.add(number, hold(number), 0.0, deadline=LEAST + 2.5)
     for second in range(1, LEAST + 1):  # one each second
         assert queue.late(second) == []
-        held = {number: hold(number) for number in range(LEAST + 4)}
+        queued = {number: hold(number) for number in range(LEAST + 4)}
         go_on = iter([Choice(0, WHY)])
-        assert len(list(queue.release(second, lambda number: next(go_on, held[number])))) == 1  # noqa: B023
+        assert len(list(queue.release(second, lambda number: next(go_on, queued[number])))) == 1  # noqa: B023
     assert queue.late(LEAST) == [LEAST + 2, LEAST + 3]
 
 
@@ -171,7 +179,7 @@ ARRIVALS = st.builds(
 
 @given(st.lists(ARRIVALS, min_size=1, max_size=25))
 def test_the_bound_on_the_wait_holds_though_nothing_ever_fits(arrivals: list[Arrival]) -> None:
-    queue: HoldQueue[int] = HoldQueue()
+    queue: RequestQueue[int] = RequestQueue()
     latest: dict[int, float] = {}
     since: dict[int, float] = {}
     starts: list[tuple[float, int]] = []
@@ -201,7 +209,7 @@ def test_the_bound_on_the_wait_holds_though_nothing_ever_fits(arrivals: list[Arr
 
 
 def test_one_that_was_forced_and_ends_makes_way() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     for name in "ab":
         queue.add(name, hold(1), 0.0)
     assert names(queue, PATIENCE_S, {"a": 1, "b": 1}) == ["a"]
@@ -210,7 +218,7 @@ def test_one_that_was_forced_and_ends_makes_way() -> None:
 
 
 def test_a_look_that_comes_too_soon_is_made_up_for() -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     queue.add("a", hold(1), 0.0)
     assert names(queue, 1.0, {"a": 1}) == []
     assert names(queue, 1.0 + INTERVAL_S / 2) == []
@@ -219,7 +227,7 @@ def test_a_look_that_comes_too_soon_is_made_up_for() -> None:
 
 
 def test_it_is_bounded_and_forgets_who_left() -> None:
-    queue: HoldQueue[str] = HoldQueue(max_held=1)
+    queue: RequestQueue[str] = RequestQueue(max_queued_requests=1)
     assert queue.add("a", hold(1), 0.0)
     assert not queue.add("b", hold(1), 0.0)
     assert queue.remove("a")
@@ -228,7 +236,7 @@ def test_it_is_bounded_and_forgets_who_left() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1000)), max_size=20))
 def test_nobody_waits_for_ever(arrivals: list[tuple[float, float]]) -> None:
-    queue: HoldQueue[str] = HoldQueue()
+    queue: RequestQueue[str] = RequestQueue()
     works = {str(number): work for number, (_, work) in enumerate(arrivals)}
     now = 0.0
     for number, (pause, work) in enumerate(arrivals):

@@ -9,7 +9,7 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.scheduler_pb2 import GetStatusRequest, HeldStatus
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest, QueueStatus
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from ..gateway import System, request, running_system, until
@@ -36,14 +36,14 @@ async def generated(system: System, wanted: FrontendServiceGenerateRequest) -> i
     return sum(len(piece.output.token_ids) for piece in pieces)
 
 
-async def held(system: System) -> HeldStatus:
-    answer = await system.scheduler.get_status(GetStatusRequest(held_requests=100), deadline=Deadline.after(10))
-    return answer.components[0].held
+async def queued(system: System) -> QueueStatus:
+    answer = await system.scheduler.get_status(GetStatusRequest(queued_requests=100), deadline=Deadline.after(10))
+    return answer.components[0].queued
 
 
-async def until_held(system: System, count: int) -> None:
+async def until_queued(system: System, count: int) -> None:
     async with asyncio.timeout(30):
-        while (await held(system)).requests != count:
+        while (await queued(system)).requests != count:
             await asyncio.sleep(0.01)
 
 
@@ -53,7 +53,7 @@ async def test_a_burst_waits_for_room_and_all_of_it_finishes(forecasting: System
     tokens = await asyncio.gather(*[generated(forecasting, unlike(number, 40)) for number in range(60)])
     assert tokens == [40] * 60
     await forecasting.until_idle()
-    left = await held(forecasting)
+    left = await queued(forecasting)
     assert (left.requests, left.refused_full, left.refused_late) == (0, 0, 0)
     assert left.released > 0
 
@@ -63,14 +63,14 @@ async def test_one_that_is_cancelled_while_it_waits_leaves_nothing(forecasting: 
     running = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4)]
     await until(lambda: worker.stats().requests == 4)
     waiting = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4, 7)]
-    await until_held(forecasting, 3)
-    assert len((await held(forecasting)).longest) == 3
+    await until_queued(forecasting, 3)
+    assert len((await queued(forecasting)).longest) == 3
     waiting[1].cancel()
-    await until_held(forecasting, 2)
+    await until_queued(forecasting, 2)
     for task in (*running, *waiting):
         task.cancel()
     await asyncio.wait([*running, *waiting])
-    await until_held(forecasting, 0)
+    await until_queued(forecasting, 0)
     await forecasting.until_idle()
     await until(lambda: worker.stats().requests == 0)
 
@@ -80,10 +80,10 @@ async def test_one_that_ends_makes_room_for_one_that_waits(forecasting: System) 
     running = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4)]
     await until(lambda: worker.stats().requests == 4)
     waiting = asyncio.create_task(generated(forecasting, unlike(4)))
-    await until_held(forecasting, 1)
+    await until_queued(forecasting, 1)
     running[0].cancel()
-    await until_held(forecasting, 0)
-    assert (await held(forecasting)).released == 1
+    await until_queued(forecasting, 0)
+    assert (await queued(forecasting)).released == 1
     for task in (*running, waiting):
         task.cancel()
     await asyncio.wait([*running, waiting])
@@ -91,12 +91,12 @@ async def test_one_that_ends_makes_room_for_one_that_waits(forecasting: System) 
 
 
 async def test_when_no_more_may_wait_all_are_busy(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
-    options = {"router_mode": "forecast", "max_held": 1}
+    options = {"router_mode": "forecast", "max_queued_requests": 1}
     async with running_system(nats_url, etcd_endpoint, namespace, scheduling=options) as system:
         worker = await system.start_worker(1, num_blocks=BLOCKS, clock_factor=0.01)
         asked = [asyncio.create_task(generated(system, unlike(number))) for number in range(5)]
         await until(lambda: worker.stats().requests == 4)
-        await until_held(system, 1)
+        await until_queued(system, 1)
         with pytest.raises(AllBusy) as caught:
             await generated(system, unlike(5))
         assert caught.value.info.retry_after_ms > 0

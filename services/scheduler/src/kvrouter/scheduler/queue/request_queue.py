@@ -3,7 +3,7 @@
 An engine's queue is first come first served: its head holds up all behind it, and what is in it cannot go elsewhere.
 Here a request that fits passes one that does not, and where each goes is decided when it can go.
 
-    queue.add(request, hold, now)                     # the policy said Hold
+    queue.add(request, wait, now)                     # the policy said Wait
     for request in queue.late(now):                   # cannot make its deadline
         ...refuse it
     for request, decided in queue.release(now, decide):
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.policies.interface import Choice, Hold
+from kvrouter.scheduler.policies.interface import Choice, Wait
 
 AGING = 2000.0
 """Tokens of room that a second of waiting is worth. A prompt of 100,000 tokens passes one that has just come when it
@@ -52,7 +52,7 @@ counts where a caller never tells."""
 INTERVAL_S = 0.02
 """Least time between two looks at all that is held: load changes with the steps of engines, which take as long."""
 
-MAX_HELD = 4096
+MAX_QUEUED_REQUESTS = 4096
 """Requests that may wait in one component."""
 
 TRIES_PER_RANK, TRIES = 4, 64
@@ -69,7 +69,7 @@ _Place = tuple[int, float]
 
 
 @dataclass(slots=True)
-class _Held:
+class _Queued:
     number: int
     since: float
     deadline: float
@@ -89,12 +89,12 @@ class _Held:
         return -self.priority, self.room_tokens + AGING * self.since
 
 
-class HoldQueue(Generic[T]):
+class RequestQueue(Generic[T]):
     """The requests held of one component. Pure: it is handed every event, with its time in seconds."""
 
-    def __init__(self, max_held: int = MAX_HELD) -> None:
-        self.max_held = max_held
-        self._held: dict[T, _Held] = {}
+    def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> None:
+        self.max_queued_requests = max_queued_requests
+        self._queued: dict[T, _Queued] = {}
         # Sorted; the number keeps those apart that are equal otherwise.
         self._order: list[tuple[_Place, int, T]] = []
         self._ages: list[tuple[float, int, T]] = []
@@ -109,16 +109,16 @@ class HoldQueue(Generic[T]):
 
     def __len__(self) -> int:
         """Requests held."""
-        return len(self._held)
+        return len(self._queued)
 
     def __contains__(self, request: T) -> bool:
         """Whether it is held."""
-        return request in self._held
+        return request in self._queued
 
     @property
     def full(self) -> bool:
         """Whether as many wait as may."""
-        return len(self._held) >= self.max_held
+        return len(self._queued) >= self.max_queued_requests
 
     @property
     def oldest(self) -> T | None:
@@ -128,7 +128,7 @@ class HoldQueue(Generic[T]):
     def add(
         self,
         request: T,
-        hold: Hold,
+        wait: Wait,
         now: float,
         *,
         since: float | None = None,
@@ -138,14 +138,14 @@ class HoldQueue(Generic[T]):
         """Takes a request in that waits ``since`` then. Returns False, and does not, if as many wait as may."""
         if self.full:
             return False
-        if not self._held:
+        if not self._queued:
             self._gone, self._counted_from = 0.0, now
         since = now if since is None else since
-        held = _Held(next(self._numbers), since, deadline, priority, hold.room_tokens, hold.work_ms, hold.rank)
-        self._held[request] = held
-        self._soonest = min(self._soonest, held.must_go)
-        insort(self._order, (held.place, held.number, request))
-        insort(self._ages, (since, held.number, request))
+        queued = _Queued(next(self._numbers), since, deadline, priority, wait.room_tokens, wait.work_ms, wait.rank)
+        self._queued[request] = queued
+        self._soonest = min(self._soonest, queued.must_go)
+        insort(self._order, (queued.place, queued.number, request))
+        insort(self._ages, (since, queued.number, request))
         return True
 
     def remove(self, request: T) -> bool:
@@ -160,32 +160,32 @@ class HoldQueue(Generic[T]):
 
     def is_late(self, request: T, now: float) -> bool:
         """Whether one that is held would miss its deadline."""
-        held = self._held[request]
-        ahead = bisect_left(self._order, (held.place, held.number))
-        return now + (ahead + 1) * self._between_s(now) > held.must_go
+        queued = self._queued[request]
+        ahead = bisect_left(self._order, (queued.place, queued.number))
+        return now + (ahead + 1) * self._between_s(now) > queued.must_go
 
     def late(self, now: float) -> list[T]:
         """Those that would miss their deadline."""
         between = self._between_s(now)
         found: list[T] = []
-        if now + len(self._held) * between <= self._soonest:
+        if now + len(self._queued) * between <= self._soonest:
             return found
         self._soonest = math.inf
         for index, (_, _, request) in enumerate(self._order):
-            must_go = self._held[request].must_go
+            must_go = self._queued[request].must_go
             if now + (index - len(found) + 1) * between > must_go:
                 found.append(request)
             else:
                 self._soonest = min(self._soonest, must_go)
         return found
 
-    def release(self, now: float, decide: Callable[[T], Choice | Hold]) -> Iterator[tuple[T, Choice | Hold]]:
+    def release(self, now: float, decide: Callable[[T], Choice | Wait]) -> Iterator[tuple[T, Choice | Wait]]:
         """Those that go now, each with the decision on it: a Choice, or the Hold of one whose patience has ended.
 
         ``decide`` is asked of one after the other, in order; what it says must reflect those that went before. It may
         remove the one that it is asked about.
         """
-        if not self._held:
+        if not self._queued:
             return
         if now < self._next_look:
             self._look_again = True
@@ -194,18 +194,18 @@ class HoldQueue(Generic[T]):
         impatient = self._impatient(now)
         without_room: Counter[Rank | None] = Counter()
         for request in self._in_order(impatient):
-            held = self._held.get(request)
-            if held is None or (without_room[held.rank] >= TRIES_PER_RANK and held.rank and request != impatient):
+            queued = self._queued.get(request)
+            if queued is None or (without_room[queued.rank] >= TRIES_PER_RANK and queued.rank and request != impatient):
                 continue
             decided = decide(request)
-            if request not in self._held:
+            if request not in self._queued:
                 continue
-            if isinstance(decided, Hold):
-                self._hold_on(request, held, decided)
+            if isinstance(decided, Wait):
+                self._keep_queued(request, queued, decided)
                 if request != impatient:
-                    without_room[held.rank] += 1
+                    without_room[queued.rank] += 1
                     if without_room.total() >= TRIES:
-                        self._looked_to, self._look_again = (held.place, held.number + 1), True
+                        self._looked_to, self._look_again = (queued.place, queued.number + 1), True
                         return
                     continue
                 self._forced = (request, now)
@@ -216,7 +216,7 @@ class HoldQueue(Generic[T]):
 
     def next_due(self) -> float:
         """When to release though nothing happens, seconds; infinity if never."""
-        if not self._held:
+        if not self._queued:
             return math.inf
         again = self._next_look if self._look_again else math.inf
         patience = self._ages[0][0] + PATIENCE_S
@@ -238,19 +238,19 @@ class HoldQueue(Generic[T]):
         return requests if first is None else [first, *requests]
 
     def _drop(self, request: T) -> bool:
-        held = self._held.pop(request, None)
-        if held is None:
+        queued = self._queued.pop(request, None)
+        if queued is None:
             return False
-        del self._order[bisect_left(self._order, (held.place, held.number))]
-        del self._ages[bisect_left(self._ages, (held.since, held.number))]
+        del self._order[bisect_left(self._order, (queued.place, queued.number))]
+        del self._ages[bisect_left(self._ages, (queued.since, queued.number))]
         return True
 
-    def _hold_on(self, request: T, held: _Held, hold: Hold) -> None:
+    def _keep_queued(self, request: T, queued: _Queued, wait: Wait) -> None:
         """What makes its place may have changed."""
-        del self._order[bisect_left(self._order, (held.place, held.number))]
-        held.room_tokens, held.work_ms, held.rank = hold.room_tokens, hold.work_ms, hold.rank
-        self._soonest = min(self._soonest, held.must_go)
-        insort(self._order, (held.place, held.number, request))
+        del self._order[bisect_left(self._order, (queued.place, queued.number))]
+        queued.room_tokens, queued.work_ms, queued.rank = wait.room_tokens, wait.work_ms, wait.rank
+        self._soonest = min(self._soonest, queued.must_go)
+        insort(self._order, (queued.place, queued.number, request))
 
     def _count(self, now: float) -> None:
         self._gone += 1
