@@ -103,7 +103,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             tasks.create_task(rank.run(transport, heartbeat_seconds=_HEARTBEAT_SECONDS))
             await fill(rank, worker_id, arguments.blocks)
         tasks.create_task(keys.run())
-        await keys.wait_held()
+        await keys.wait_registered()
         for rank, _ in workers:
             await rank.flush()
         print("filled", flush=True)

@@ -77,7 +77,7 @@ async def test_streams_that_are_dropped_leave_nothing(processes: Processes) -> N
                     await channel.close()
         await processes.until_booked("scheduler-0", 0, PATIENCE_SECONDS)
         left = await processes.status("scheduler-0")
-        assert (left.bookings, left.components[0].held.requests) == (0, 0)
+        assert (left.bookings, left.components[0].queued.requests) == (0, 0)
         assert all(rank.active_blocks == rank.prefill_tokens == 0 for rank in left.components[0].ranks)
         used.append(resident_mb(processes))
     before, after = used

@@ -51,7 +51,7 @@ async def test_one_frame_shows_load_hits_and_decisions(etcd_endpoint: str, nats_
     component = ComponentName(namespace, "decode")
     async with scheduling(component, etcd_endpoint, nats_url, kv_events=False) as stack:
         await book_two_and_end_one(stack)
-        await stack.runtime.registrar.wait_held()
+        await stack.runtime.registrar.wait_registered()
         by_address = ("--scheduler", f"127.0.0.1:{stack.server.port}", "--indexer", NOWHERE)
         for how in (by_address, ("--etcd", etcd_endpoint, "--namespace", namespace)):
             status, out, errors = await run("--once", *how)

@@ -27,7 +27,7 @@ def log_that_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 async def held(keys: LeasedKeys) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(keys.run())
-        await keys.wait_held()
+        await keys.wait_registered()
         yield
         keys.stop()
 
@@ -39,11 +39,11 @@ async def test_keys_follow_what_is_wanted(namespace: str, etcd_endpoint: str) ->
         async with held(keys):
             keys.put(f"/{namespace}/b", b"2")
             keys.put(f"/{namespace}/a", b"3")
-            await keys.wait_held()
+            await keys.wait_registered()
             found = {pair.key.decode(): pair.value for pair in await client.get_prefix(f"/{namespace}/".encode())}
             assert found == {f"/{namespace}/a": b"3", f"/{namespace}/b": b"2"}
             keys.delete(f"/{namespace}/a")
-            await keys.wait_held()
+            await keys.wait_registered()
             assert await client.get(f"/{namespace}/a".encode()) is None
         assert not await client.get_prefix(f"/{namespace}/".encode())
 

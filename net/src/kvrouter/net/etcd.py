@@ -158,7 +158,7 @@ class LeasedKeys:
         self._leases: deque[int] = deque(maxlen=64)
         self._expires = 0.0
         self._changed = asyncio.Event()
-        self._held = asyncio.Event()
+        self._registered = asyncio.Event()
         self._announce = False
         self._stopping = False
         self._failures = 0
@@ -166,7 +166,7 @@ class LeasedKeys:
         """Times that all keys were written under a new lease."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Wants ``key`` to have ``value``; ``run`` writes it. ``wait_held`` tells when it is there."""
+        """Wants ``key`` to have ``value``; ``run`` writes it. ``wait_registered`` tells when it is there."""
         self._wanted[key] = value
         self._deleted.discard(key)
         self._touch()
@@ -188,18 +188,18 @@ class LeasedKeys:
         return self._lease
 
     @property
-    def held(self) -> bool:
+    def registered(self) -> bool:
         """Whether every key is in etcd as wanted, under a lease that has not run out by this process's clock."""
-        return self._held.is_set() and time.monotonic() < self._expires
+        return self._registered.is_set() and time.monotonic() < self._expires
 
-    async def wait_held(self) -> None:
+    async def wait_registered(self) -> None:
         """Waits until every key is in etcd as wanted."""
-        while not self.held:
-            self._held.clear()
-            await self._held.wait()
+        while not self.registered:
+            self._registered.clear()
+            await self._registered.wait()
 
     def _touch(self) -> None:
-        self._held.clear()
+        self._registered.clear()
         self._changed.set()
 
     async def run(self) -> None:
@@ -218,10 +218,10 @@ class LeasedKeys:
                         log.warning("etcd is away", endpoints=self._endpoints, error=str(error))
                     self._failures += 1
                     if time.monotonic() >= self._expires:
-                        self._held.clear()
+                        self._registered.clear()
                     await _pause(self._failures)
         finally:
-            self._held.clear()
+            self._registered.clear()
             with contextlib.suppress(*AWAY):
                 await self._revoke()
 
@@ -250,7 +250,7 @@ class LeasedKeys:
                 return
             log.warning("lease lapsed", lease=self._lease)
             self._lease = None
-            self._held.clear()
+            self._registered.clear()
         lease = await client.lease(self._ttl)
         self._lease = int(lease.id)
         self._leases.append(self._lease)
@@ -273,7 +273,7 @@ class LeasedKeys:
             await self._put_own(client, key, value)
         if self._changed.is_set() or not wanted:
             return
-        self._held.set()
+        self._registered.set()
         if self._announce:
             self.registrations += 1
             log.info("registered", keys=sorted(wanted), lease=self._lease)

@@ -10,7 +10,7 @@ from kvrouter.indexer.ingest.jetstream import DurableConsumer
 from kvrouter.indexer.ingest.read_position import Position
 from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import OthersLive, SnapshotHome, SnapshotOptions
-from kvrouter.indexer.snapshots.lock import LockLost, Pointer, holding, read_pointer
+from kvrouter.indexer.snapshots.lock import LockLost, Pointer, acquired, read_pointer
 from kvrouter.net.etcd import connect
 from kvrouter.net.event_stream import ensure_stream
 from kvrouter.v1.common_pb2 import Transport
@@ -251,14 +251,14 @@ async def test_a_replica_whose_clock_is_behind_deletes_the_older_ones_too(
 
 
 async def test_a_holder_that_lost_the_lock_moves_nothing(component: ComponentName, etcd_endpoint: str) -> None:
-    async with holding(etcd_endpoint, component, "one", 2) as lock:
+    async with acquired(etcd_endpoint, component, "one", 2) as lock:
         with pytest.raises(LockLost):
-            async with holding(etcd_endpoint, component, "two", 2):
+            async with acquired(etcd_endpoint, component, "two", 2):
                 pytest.fail("two replicas hold the lock")
         before = await pointer_of(etcd_endpoint, component)
         async with connect(etcd_endpoint) as client:
             await client.delete(component.snapshot_lock_key.encode())
-        async with holding(etcd_endpoint, component, "two", 2) as other:
+        async with acquired(etcd_endpoint, component, "two", 2) as other:
             with pytest.raises(LockLost):
                 await lock.move(before, SnapshotPointer())
             with pytest.raises(LockLost):

@@ -165,6 +165,6 @@ async def test_leased_keys_of_a_runtime_go_with_it(etcd_endpoint: str, namespace
     async with opened(etcd_endpoint, namespace) as runtime:
         assert isinstance(runtime.keys, LeasedKeys)
         runtime.keys.put(key, b"1")
-        await runtime.keys.wait_held()
+        await runtime.keys.wait_registered()
     async with connect(etcd_endpoint) as client:
         assert await client.get(key.encode()) is None

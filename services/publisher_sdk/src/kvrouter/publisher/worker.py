@@ -135,7 +135,7 @@ class Worker:
 
     async def registered(self) -> None:
         """Waits until etcd holds the registration."""
-        await self._keys.wait_held()
+        await self._keys.wait_registered()
 
     async def flush(self) -> None:
         """Waits until all events that were recorded are sent."""
@@ -159,7 +159,7 @@ class Worker:
         return PublisherStats(
             worker_id=self.config.worker_id,
             ranks={dp_rank: rank.stats() for dp_rank, rank in self._ranks.items()},
-            registered=self._keys.held,
+            registered=self._keys.registered,
             registrations=self._keys.registrations,
             nats_connected=self._link.connected,
             requests=self._server.requests,
@@ -204,7 +204,7 @@ class Worker:
             await self._server.refuse_requests()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DEREGISTER_SECONDS):
-                    await self._keys.wait_held()
+                    await self._keys.wait_registered()
             await self._server.stop(self.config.drain_seconds)
             if self._leasing is not None:
                 self._keys.stop()

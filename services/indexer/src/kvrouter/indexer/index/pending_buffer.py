@@ -23,9 +23,9 @@ _M = TypeVar("_M", bound=_Sized)
 class Waiting(Generic[_M]):
     """Messages in order. Beyond the bound the oldest go: the state that is fetched contains them most likely."""
 
-    def __init__(self, *, held_back: bool, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, *, retained: bool, max_bytes: int = MAX_BYTES) -> None:
         """``held_back`` says that the messages are not applied yet, because events before them are missing."""
-        self.held_back = held_back
+        self.retained = retained
         self.dropped = 0
         """Messages that went for the bound."""
         self.asked = 0

@@ -98,7 +98,7 @@ class IndexState(SharedIndex):
         """Of the batches that wait, or are kept, while their ranks are repaired."""
         self.on_suspect: Callable[[Rank, str], None] = _nobody
         """Called from any thread when a rank has to be compared with its worker, with the reason."""
-        self.may_hold: Callable[[Rank], bool] = _never
+        self.may_be_resident: Callable[[Rank], bool] = _never
         """Whether events after a gap may wait for those that are missing; asked from any thread."""
         self.is_deferred: Callable[[Rank, str], bool] = _never_deferred
         """Whether a repair for a reason has to wait, as the last such alarms were false; asked from any thread."""
@@ -154,7 +154,7 @@ class IndexState(SharedIndex):
         """Keeps the rank's events from here on, until the repair ends."""
 
         def begin(index: PrefixIndex) -> RepairStart:
-            self._waiting_batches.setdefault(rank, Waiting(held_back=False)).mark_asked()
+            self._waiting_batches.setdefault(rank, Waiting(retained=False)).mark_asked()
             info = next((info for info in index.ranks() if info[:2] == rank), None)
             return RepairStart(info, self.incarnations.claims(rank))
 
@@ -289,10 +289,10 @@ class IndexState(SharedIndex):
     def _give_up(self, rank: Rank) -> None:
         self._rank_tallies.setdefault(rank, RankTally()).verified = False
         waiting = self._waiting_batches.get(rank)
-        held_back = waiting is not None and waiting.held_back
+        retained = waiting is not None and waiting.retained
         for message in self._take_waiting(rank):
             batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
-            if held_back and not isinstance(batch, Refusal):
+            if retained and not isinstance(batch, Refusal):
                 self._apply_batch(message, batch, again=True, hold=False)
 
     def _take_waiting(self, rank: Rank) -> list[StreamMessage]:
@@ -356,7 +356,7 @@ class IndexState(SharedIndex):
         waiting = self._waiting_batches.get(rank)
         if waiting is not None:
             self._keep_waiting(waiting, message)
-            if waiting.held_back:
+            if waiting.retained:
                 return
         if not self._is_admitted(message, batch, kept=waiting is not None):
             return
@@ -376,7 +376,7 @@ class IndexState(SharedIndex):
                 self._partial.add(rank)
             if repair is None:
                 break
-            if hold and repair.reason == "gap" and rank not in self._partial and self._hold_back(rank, message, batch):
+            if hold and repair.reason == "gap" and rank not in self._partial and self._retain(rank, message, batch):
                 break
             self._repair(rank, repair)
             if not repair.reapply:
@@ -427,7 +427,7 @@ class IndexState(SharedIndex):
         data = bytes(message.data[:_SET_ASIDE_BYTES])
         self.set_aside.append(SetAside(message.subject, message.sequence, Refusal(reason, detail), data))
 
-    def _hold_back(self, rank: Rank, message: StreamMessage, batch: KvEventBatch) -> bool:
+    def _retain(self, rank: Rank, message: StreamMessage, batch: KvEventBatch) -> bool:
         """Lets events wait for those that are missing before them, if somebody is there to fetch these.
 
         Where the worker did not confirm the last gaps, they are set aside: the worker is asked a little later, and has
@@ -436,16 +436,16 @@ class IndexState(SharedIndex):
         asked = self._waiting_batches.get(rank)
         if asked is not None:
             # It is kept already, and applied again when the worker has answered.
-            asked.held_back = True
+            asked.retained = True
             return True
         if self.is_deferred(rank, "gap"):
             self._set_aside(message, batch, "unconfirmed_event", "the worker did not confirm such ids shortly before")
             self._rank_tallies.setdefault(rank, RankTally()).verified = False
             self.on_suspect(rank, "gap")
             return True
-        if not self.may_hold(rank):
+        if not self.may_be_resident(rank):
             return False
-        waiting = self._waiting_batches[rank] = Waiting(held_back=True)
+        waiting = self._waiting_batches[rank] = Waiting(retained=True)
         self._keep_waiting(waiting, message)
         self._rank_tallies.setdefault(rank, RankTally()).verified = False
         self.on_suspect(rank, "gap")

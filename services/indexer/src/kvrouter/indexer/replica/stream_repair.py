@@ -19,7 +19,7 @@ import structlog
 from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.ingest.jetstream import heed_cancellation
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
-from kvrouter.indexer.snapshots.lock import LockLost, holding
+from kvrouter.indexer.snapshots.lock import LockLost, acquired
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
 from kvrouter.net.event_stream import write_error
 from kvrouter.v1.names import ComponentName
@@ -91,7 +91,7 @@ class StreamRepair:
 
     async def _recreate(self) -> None:
         options = self._home.options
-        async with holding(self._home.etcd, self._name, self._home.replica_id, options.lock_seconds):
+        async with acquired(self._home.etcd, self._name, self._home.replica_id, options.lock_seconds):
             # Another replica may have done it in this moment.
             if self._unfinished is None and not await write_error(self._js, self._name.stream):
                 return

@@ -25,7 +25,7 @@ from kvrouter.indexer.ingest.jetstream import created_unix_ns, heed_cancellation
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshots.failpoints import reach
 from kvrouter.indexer.snapshots.format import InvalidSnapshot, Snapshot, decode, encode
-from kvrouter.indexer.snapshots.lock import HeldLock, LockLost, holding, live_replicas, read_pointer
+from kvrouter.indexer.snapshots.lock import AcquiredLock, LockLost, acquired, live_replicas, read_pointer
 from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshots.store import SnapshotStore
 from kvrouter.net.decoding import Quarantine
@@ -245,7 +245,7 @@ class Snapshots:
             InvalidSnapshot: what was written cannot be read back.
             One of AWAY: etcd or NATS is away.
         """
-        async with holding(
+        async with acquired(
             self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
         ) as lock:
             before = await read_pointer(lock.client, self._name, self._quarantine)
@@ -304,7 +304,7 @@ class Snapshots:
         for info in await self._state.ranks():
             yield self._state.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS)
 
-    async def _clean(self, lock: HeldLock, pointer: SnapshotPointer) -> None:
+    async def _clean(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
         """Removes objects that nothing points to, then purges the stream, one snapshot behind.
 
         A holder that is paused here does no harm later: what the previous snapshot covers is covered by every later
@@ -319,7 +319,7 @@ class Snapshots:
             await self._js.purge_stream(self._name.stream, seq=limit + 1)
         reach("snapshot.purged")
 
-    async def _sweep(self, lock: HeldLock, pointer: SnapshotPointer) -> None:
+    async def _sweep(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
         """Removes every object but those of the pointer.
 
         The bound is read before the lock is checked: whatever a later holder writes comes after it and stays, however
@@ -338,7 +338,7 @@ class Snapshots:
             LockLost: a snapshot is being taken.
             One of AWAY: etcd or NATS is away.
         """
-        async with holding(
+        async with acquired(
             self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
         ) as lock:
             replicas = await live_replicas(lock.client, self._name, self._quarantine)

@@ -69,7 +69,7 @@ async def live_replicas(client: Any, component: ComponentName, quarantine: Quara
     return records
 
 
-class HeldLock:
+class AcquiredLock:
     """The lock while it is held. Writes are fenced: a holder that was paused past its lease writes nothing."""
 
     def __init__(self, client: Any, component: ComponentName, revision: int) -> None:
@@ -110,9 +110,9 @@ class HeldLock:
 
 
 @asynccontextmanager
-async def holding(
+async def acquired(
     endpoints: str, component: ComponentName, replica_id: str, ttl_seconds: int, quarantine: Quarantine | None = None
-) -> AsyncIterator[HeldLock]:
+) -> AsyncIterator[AcquiredLock]:
     """The component's snapshot lock, under a lease that is renewed while the context lasts.
 
     A lock under no lease is no replica's; it is quarantined and replaced.
@@ -137,7 +137,7 @@ async def holding(
                 raise LockLost("another replica takes a snapshot")
             renewing = asyncio.ensure_future(_renew(client, lease.id, ttl_seconds))
             try:
-                yield HeldLock(client, component, found.create_revision)
+                yield AcquiredLock(client, component, found.create_revision)
             finally:
                 renewing.cancel()
                 await asyncio.wait({renewing})

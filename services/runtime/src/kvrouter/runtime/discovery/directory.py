@@ -268,6 +268,6 @@ class ServiceRegistrar:
             self._keys.delete(service_key(self._namespace, kind, self._instance_id))
         self._registered.clear()
 
-    async def wait_held(self) -> None:
+    async def wait_registered(self) -> None:
         """Returns when etcd has all registrations."""
-        await self._keys.wait_held()
+        await self._keys.wait_registered()

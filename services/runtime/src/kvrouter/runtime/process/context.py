@@ -69,19 +69,19 @@ class Runtime:
         """The process's connection to NATS, made at the first call. Waits for as long as NATS is away."""
         if self._nats is None:
             self._nats = asyncio.get_running_loop().create_future()
-            self.spawn(self._hold_nats(self._nats), "nats")
+            self.spawn(self._keep_nats(self._nats), "nats")
         return await asyncio.shield(self._nats)
 
     async def close(self) -> None:
         """Takes registrations back and ends background tasks."""
         self.keys.stop()
-        holding = [task for task in self._background if task.get_name() == "keys"]
-        if holding:
-            await asyncio.wait(holding, timeout=_WITHDRAW_SECONDS)
+        withdrawing = [task for task in self._background if task.get_name() == "keys"]
+        if withdrawing:
+            await asyncio.wait(withdrawing, timeout=_WITHDRAW_SECONDS)
         for task in list(self._background):
             task.cancel()
 
-    async def _hold_nats(self, connected: asyncio.Future[Client]) -> None:
+    async def _keep_nats(self, connected: asyncio.Future[Client]) -> None:
         try:
             async with connect_nats(self.settings.nats, self.instance_id, self._nats_metrics) as client:
                 connected.set_result(client)
