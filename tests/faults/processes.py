@@ -106,9 +106,9 @@ class Processes:
         ranks = (await self.status(name)).components[0].ranks
         return {each.rank.worker_id: each.active_requests for each in ranks}
 
-    async def held(self, name: str) -> HeldStatus:
+    async def queued(self, name: str) -> HeldStatus:
         """What waits at a Scheduler."""
-        return (await self.status(name)).components[0].held
+        return (await self.status(name)).components[0].queued
 
     async def deciding(self, frontends: int, names: tuple[str, str] = SCHEDULERS) -> tuple[str, str]:
         """Of two processes, that whose Scheduler holds the sessions of all the Frontends, and the other one."""

@@ -75,7 +75,7 @@ async def _scheduler_is_idle(fleet: Fleet, name: str) -> None:
         for component in status.components
         for rank in component.ranks
     }
-    held = sum(component.held.requests for component in status.components)
+    held = sum(component.queued.requests for component in status.components)
     if status.bookings or held or any(map(any, booked.values())):
         raise NotSettled(f"{status.bookings} bookings, {held} held requests, load by worker {booked}")
 

@@ -202,7 +202,7 @@ async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_
         streams = load.start(16, 100, 320)
         first, second = await processes.deciding(1)
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not (await processes.held(first)).requests:
+            while not (await processes.queued(first)).requests:
                 await asyncio.sleep(0.02)
         with frozen(processes, first):
             await load.ended(streams, 100)
@@ -210,7 +210,7 @@ async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_
         await until_present(processes, first)
         await load.ended(load.start(2, 10), 10)
         await until_all_booked(processes, 0)
-        assert [(await processes.held(name)).requests for name in (first, second)] == [0, 0]
+        assert [(await processes.queued(name)).requests for name in (first, second)] == [0, 0]
     finally:
         await cancelled(load.running)
 

@@ -74,7 +74,7 @@ async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_t
     running = [asyncio.create_task(streamed(frontend, number, 100, 320)) for number in range(16)]
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not any(held := [(await processes.held(f"scheduler-{number}")).requests for number in range(2)]):
+            while not any(held := [(await processes.queued(f"scheduler-{number}")).requests for number in range(2)]):
                 await asyncio.sleep(0.02)
         first, second = ("scheduler-0", "scheduler-1") if held[0] else ("scheduler-1", "scheduler-0")
         seen = time.monotonic()
@@ -82,13 +82,13 @@ async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_t
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 asked = time.monotonic()
-                if (moved := await processes.held(second)).requests:
+                if (moved := await processes.queued(second)).requests:
                     break
                 await asyncio.sleep(0.02)
         assert moved.oldest_age_ms >= (asked - seen) * 1e3, "they had arrived before they were seen to wait"
         assert await asyncio.gather(*running) == [100] * 16
         await processes.until_booked(second, 0)
-        assert (await processes.held(second)).requests == 0
+        assert (await processes.queued(second)).requests == 0
     finally:
         await cancelled(running)
 
