@@ -24,7 +24,7 @@ from kvrouter.v1.scheduler_pb2 import (
     GetPotentialLoadsRequest,
     GetStatusRequest,
     GetStatusResponse,
-    HeldStatus,
+    QueueStatus,
     RoutingRequest,
 )
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -106,7 +106,7 @@ class Processes:
         ranks = (await self.status(name)).components[0].ranks
         return {each.rank.worker_id: each.active_requests for each in ranks}
 
-    async def queued(self, name: str) -> HeldStatus:
+    async def queued(self, name: str) -> QueueStatus:
         """What waits at a Scheduler."""
         return (await self.status(name)).components[0].queued
 

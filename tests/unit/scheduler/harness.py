@@ -15,9 +15,9 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
-from kvrouter.scheduler.bookings.leases import Ledger
+from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import SchedulerIncarnation
-from kvrouter.scheduler.bookings.updates import Bookings
+from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
@@ -179,17 +179,19 @@ class Parts:
         clock: Callable[[], float] = lambda: self.now  # noqa: E731
         self.metrics = SchedulerMetrics(self.registry)
         self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
-        self.ledger = Ledger(session_grace_seconds=grace, scheduler=scheduler or (0, ""))
+        self.booking_leases = BookingLeases(session_grace_seconds=grace, scheduler=scheduler or (0, ""))
         self.sync_metrics = SyncMetrics(self.registry)
-        self.sync = ReplicaSync(self.ledger.records, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
+        self.sync = ReplicaSync(
+            self.booking_leases.booking_table, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock
+        )
         if scheduler is not None:
-            self.ledger.witness = self.sync
+            self.booking_leases.witness = self.sync
         self.decisions = Decisions(decisions)
         self.options = options or RoutingOptions()
         self.board = ThresholdBoard(self.options.thresholds)
         self.selector = Selector(
             self.pools,
-            self.ledger,
+            self.booking_leases,
             self.decisions,
             self.board,
             lambda _: cast("Indexer | None", self.indexer),
@@ -202,9 +204,9 @@ class Parts:
             affinity=Affinity(conversations),
             max_queued_requests=max_queued_requests,
         )
-        self.bookings = Bookings(self.ledger, self.pools, self.metrics, clock)
+        self.bookings = BookingUpdates(self.booking_leases, self.pools, self.metrics, clock)
         self.sessions = Sessions(
-            self.ledger, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock
+            self.booking_leases, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock
         )
 
     async def select(
@@ -218,12 +220,12 @@ class Parts:
         """(active blocks, prefill tokens, requests)"""
         pool = self.pools.get(POOL)
         assert pool is not None
-        return pool.slots.load_by_rank()[worker_id, dp_rank][:3]
+        return pool.booked_load.load_by_rank()[worker_id, dp_rank][:3]
 
     def idle(self) -> bool:
         """Whether nothing is booked anywhere."""
-        loads = [load for pool in self.pools for load in pool.slots.load_by_rank().values()]
-        return len(self.ledger) == 0 and all(load[:3] == (0, 0, 0) for load in loads)
+        loads = [load for pool in self.pools for load in pool.booked_load.load_by_rank().values()]
+        return len(self.booking_leases) == 0 and all(load[:3] == (0, 0, 0) for load in loads)
 
     def figure(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0

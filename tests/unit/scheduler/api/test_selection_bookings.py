@@ -52,7 +52,7 @@ async def test_repeats_that_come_together_book_once() -> None:
     outcomes = await asyncio.gather(*calls)
     assert len({outcome.decision_id for outcome in outcomes}) == 1
     assert sorted(outcome.repeated for outcome in outcomes) == [False, True, True, True, True]
-    assert len(parts.ledger) == 1
+    assert len(parts.booking_leases) == 1
 
 
 async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
@@ -66,7 +66,7 @@ async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
     first.cancel()
     indexer.may_answer.set()
     assert not (await second).repeated
-    assert len(parts.ledger) == 1
+    assert len(parts.booking_leases) == 1
 
 
 async def test_a_booking_is_not_reused_with_another_prompt() -> None:
@@ -86,7 +86,7 @@ async def test_a_booking_is_not_reused_with_another_prompt() -> None:
     # Another attempt, or another stage, is another booking.
     await parts.select(selecting("a", routing(4, seed=1), attempt=1))
     await parts.select(selecting("a", routing(4, seed=1), stage=Stage.STAGE_DECODE))
-    assert len(parts.ledger) == 3
+    assert len(parts.booking_leases) == 3
 
 
 async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> None:
@@ -107,11 +107,11 @@ async def test_a_session_that_ends_while_it_selects_books_nothing() -> None:
     indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
-    token = parts.ledger.open_session("s", "c")
+    token = parts.booking_leases.open_session("s", "c")
     call = asyncio.create_task(parts.select(selecting("a"), "s"))
     while not indexer.asked:
         await asyncio.sleep(0)
-    parts.ledger.close_session("s", token, parts.now)
+    parts.booking_leases.close_session("s", token, parts.now)
     indexer.may_answer.set()
     with pytest.raises(SessionLost):
         await call
@@ -130,7 +130,7 @@ async def test_load_of_a_worker_whose_registration_lapsed_is_kept() -> None:
     parts.bookings.free(FreeRequest(booking=key("a")))
     pool = parts.pools.get(POOL)
     assert pool is not None
-    assert set(pool.slots.load_by_rank()) == {(2, 0)}
+    assert set(pool.booked_load.load_by_rank()) == {(2, 0)}
 
 
 async def test_predictions_are_held_against_what_workers_report() -> None:

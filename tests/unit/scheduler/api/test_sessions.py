@@ -117,7 +117,7 @@ async def test_a_stream_that_is_cancelled_while_it_ends_closes_its_session() -> 
 
     serving = asyncio.create_task(serve())
     async with asyncio.timeout(10):
-        while not len(parts.ledger):
+        while not len(parts.booking_leases):
             await asyncio.sleep(0)
         serving.cancel()
         await stopping.wait()
@@ -126,7 +126,7 @@ async def test_a_stream_that_is_cancelled_while_it_ends_closes_its_session() -> 
     assert serving.cancelled()
     parts.now += 11
     parts.bookings.expire()
-    assert (len(parts.ledger), parts.ledger.sessions) == (0, 0)
+    assert (len(parts.booking_leases), parts.booking_leases.sessions) == (0, 0)
 
 
 async def test_bookings_outlive_the_stream_by_the_grace() -> None:
@@ -143,7 +143,7 @@ async def test_bookings_outlive_the_stream_by_the_grace() -> None:
     parts.now += 10
     parts.bookings.expire()
     assert parts.idle()
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
     assert parts.figure("kvrouter_scheduler_session_bookings_dropped_total") == 1
 
 
@@ -220,7 +220,7 @@ async def test_the_first_message_opens_the_session(first: SessionRequest) -> Non
         client.calls.put_nowait(first)
         with pytest.raises(BadRequest):
             await client.answer()
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
 
 
 async def test_a_client_that_never_says_anything_leaves_nothing() -> None:
@@ -229,7 +229,7 @@ async def test_a_client_that_never_says_anything_leaves_nothing() -> None:
         client.calls.put_nowait(None)
         with pytest.raises(StopAsyncIteration):
             await client.answer()
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
 
 
 async def test_the_longest_names_of_clients_and_components_make_a_session() -> None:
@@ -245,7 +245,7 @@ async def test_a_stream_that_never_opens_a_session_is_ended(monkeypatch: pytest.
     async with line(parts, None) as client:
         with pytest.raises(DeadlineExceeded):
             await client.answer()
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
 
 
 async def test_a_session_that_is_open_may_be_silent_for_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +256,10 @@ async def test_a_session_that_is_open_may_be_silent_for_as_long_as_it_likes(monk
         parts.now += 1000
         parts.bookings.expire()
         assert (await client.ask(call_id=2, select=selecting("a"))).HasField("select")
-        assert parts.ledger.sessions == 1
+        assert parts.booking_leases.sessions == 1
     parts.now += 10
     parts.bookings.expire()
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
     assert parts.idle()
 
 
@@ -340,7 +340,7 @@ async def test_a_thousand_sessions_that_come_and_go_leave_nothing() -> None:
     parts.now += 10
     parts.bookings.expire()
     assert parts.idle()
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
     assert parts.sessions._streams == {}
 
 
@@ -357,7 +357,7 @@ async def test_a_session_that_comes_back_frees_what_ended_elsewhere() -> None:
             await before.ask(call_id=2 + number, select=selecting(name))
     async with line(parts, None) as after:
         assert (await after.ask(call_id=1, open=opening(2, "kept", "asked again"))).HasField("opened")
-        assert {record.key[0] for record in parts.ledger.records} == {"kept", "asked again"}
+        assert {live_booking.key[0] for live_booking in parts.booking_leases.booking_table} == {"kept", "asked again"}
         assert (await after.ask(call_id=2, select=selecting("asked again"))).select.repeated
 
 
@@ -377,7 +377,7 @@ async def test_a_list_that_names_no_booking_is_refused_and_opens_nothing() -> No
     async with line(parts, None) as client:
         with pytest.raises(BadRequest):
             await client.ask(call_id=1, open=opening(1, ""))
-    assert parts.ledger.sessions == 0
+    assert parts.booking_leases.sessions == 0
 
 
 async def test_what_the_former_stream_still_asks_for_is_not_booked() -> None:

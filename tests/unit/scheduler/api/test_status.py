@@ -15,7 +15,7 @@ from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, wo
 def ask(parts: Parts, **fields: object) -> GetStatusResponse:
     status = Status(
         parts.pools,
-        parts.ledger,
+        parts.booking_leases,
         parts.decisions,
         parts.board,
         scheduler_id="s",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
-from kvrouter.scheduler.bookings.leases import BookingFreed, Ledger, Record
-from kvrouter.scheduler.bookings.table import Place
-from kvrouter.scheduler.load.booked_load import Accounting, SlotManager
+from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases, LiveBooking
+from kvrouter.scheduler.bookings.table import Placement
+from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
@@ -17,142 +17,148 @@ RANK = (1, 0)
 
 class Books:
     def __init__(self, *, grace: float = 10.0, tombstones: int = 1 << 16) -> None:
-        self.slots = SlotManager(BLOCK, Accounting())
-        self.slots.set_ranks([RANK])
-        self.ledger = Ledger(session_grace_seconds=grace, tombstones=tombstones)
+        self.booked_load = BookedLoad(BLOCK, Accounting())
+        self.booked_load.set_ranks([RANK])
+        self.booking_leases = BookingLeases(session_grace_seconds=grace, tombstones=tombstones)
 
-    def book(self, name: str, *, session: str = "", lease: float = 100.0, now: float = 0.0) -> Record:
+    def book(self, name: str, *, session: str = "", lease: float = 100.0, now: float = 0.0) -> LiveBooking:
         key = (name, 0, int(Stage.STAGE_WHOLE))
-        self.ledger.check_bookable(key, session)
-        assert self.slots.book(key, RANK, prompt(2), 32)
-        record = Record(key, POOL, self.slots, SelectWorkerResponse(), True, session, lease)
-        self.ledger.add(record, now)
-        return record
+        self.booking_leases.check_bookable(key, session)
+        assert self.booked_load.book(key, RANK, prompt(2), 32)
+        live_booking = LiveBooking(key, POOL, self.booked_load, SelectWorkerResponse(), True, session, lease)
+        self.booking_leases.add(live_booking, now)
+        return live_booking
 
     def requests(self) -> int:
-        return self.slots.load_by_rank()[RANK].requests
+        return self.booked_load.load_by_rank()[RANK].requests
 
 
 def test_a_session_takes_its_bookings_with_it_after_the_grace() -> None:
     books = Books(grace=10)
-    token = books.ledger.open_session("s", "c")
+    token = books.booking_leases.open_session("s", "c")
     books.book("a", session="s")
     books.book("b", session="s")
     books.book("c")
-    books.ledger.close_session("s", token, now=5)
-    assert books.ledger.expire(14.9).sessions == []
+    books.booking_leases.close_session("s", token, now=5)
+    assert books.booking_leases.expire(14.9).sessions == []
     assert books.requests() == 3
-    ended = books.ledger.expire(15).sessions
+    ended = books.booking_leases.expire(15).sessions
     assert [(each.session_id, each.client_name, each.bookings) for each in ended] == [("s", "c", 2)]
-    assert (books.requests(), len(books.ledger), books.ledger.sessions) == (1, 1, 0)
-    assert books.ledger.expire(16).sessions == []
+    assert (books.requests(), len(books.booking_leases), books.booking_leases.sessions) == (1, 1, 0)
+    assert books.booking_leases.expire(16).sessions == []
 
 
 def test_a_session_that_is_reopened_keeps_its_bookings() -> None:
     books = Books(grace=10)
-    token = books.ledger.open_session("s", "c")
+    token = books.booking_leases.open_session("s", "c")
     books.book("a", session="s")
-    books.ledger.close_session("s", token, now=0)
-    books.ledger.open_session("s", "c")
-    assert books.ledger.expire(1000).sessions == []
+    books.booking_leases.close_session("s", token, now=0)
+    books.booking_leases.open_session("s", "c")
+    assert books.booking_leases.expire(1000).sessions == []
     assert books.requests() == 1
 
 
 def test_the_end_of_a_stream_that_was_replaced_ends_nothing() -> None:
     books = Books(grace=10)
-    old = books.ledger.open_session("s", "c")
-    new = books.ledger.open_session("s", "c")
+    old = books.booking_leases.open_session("s", "c")
+    new = books.booking_leases.open_session("s", "c")
     books.book("a", session="s")
-    books.ledger.close_session("s", old, now=0)
-    assert books.ledger.expire(1000).sessions == []
-    books.ledger.close_session("s", new, now=1000)
-    assert len(books.ledger.expire(1010).sessions) == 1
+    books.booking_leases.close_session("s", old, now=0)
+    assert books.booking_leases.expire(1000).sessions == []
+    books.booking_leases.close_session("s", new, now=1000)
+    assert len(books.booking_leases.expire(1010).sessions) == 1
     assert books.requests() == 0
 
 
 def test_sessions_without_bookings_leave_nothing() -> None:
     books = Books(grace=10)
     for number in range(10_000):
-        token = books.ledger.open_session(f"s{number}", "c")
-        books.ledger.close_session(f"s{number}", token, now=0)
-    assert books.ledger.sessions == 0
+        token = books.booking_leases.open_session(f"s{number}", "c")
+        books.booking_leases.close_session(f"s{number}", token, now=0)
+    assert books.booking_leases.sessions == 0
 
 
 def test_a_session_that_is_not_open_owns_nothing_new() -> None:
     books = Books()
     with pytest.raises(SessionLost):
-        books.ledger.check_bookable(("a", 0, 1), "s")
-    token = books.ledger.open_session("s", "c")
+        books.booking_leases.check_bookable(("a", 0, 1), "s")
+    token = books.booking_leases.open_session("s", "c")
     books.book("a", session="s")
-    books.ledger.close_session("s", token, now=0)
+    books.booking_leases.close_session("s", token, now=0)
     with pytest.raises(SessionLost):
-        books.ledger.check_bookable(("b", 0, 1), "s")
+        books.booking_leases.check_bookable(("b", 0, 1), "s")
 
 
 def test_a_lease_is_renewed_by_whatever_names_it() -> None:
     books = Books()
-    record = books.book("a", lease=10, now=0)
-    books.ledger.find(record.key, now=9)
-    assert books.ledger.expire(18.9).leases == []
-    assert books.ledger.expire(19).leases == [record]
+    live_booking = books.book("a", lease=10, now=0)
+    books.booking_leases.find(live_booking.key, now=9)
+    assert books.booking_leases.expire(18.9).leases == []
+    assert books.booking_leases.expire(19).leases == [live_booking]
     assert books.requests() == 0
-    assert books.ledger.expire(100).leases == []
+    assert books.booking_leases.expire(100).leases == []
 
 
 def test_a_freed_lease_does_not_run_out() -> None:
     books = Books()
-    record = books.book("a", lease=10)
-    assert books.ledger.free(record.key) is record
-    assert books.ledger.free(record.key) is None
-    assert books.ledger.expire(100).leases == []
+    live_booking = books.book("a", lease=10)
+    assert books.booking_leases.free(live_booking.key) is live_booking
+    assert books.booking_leases.free(live_booking.key) is None
+    assert books.booking_leases.expire(100).leases == []
 
 
 def test_what_freed_leases_leave_behind_is_bounded() -> None:
     books = Books()
     for number in range(10_000):
-        books.ledger.free(books.book(f"r{number}", lease=3600).key)
-    assert len(books.ledger._leases) < 2_000
+        books.booking_leases.free(books.book(f"r{number}", lease=3600).key)
+    assert len(books.booking_leases._leases) < 2_000
 
 
 def test_a_booking_moves_between_owners() -> None:
     books = Books(grace=10)
     leased = books.book("a", lease=10)
-    first = books.ledger.open_session("s1", "c")
-    books.ledger.open_session("s2", "c")
-    books.ledger.adopt(leased, "s1", Place(RANK, 32))
-    assert books.ledger.expire(1000).leases == []
-    books.ledger.adopt(leased, "s2", Place(RANK, 32))
-    books.ledger.close_session("s1", first, now=0)
-    books.ledger.expire(1000)
+    first = books.booking_leases.open_session("s1", "c")
+    books.booking_leases.open_session("s2", "c")
+    books.booking_leases.adopt(leased, "s1", Placement(RANK, 32))
+    assert books.booking_leases.expire(1000).leases == []
+    books.booking_leases.adopt(leased, "s2", Placement(RANK, 32))
+    books.booking_leases.close_session("s1", first, now=0)
+    books.booking_leases.expire(1000)
     assert books.requests() == 1
 
 
 def test_a_freed_key_is_not_booked_again() -> None:
     books = Books()
-    books.ledger.free(("a", 0, 1))
+    books.booking_leases.free(("a", 0, 1))
     with pytest.raises(BookingFreed, match="freed already"):
-        books.ledger.check_bookable(("a", 0, 1), "")
-    books.ledger.check_bookable(("a", 1, 1), "")
+        books.booking_leases.check_bookable(("a", 0, 1), "")
+    books.booking_leases.check_bookable(("a", 1, 1), "")
 
 
 def test_keys_that_went_with_their_owner_are_not_booked_again() -> None:
     books = Books(grace=10)
-    token = books.ledger.open_session("s", "c")
+    token = books.booking_leases.open_session("s", "c")
     in_session = books.book("a", session="s").key
     leased = books.book("b", lease=5).key
-    books.ledger.close_session("s", token, now=0)
-    books.ledger.expire(100)
+    books.booking_leases.close_session("s", token, now=0)
+    books.booking_leases.expire(100)
     for key in (in_session, leased):
         with pytest.raises(BookingFreed):
-            books.ledger.check_bookable(key, "")
+            books.booking_leases.check_bookable(key, "")
 
 
 def test_tombstones_are_bounded_and_the_newest_stay() -> None:
     books = Books(tombstones=3)
     for number in range(5):
-        books.ledger.free((f"r{number}", 0, 1))
-    books.ledger.free(("r2", 0, 1))
-    assert [books.ledger.was_freed((f"r{number}", 0, 1)) for number in range(5)] == [False, False, True, True, True]
+        books.booking_leases.free((f"r{number}", 0, 1))
+    books.booking_leases.free(("r2", 0, 1))
+    assert [books.booking_leases.was_freed((f"r{number}", 0, 1)) for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_booking_freed_crosses_the_wire_as_a_reused_id() -> None:
@@ -163,49 +169,49 @@ def test_booking_freed_crosses_the_wire_as_a_reused_id() -> None:
 
 def test_a_session_that_is_reopened_frees_what_its_client_no_longer_lists() -> None:
     books = Books(grace=10)
-    token = books.ledger.open_session("s", "c", 1)
+    token = books.booking_leases.open_session("s", "c", 1)
     kept, ended = books.book("a", session="s"), books.book("b", session="s")
-    other = books.ledger.open_session("other", "c", 1)
+    other = books.booking_leases.open_session("other", "c", 1)
     books.book("c", session="other")
     leased = books.book("d")
-    books.ledger.close_session("s", token, now=0)
-    books.ledger.open_session("s", "c", 2)
-    assert books.ledger.free_all_but("s", {kept.key, leased.key}) == 1
-    assert {record.key[0] for record in books.ledger.records} == {"a", "c", "d"}
-    assert books.ledger.was_freed(ended.key)
-    assert books.ledger.holds("other", other)
+    books.booking_leases.close_session("s", token, now=0)
+    books.booking_leases.open_session("s", "c", 2)
+    assert books.booking_leases.free_all_but("s", {kept.key, leased.key}) == 1
+    assert {live_booking.key[0] for live_booking in books.booking_leases.booking_table} == {"a", "c", "d"}
+    assert books.booking_leases.was_freed(ended.key)
+    assert books.booking_leases.holds("other", other)
 
 
 def test_an_opening_that_another_has_overtaken_is_refused() -> None:
     books = Books()
-    books.ledger.open_session("s", "c", 2)
+    books.booking_leases.open_session("s", "c", 2)
     for opening_number in (1, 2):
         with pytest.raises(SessionLost):
-            books.ledger.open_session("s", "c", opening_number)
-    books.ledger.open_session("s", "c", 3)
+            books.booking_leases.open_session("s", "c", opening_number)
+    books.booking_leases.open_session("s", "c", 3)
     # A client that does not number its openings always replaces the one before.
-    books.ledger.open_session("s", "c")
+    books.booking_leases.open_session("s", "c")
 
 
 def test_a_stream_that_was_replaced_books_nothing() -> None:
     books = Books()
-    old = books.ledger.open_session("s", "c")
-    new = books.ledger.open_session("s", "c")
+    old = books.booking_leases.open_session("s", "c")
+    new = books.booking_leases.open_session("s", "c")
     with pytest.raises(SessionLost):
-        books.ledger.check_bookable(("a", 0, 1), "s", old)
+        books.booking_leases.check_bookable(("a", 0, 1), "s", old)
     with pytest.raises(SessionLost):
-        books.ledger.check_open("s", old)
-    books.ledger.check_bookable(("a", 0, 1), "s", new)
+        books.booking_leases.check_open("s", old)
+    books.booking_leases.check_bookable(("a", 0, 1), "s", new)
 
 
 def test_a_selection_is_repeated_in_a_session_whose_booking_was_dropped_but_never_freed() -> None:
     books = Books(grace=10)
-    token = books.ledger.open_session("s", "c")
+    token = books.booking_leases.open_session("s", "c")
     dropped, freed = books.book("a", session="s").key, books.book("b", session="s").key
-    books.ledger.free(freed)
-    books.ledger.close_session("s", token, now=0)
-    books.ledger.expire(100)
-    books.ledger.open_session("s", "c")
-    books.ledger.check_bookable(dropped, "s")
+    books.booking_leases.free(freed)
+    books.booking_leases.close_session("s", token, now=0)
+    books.booking_leases.expire(100)
+    books.booking_leases.open_session("s", "c")
+    books.booking_leases.check_bookable(dropped, "s")
     with pytest.raises(BookingFreed):
-        books.ledger.check_bookable(freed, "s")
+        books.booking_leases.check_bookable(freed, "s")

@@ -164,7 +164,7 @@ class Moves(RuleBasedStateMachine):
                 self.ended.append(client.live[name].key)
                 client.finish(name)
         self.settle()
-        assert {name: len(parts.ledger) for name, parts in self.parts.items()} == dict.fromkeys(NODES, 0)
+        assert {name: len(parts.booking_leases) for name, parts in self.parts.items()} == dict.fromkeys(NODES, 0)
         self.loop.close()
 
     # Requests.
@@ -337,19 +337,24 @@ class Moves(RuleBasedStateMachine):
         for name, parts in self.parts.items():
             here = [each for each in self.clients if each.stream is not None and each.stream.node == name]
             expected = set[Key]().union(*(each.keys for each in (self.clients if self.syncs else here)))
-            assert {record.key for record in parts.ledger.records} == expected, name
+            assert {live_booking.key for live_booking in parts.booking_leases.booking_table} == expected, name
             for client in here:
                 for booking in client.live.values():
-                    record = parts.ledger.records.get(key_of(booking.key))
-                    assert record is not None
-                    assert (record.prefilled, record.output_tokens) == (booking.prefill_complete, booking.output_tokens)
+                    live_booking = parts.booking_leases.booking_table.get(key_of(booking.key))
+                    assert live_booking is not None
+                    assert (live_booking.prefilled, live_booking.output_tokens) == (
+                        booking.prefill_complete,
+                        booking.output_tokens,
+                    )
 
     # Means.
 
     def _booked(self, node: str, client: Client) -> set[Key]:
         """A client's bookings that a node owns; what it has heard from other nodes may be older."""
-        records = self.parts[node].ledger.records
-        return {each.key for each in records if each.key[0].startswith(client.name) and records.is_here(each)}
+        booking_table = self.parts[node].booking_leases.booking_table
+        return {
+            each.key for each in booking_table if each.key[0].startswith(client.name) and booking_table.is_here(each)
+        }
 
     def _deliver(self, client: Client) -> None:
         stream = client.stream
@@ -371,10 +376,10 @@ class Moves(RuleBasedStateMachine):
                     opening = request.open
                     live = {key_of(each) for each in opening.live.bookings}
                     stream.session_id = opening.session_id
-                    stream.token = parts.ledger.open_session(
+                    stream.token = parts.booking_leases.open_session(
                         opening.session_id, opening.client_name, opening.opening_number
                     )
-                    parts.ledger.free_all_but(opening.session_id, live)
+                    parts.booking_leases.free_all_but(opening.session_id, live)
                     response.opened.CopyFrom(SessionOpened())
                 case _ if stream.token is None:
                     return  # its opening was refused
@@ -408,7 +413,7 @@ class Moves(RuleBasedStateMachine):
     def _close(self, stream: Stream) -> None:
         self.streams.remove(stream)
         if stream.token is not None:
-            self.parts[stream.node].ledger.close_session(stream.session_id, stream.token, self.now)
+            self.parts[stream.node].booking_leases.close_session(stream.session_id, stream.token, self.now)
 
     def _expire(self) -> None:
         for name, parts in self.parts.items():

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key, key_of
-from kvrouter.scheduler.load.booked_load import Accounting, SlotManager, new_prefill_tokens
+from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, new_prefill_tokens
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 
@@ -25,8 +25,8 @@ def key(number: int, stage: Stage = WHOLE) -> Key:
     return (f"r{number}", 0, stage)
 
 
-def slots(accounting: Accounting | None = None, **limits: int) -> SlotManager:
-    manager = SlotManager(BLOCK, accounting or Accounting(), **limits)
+def booked_load(accounting: Accounting | None = None, **limits: int) -> BookedLoad:
+    manager = BookedLoad(BLOCK, accounting or Accounting(), **limits)
     manager.set_ranks([(1, 0), (2, 0)])
     return manager
 
@@ -47,45 +47,45 @@ class Load(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = SlotManager(BLOCK, Accounting())
+        self.booked_load = BookedLoad(BLOCK, Accounting())
         self.live: dict[Key, Booked] = {}
         self.registered: set[Rank] = set()
 
     @rule(ranks=st.sets(ranks))
     def register(self, ranks: set[Rank]) -> None:
         self.registered = ranks
-        self.slots.set_ranks(ranks)
+        self.booked_load.set_ranks(ranks)
 
     @rule(number=keys, rank=ranks, blocks=st.integers(0, 4), seed=st.integers(0, 1), tail=st.integers(1, BLOCK - 1))
     def book(self, number: int, rank: Rank, blocks: int, seed: int, tail: int) -> None:
         wanted = prompt(blocks, seed=seed, tail=tail)
         fresh = key(number) not in self.live
-        assert self.slots.book(key(number), rank, wanted, wanted.tokens) == fresh
+        assert self.booked_load.book(key(number), rank, wanted, wanted.tokens) == fresh
         if fresh:
             self.live[key(number)] = Booked(rank, wanted, wanted.tokens)
 
     @rule(number=keys)
     def prefill(self, number: int) -> None:
         booked = self.live.get(key(number))
-        assert self.slots.prefill_complete(key(number)) == (booked is not None)
+        assert self.booked_load.prefill_complete(key(number)) == (booked is not None)
         if booked:
             booked.prefill = 0
 
     @rule(number=keys, count=st.integers(0, 100))
     def output(self, number: int, count: int) -> None:
         booked = self.live.get(key(number))
-        assert self.slots.output_tokens(key(number), count) == (booked is not None)
+        assert self.booked_load.output_tokens(key(number), count) == (booked is not None)
         if booked:
             booked.output = max(booked.output, count)
 
     @rule(number=keys)
     def free(self, number: int) -> None:
         booked = self.live.pop(key(number), None)
-        assert self.slots.free(key(number)) == (booked is not None)
+        assert self.booked_load.free(key(number)) == (booked is not None)
 
     @invariant()
     def loads_are_sums(self) -> None:
-        loads = self.slots.load_by_rank()
+        loads = self.booked_load.load_by_rank()
         assert set(loads) == self.registered | {booked.rank for booked in self.live.values()}
         for rank, load in loads.items():
             here = [booked for booked in self.live.values() if booked.rank == rank]
@@ -96,7 +96,7 @@ class Load(RuleBasedStateMachine):
             }
             private = sum(-(-(b.prompt.tokens + b.output) // BLOCK) - b.prompt.blocks for b in here)
             assert load[:3] == (len(shared) + private, sum(b.prefill for b in here), len(here))
-        assert len(self.slots) == len(self.live)
+        assert len(self.booked_load) == len(self.live)
 
 
 Load.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
@@ -104,7 +104,7 @@ TestLoad = Load.TestCase
 
 
 def test_blocks_of_the_request_are_added_where_they_are_not_in_use() -> None:
-    manager = slots()
+    manager = booked_load()
     manager.book(key(1), (1, 0), prompt(4), 64)
     loads = manager.load_by_rank(prompt(6, tail=3))
     assert loads[1, 0][0] == 7
@@ -114,7 +114,7 @@ def test_blocks_of_the_request_are_added_where_they_are_not_in_use() -> None:
 
 
 def test_without_reuse_every_request_has_blocks_of_its_own() -> None:
-    manager = slots(Accounting(assume_kv_reuse=False))
+    manager = booked_load(Accounting(assume_kv_reuse=False))
     manager.book(key(1), (1, 0), prompt(4, tail=1), 65)
     manager.book(key(2), (1, 0), prompt(4, tail=1), 65)
     assert manager.load_by_rank()[1, 0].active_blocks == 10
@@ -123,13 +123,13 @@ def test_without_reuse_every_request_has_blocks_of_its_own() -> None:
 
 
 def test_untracked_blocks_do_not_count() -> None:
-    manager = slots(Accounting(track_active_blocks=False))
+    manager = booked_load(Accounting(track_active_blocks=False))
     manager.book(key(1), (1, 0), prompt(4), 64)
     assert manager.load_by_rank(prompt(4))[1, 0][:3] == (0, 64, 1)
 
 
 def test_prefill_stages_leave_no_blocks_in_use() -> None:
-    manager = slots()
+    manager = booked_load()
     manager.book(key(1, Stage.STAGE_PREFILL), (1, 0), prompt(4), 64)
     assert manager.load_by_rank()[1, 0][:3] == (0, 64, 1)
     assert manager.load_by_rank(prompt(4), Stage.STAGE_PREFILL)[2, 0].active_blocks == 0
@@ -137,7 +137,7 @@ def test_prefill_stages_leave_no_blocks_in_use() -> None:
 
 def test_output_counts_only_where_it_is_tracked() -> None:
     for tracked, blocks in ((True, 6), (False, 4)):
-        manager = slots(Accounting(track_output_blocks=tracked))
+        manager = booked_load(Accounting(track_output_blocks=tracked))
         manager.book(key(1), (1, 0), prompt(4), 64)
         assert manager.output_tokens(key(1), 17)
         assert not manager.output_tokens(key(2), 17)
@@ -145,7 +145,7 @@ def test_output_counts_only_where_it_is_tracked() -> None:
 
 
 def test_bookings_have_a_bound() -> None:
-    manager = slots(max_bookings=1)
+    manager = booked_load(max_bookings=1)
     manager.book(key(1), (1, 0), prompt(1), 16)
     with pytest.raises(TooLarge):
         manager.book(key(2), (1, 0), prompt(1), 16)
@@ -154,7 +154,7 @@ def test_bookings_have_a_bound() -> None:
 
 
 def test_a_failed_booking_leaves_no_rank_behind() -> None:
-    manager = slots(max_bookings=1)
+    manager = booked_load(max_bookings=1)
     manager.book(key(1), (1, 0), prompt(1), 16)
     with pytest.raises(TooLarge):
         manager.book(key(2), (9, 0), prompt(1), 16)

@@ -11,7 +11,7 @@ from kvrouter.scheduler.bookings.table import SchedulerIncarnation, booking_of
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import event_log as replica_log
 from kvrouter.scheduler.replication.event_log import Log
-from kvrouter.scheduler.replication.owned_bookings import Claims
+from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
 from kvrouter.v1 import common_pb2
@@ -49,9 +49,9 @@ class Node:
         return only
 
     def rank(self, number: int) -> Rank:
-        record = self.parts.ledger.records.get(key(number))
-        assert record is not None
-        return booking_of(record).rank
+        live_booking = self.parts.booking_leases.booking_table.get(key(number))
+        assert live_booking is not None
+        return booking_of(live_booking).rank
 
     def set_aside(self, reason: str) -> float:
         return self.parts.figure("kvrouter_scheduler_sync_set_aside_total", reason=reason)
@@ -82,20 +82,20 @@ def added(
     return event(sequence, scheduler, add_request=announced)
 
 
-def heartbeat(sequence: int, claims: Claims) -> ReplicaSyncEvent:
-    return event(sequence, heartbeat=SyncHeartbeat(digest=claims.digest, bookings=len(claims)))
+def heartbeat(sequence: int, owned: OwnedBookings) -> ReplicaSyncEvent:
+    return event(sequence, heartbeat=SyncHeartbeat(digest=owned.digest, bookings=len(owned)))
 
 
 def test_the_digest_is_the_sum_over_what_is_held() -> None:
-    claims = Claims()
+    owned = OwnedBookings()
     keys: list[Key] = [("a", 0, 1), ("b", 2, 2), ("\u00e9", 1, 3)]
     for each in keys:
-        claims.put(each, "s")
-    claims.prefilled(keys[0])
-    assert not claims.prefilled(keys[0])
-    claims.prefilled(keys[1])
-    claims.put(keys[1], "another")
-    assert claims.of_session("another") == [keys[1]]
+        owned.put(each, "s")
+    owned.prefilled(keys[0])
+    assert not owned.prefilled(keys[0])
+    owned.prefilled(keys[1])
+    owned.put(keys[1], "another")
+    assert owned.of_session("another") == [keys[1]]
 
     def term(each: Key, state: int) -> int:
         encoded = each[0].encode() + struct.pack("<IIB", each[1], each[2], state)
@@ -103,22 +103,22 @@ def test_the_digest_is_the_sum_over_what_is_held() -> None:
 
     states = {keys[0]: 1, keys[1]: 1, keys[2]: 0}
     while states:
-        assert claims.digest == sum(term(each, state) for each, state in states.items()) % 2**64
-        assert len(claims) == len(states)
+        assert owned.digest == sum(term(each, state) for each, state in states.items()) % 2**64
+        assert len(owned) == len(states)
         dropped, _ = states.popitem()
-        assert claims.drop(dropped)
-        assert not claims.drop(dropped)
-    assert claims.digest == 0
-    assert claims.of_session("s") == []
+        assert owned.drop(dropped)
+        assert not owned.drop(dropped)
+    assert owned.digest == 0
+    assert owned.of_session("s") == []
 
 
 def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
     node = Node("n")
     node.hear(added(0, 0), added(0, 0), added(2, 2))
     assert node.log().wanted == "gap"
-    assert len(node.parts.ledger) == 1
+    assert len(node.parts.booking_leases) == 1
     node.hear(added(1, 1), added(2, 2))
-    assert len(node.parts.ledger) == 3
+    assert len(node.parts.booking_leases) == 3
     assert node.log().next_sequence == 3
     assert node.set_aside("duplicate") == 2
     assert node.parts.figure("kvrouter_scheduler_sync_gaps_total") == 1
@@ -127,9 +127,9 @@ def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
 def test_a_heartbeat_shows_what_was_lost_and_what_has_drifted() -> None:
     node = Node("n")
     node.hear(added(0, 0))
-    node.hear(heartbeat(1, node.log().claims))
+    node.hear(heartbeat(1, node.log().owned))
     assert node.log().wanted == ""
-    other = Claims()
+    other = OwnedBookings()
     node.hear(heartbeat(1, other))
     assert node.log().wanted == "digest"
     assert node.parts.figure("kvrouter_scheduler_sync_digest_mismatches_total") == 1
@@ -139,7 +139,7 @@ def test_a_heartbeat_shows_what_was_lost_and_what_has_drifted() -> None:
 
 
 def test_a_digest_that_stays_wrong_is_asked_about_once() -> None:
-    log, wrong = Log(OTHER, 0.0), Claims()
+    log, wrong = Log(OTHER, 0.0), OwnedBookings()
     wrong.put(key(1), "")
     for _ in range(3):
         assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
@@ -173,11 +173,11 @@ def test_events_of_an_earlier_life_are_fenced() -> None:
         added(0, 0, scheduler=(1, "other")), added(0, 1, scheduler=(2, "other")), added(1, 2, scheduler=(1, "other"))
     )
     assert node.set_aside("old_incarnation") == 1
-    assert node.parts.ledger.records.get(key(2)) is None
+    assert node.parts.booking_leases.booking_table.get(key(2)) is None
     # The earlier life's bookings are orphans: registered or not, their Scheduler is gone.
     node.parts.now += 11
     node.parts.sync.expire({"other"})
-    assert [record.key for record in node.parts.ledger.records] == [key(1)]
+    assert [live_booking.key for live_booking in node.parts.booking_leases.booking_table] == [key(1)]
 
 
 async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
@@ -185,7 +185,7 @@ async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
     node.hear(added(0, 0))
     node.parts.now += 1000
     node.parts.sync.expire({"other"})
-    assert len(node.parts.ledger) == 1
+    assert len(node.parts.booking_leases) == 1
     node.parts.sync.expire(set())
     assert node.parts.idle()
     assert node.parts.figure("kvrouter_scheduler_sync_orphans_dropped_total") == 1
@@ -210,8 +210,8 @@ async def test_a_reused_id_with_another_prompt_is_set_aside_and_does_not_disturb
     await node.parts.select(selecting("r0", routing(2)))
     node.hear(added(0, 0, seed=5))
     assert node.set_aside("already_exists") + node.set_aside("invalid_argument") == 1
-    assert len(node.parts.ledger) == 1
-    node.hear(heartbeat(1, node.log().claims))
+    assert len(node.parts.booking_leases) == 1
+    node.hear(heartbeat(1, node.log().owned))
     assert node.log().wanted == ""
 
 
@@ -258,7 +258,7 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     fetch = Fetch(hearer.replicas, heard)
     assert [fetch.take(part) for part in parts] == [False] * 4 + [True]
     assert not heard.wanted
-    assert (heard.claims.digest, len(heard.claims)) == (teller.replicas.own.digest, 3)
+    assert (heard.owned.digest, len(heard.owned)) == (teller.replicas.own.digest, 3)
     assert sum(hearer.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
 
 
@@ -267,7 +267,7 @@ async def test_a_booking_too_large_to_tell_is_counted_here_and_not_told(monkeypa
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
     assert node.sent == []
-    assert len(node.parts.ledger) == 1
+    assert len(node.parts.booking_leases) == 1
     assert node.set_aside("too_large") == 1
 
 
@@ -293,7 +293,7 @@ def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
     assert node.log().next_sequence == teller.replicas.next_sequence
-    assert len(node.parts.ledger) == 0, "what the Scheduler does not hold is not counted"
+    assert len(node.parts.booking_leases) == 0, "what the Scheduler does not hold is not counted"
     node.hear(added(0, 3, scheduler=(99, "other")))
     assert node.set_aside("unconfirmed_incarnation") == 1
 
@@ -318,7 +318,7 @@ def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
     assert node.log().wanted == "behind"
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
-    assert (node.log().next_sequence, len(node.parts.ledger)) == (0, 0)
+    assert (node.log().next_sequence, len(node.parts.booking_leases)) == (0, 0)
     node.hear(teller.replicas.heartbeat())
     assert node.log().wanted == ""
 

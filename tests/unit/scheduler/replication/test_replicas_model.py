@@ -160,7 +160,11 @@ class Cluster(RuleBasedStateMachine):
     def book_leased_again(self, node: str, number: int) -> None:
         leased = _pick(list(self.leases.values()), number)
         parts = self.alive.get(node)
-        if leased is not None and parts is not None and parts.ledger.records.get(leased.request.key) is not None:
+        if (
+            leased is not None
+            and parts is not None
+            and parts.booking_leases.booking_table.get(leased.request.key) is not None
+        ):
             leased.request.answered(self._select(node, leased.request, ""))
             leased.owners.add(self._life(node))
 
@@ -335,26 +339,32 @@ class Cluster(RuleBasedStateMachine):
         for parts in self.alive.values():
             pool = parts.pools.get(POOL)
             assert pool is not None
-            records = list(parts.ledger.records)
-            for rank, load in pool.slots.load_by_rank().items():
-                here = [record for record in records if booking_of(record).rank == rank]
-                bookings = [(record, booking_of(record)) for record in here]
+            booking_table = list(parts.booking_leases.booking_table)
+            for rank, load in pool.booked_load.load_by_rank().items():
+                here = [live_booking for live_booking in booking_table if booking_of(live_booking).rank == rank]
+                bookings = [(live_booking, booking_of(live_booking)) for live_booking in here]
                 shared = {
                     booking.sequence_hashes[at : at + 8]
                     for _, booking in bookings
                     for at in range(0, len(booking.sequence_hashes), 8)
                 }
-                filled = sum(-(-record.output_tokens // BLOCK) for record in here)
-                prefill = sum(0 if record.prefilled else booking.prefill_tokens for record, booking in bookings)
+                filled = sum(-(-live_booking.output_tokens // BLOCK) for live_booking in here)
+                prefill = sum(
+                    0 if live_booking.prefilled else booking.prefill_tokens for live_booking, booking in bookings
+                )
                 assert load[:3] == (len(shared) + filled, prefill, len(here))
-            assert sum(load.requests for load in pool.slots.load_by_rank().values()) == len(records)
+            assert sum(load.requests for load in pool.booked_load.load_by_rank().values()) == len(booking_table)
 
     @invariant()
     def what_is_held_here_is_what_is_told(self) -> None:
         for name, parts in self.alive.items():
-            owned = {record.key for record in parts.ledger.records if parts.ledger.records.is_here(record)}
+            owned = {
+                live_booking.key
+                for live_booking in parts.booking_leases.booking_table
+                if parts.booking_leases.booking_table.is_here(live_booking)
+            }
             assert set(self._replicas(name).own) == owned
-            assert all(record.owners for record in parts.ledger.records)
+            assert all(live_booking.owners for live_booking in parts.booking_leases.booking_table)
 
     # Means.
 
@@ -387,14 +397,14 @@ class Cluster(RuleBasedStateMachine):
 
     def _open(self, client: Client, node: str) -> None:
         parts = self.alive[node]
-        client.node, client.token = node, parts.ledger.open_session(client.name, client.name)
+        client.node, client.token = node, parts.booking_leases.open_session(client.name, client.name)
         for request in client.runs.values():
             self.announced_at[node].add(request.key)
             parts.bookings.reassert(request.reassert(), client.name)
 
     def _close(self, client: Client) -> None:
         if client.node:
-            self.alive[client.node].ledger.close_session(client.name, client.token, self.now)
+            self.alive[client.node].booking_leases.close_session(client.name, client.token, self.now)
             client.node = ""
 
     def _called(self, number: int, elsewhere: str | None) -> tuple[Parts, Request] | None:
@@ -433,9 +443,9 @@ class Cluster(RuleBasedStateMachine):
 
     def _table(self, parts: Parts) -> dict[Key, Seen]:
         return {
-            record.key: (booking_of(record).rank, record.prefilled, record.output_tokens)
-            for record in parts.ledger.records
-            if record.key not in self.unsure
+            live_booking.key: (booking_of(live_booking).rank, live_booking.prefilled, live_booking.output_tokens)
+            for live_booking in parts.booking_leases.booking_table
+            if live_booking.key not in self.unsure
         }
 
 

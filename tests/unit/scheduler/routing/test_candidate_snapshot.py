@@ -107,14 +107,14 @@ def test_every_row_is_what_the_rules_say_of_it(
     pool = Pool(view(*workers), accounting, report_age_seconds=10, clock=lambda: now)
     for number, (worker_id, dp_rank, blocks) in enumerate(bookings):
         booked = prompt(blocks, seed=number % 2, tail=1)
-        pool.slots.book((str(number), 0, 1), (worker_id, dp_rank), booked, 7 * blocks)
+        pool.booked_load.book((str(number), 0, 1), (worker_id, dp_rank), booked, 7 * blocks)
     for number, (rank, report) in enumerate(reports.items()):
         report.rank.CopyFrom(Rank(worker_id=rank[0], dp_rank=rank[1]))
         report.incarnation = 3
         pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
     asked, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
     found = survey(pool, asked, wanted, options, Overlaps.of(resident), now=now)
-    before, loads = pool.slots.load_by_rank(), pool.slots.load_by_rank(asked, wanted.stage)
+    before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(asked, wanted.stage)
     fit = [each for each in pool.candidates if not why_unfit(each, wanted)]
     assert [row.candidate for row in found.rows] == fit
     for row in found.rows:
@@ -162,12 +162,12 @@ def test_every_row_is_what_the_rules_say_of_it(
 def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     options = RoutingOptions("forecast")
-    pool.slots.book(("a", 0, 1), (1, 0), prompt(4), 64)
+    pool.booked_load.book(("a", 0, 1), (1, 0), prompt(4), 64)
     found = survey(pool, prompt(4), Wanted(), options, NOT_ASKED, now=1.0)
     chosen = choose(pool, prompt(4), options, found, found.free, Random(1))
     seen = [str(chosen.facts), str(found.rows[0])]
-    pool.slots.book(("b", 0, 1), (1, 0), prompt(9, seed=1), 144)
-    pool.slots.free(("a", 0, 1))
+    pool.booked_load.book(("b", 0, 1), (1, 0), prompt(9, seed=1), 144)
+    pool.booked_load.free(("a", 0, 1))
     pool.follow(view(worker(2)))
     assert [str(chosen.facts), str(found.rows[0])] == seen
 

@@ -61,15 +61,15 @@ class Traffic:
         self.running.append(key)
         self.computing.append(key)
         if len(self.computing) > UNDER_WAY:
-            self.pool.slots.prefill_complete(self.computing.popleft())
+            self.pool.booked_load.prefill_complete(self.computing.popleft())
 
     def end_one(self) -> None:
         """Any of those in flight ends."""
-        self.pool.slots.free(self.running.pop(self.rng.randrange(len(self.running))))
+        self.pool.booked_load.free(self.running.pop(self.rng.randrange(len(self.running))))
 
     def active_blocks(self) -> list[int]:
         """Of the busy ones, and of the newcomer."""
-        return list(self.pool.slots.active_blocks().tolist())
+        return list(self.pool.booked_load.active_blocks().tolist())
 
 
 @pytest.mark.parametrize("seed", range(3))

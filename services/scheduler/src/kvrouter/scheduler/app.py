@@ -14,8 +14,8 @@ from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
-from kvrouter.scheduler.bookings.leases import Ledger
-from kvrouter.scheduler.bookings.updates import Bookings
+from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.metrics import RankFigures
 from kvrouter.scheduler.load.overload import KeepingUp
 from kvrouter.scheduler.load.pools import Pools
@@ -62,7 +62,7 @@ async def running(
     metrics = SchedulerMetrics(runtime.registry)
     pools = Pools(runtime.directory, settings.accounting(), report_age_seconds=settings.load_report_age_seconds)
     scheduler = (time.time_ns(), runtime.instance_id)
-    ledger = Ledger(session_grace_seconds=settings.session_grace_seconds, scheduler=scheduler)
+    booking_leases = BookingLeases(session_grace_seconds=settings.session_grace_seconds, scheduler=scheduler)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
     listed = runtime.listed
@@ -80,8 +80,8 @@ async def running(
         log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
     sync = link = None
     if settings.replica_sync:
-        sync = ledger.witness = ReplicaSync(
-            ledger.records,
+        sync = booking_leases.witness = ReplicaSync(
+            booking_leases.booking_table,
             pools,
             SyncMetrics(runtime.registry),
             grace_seconds=settings.session_grace_seconds,
@@ -98,7 +98,7 @@ async def running(
         )
     selector = Selector(
         pools,
-        ledger,
+        booking_leases,
         decisions,
         board,
         indexers or remote_indexers,
@@ -113,9 +113,9 @@ async def running(
         max_queued_requests=settings.max_queued_requests,
         is_behind=lambda: keeping_up.behind,
     )
-    bookings = Bookings(ledger, pools, metrics, clock)
+    bookings = BookingUpdates(booking_leases, pools, metrics, clock)
     sessions = Sessions(
-        ledger,
+        booking_leases,
         bookings,
         selector,
         scheduler_id=runtime.instance_id,
@@ -125,11 +125,11 @@ async def running(
     listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
-    _show_sizes(metrics, ledger, decisions, affinity, predictions, keeping_up)
+    _show_sizes(metrics, booking_leases, decisions, affinity, predictions, keeping_up)
     runtime.registry.register(RankFigures(pools))
     status = Status(
         pools,
-        ledger,
+        booking_leases,
         decisions,
         board,
         scheduler_id=runtime.instance_id,
@@ -176,7 +176,7 @@ async def running(
 
 def _show_sizes(
     metrics: SchedulerMetrics,
-    ledger: Ledger,
+    booking_leases: BookingLeases,
     decisions: Decisions,
     affinity: Affinity,
     predictions: Predictions | None,
@@ -185,8 +185,8 @@ def _show_sizes(
     """Has the metrics of what is kept read where it is kept, when they are asked for."""
     metrics.late_ms.set_function(lambda: keeping_up.late_ms)
     metrics.behind.set_function(lambda: keeping_up.behind)
-    metrics.bookings.set_function(lambda: len(ledger))
-    metrics.sessions.set_function(lambda: ledger.sessions)
+    metrics.bookings.set_function(lambda: len(booking_leases))
+    metrics.sessions.set_function(lambda: booking_leases.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
     metrics.conversations.set_function(lambda: len(affinity))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))

@@ -115,7 +115,7 @@ class Router:
     def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
         key, rank = self._key(number), chosen.row.candidate.rank
         self.pool.previous[self._options.mode] = rank
-        booked = book(self.pool, key, prompt, chosen) and self.pool.slots.booking(key)
+        booked = book(self.pool, key, prompt, chosen) and self.pool.booked_load.booking(key)
         if not booked:
             raise ValueError(f"request {number} is booked already")
         self.announce(Announcement(key, 0, booked=(rank, prompt, booked.prefill_tokens)))
@@ -139,15 +139,15 @@ class Router:
 
     def hear(self, announcement: Announcement) -> None:
         """Takes over what has become of a booking, its own or another replica's."""
-        slots = self.pool.slots
+        booked_load = self.pool.booked_load
         if announcement.booked is not None:
-            slots.book(announcement.key, *announcement.booked)
+            booked_load.book(announcement.key, *announcement.booked)
         elif announcement.freed:
-            slots.free(announcement.key)
+            booked_load.free(announcement.key)
         else:
             if announcement.generated == 1:
-                slots.prefill_complete(announcement.key)
-            slots.output_tokens(announcement.key, announcement.generated)
+                booked_load.prefill_complete(announcement.key)
+            booked_load.output_tokens(announcement.key, announcement.generated)
 
     def _overlaps(self, prompt: Prompt) -> Overlaps:
         if not self._options.asks_indexer or self._events is None:

@@ -214,12 +214,12 @@ class SchedulerLink:
     async def _next_session(self) -> None:
         while (picked := self._choice.pick()) is None:
             await self._choice.changed()
-        if not await self._hold_session(*picked):
+        if not await self._keep_session(*picked):
             # A registration outlives its Scheduler by a lease; requests should not wait for that where another is live.
             self._choice.avoid(picked[0])
             raise _NotOpened
 
-    async def _hold_session(self, scheduler_id: str, scheduler: Scheduler) -> bool:
+    async def _keep_session(self, scheduler_id: str, scheduler: Scheduler) -> bool:
         """Opens a session and stays in it until it ends, or another Scheduler is the component's.
 
         Returns whether it was open.

@@ -26,7 +26,7 @@ from kvrouter.runtime.errors import (
     RequestIdReused,
 )
 from kvrouter.scheduler.api.selection_response import answer
-from kvrouter.scheduler.bookings.leases import BookingFreed, Ledger, Record
+from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases, LiveBooking
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, stage_of
 from kvrouter.scheduler.load.pools import Pools
@@ -58,7 +58,7 @@ class Selector:
     def __init__(
         self,
         pools: Pools,
-        ledger: Ledger,
+        booking_leases: BookingLeases,
         decisions: Decisions,
         thresholds: ThresholdBoard,
         indexers: IndexerSource,
@@ -79,7 +79,7 @@ class Selector:
         ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
         """
         self._pools = pools
-        self._ledger = ledger
+        self._booking_leases = booking_leases
         self._decisions = decisions
         self._thresholds = thresholds
         self._indexers = indexers
@@ -153,7 +153,7 @@ class Selector:
         options = overridden(in_force, request.overrides)
         prompt = read_prompt(
             request,
-            block_size=pool.slots.block_size,
+            block_size=pool.booked_load.block_size,
             max_model_len=pool.max_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
         )
@@ -177,7 +177,7 @@ class Selector:
             self._indexers,
             question.pool.name,
             question.prompt,
-            block_size=question.pool.slots.block_size,
+            block_size=question.pool.booked_load.block_size,
             timeout_seconds=self._indexer_timeout,
             deadline=deadline,
         )
@@ -207,22 +207,22 @@ class Selector:
 
     def _repeated(self, asked: Asked, key: Key) -> SelectWorkerResponse | None:
         now = self._clock()
-        record = self._ledger.find(key, now)
-        if record is None:
+        live_booking = self._booking_leases.find(key, now)
+        if live_booking is None:
             return None
-        question, booking = asked.question, record.slots.booking(key)
+        question, booking = asked.question, live_booking.booked_load.booking(key)
         if (
             booking is None
-            or record.component != question.pool.name
+            or live_booking.component != question.pool.name
             or booking.sequence_hashes != question.prompt.sequence_hashes
             or booking.prompt_tokens != question.prompt.tokens
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
-        self._ledger.claim(record, asked.session_id, asked.lease_seconds, now, asked.session_token)
+        self._booking_leases.own(live_booking, asked.session_id, asked.lease_seconds, now, asked.session_token)
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
-        outcome.CopyFrom(record.outcome)
+        outcome.CopyFrom(live_booking.outcome)
         outcome.repeated = True
         return outcome
 
@@ -282,14 +282,16 @@ class Selector:
             response.prefill_tokens = chosen.prefill_tokens
             asked_indexer = question.options.asks_indexer and not asked.overlaps.failure
             audited = asked_indexer and question.wanted.stage != Stage.STAGE_DECODE
-            record = Record(key, pool.name, pool.slots, response, audited, asked.session_id, asked.lease_seconds)
-            record.conversation = conversation_of(asked.routing)
+            live_booking = LiveBooking(
+                key, pool.name, pool.booked_load, response, audited, asked.session_id, asked.lease_seconds
+            )
+            live_booking.conversation = conversation_of(asked.routing)
             if self._predictions is not None:
-                record.local_hashes = question.prompt.local_hashes
-            self._ledger.add(record, self._clock())
-            self._affinity.note(pool.name, record.conversation, candidate.rank)
+                live_booking.local_hashes = question.prompt.local_hashes
+            self._booking_leases.add(live_booking, self._clock())
+            self._affinity.note(pool.name, live_booking.conversation, candidate.rank)
             if self._predictions is not None:
-                self._predictions.record(pool, candidate.rank, candidate.incarnation, question.prompt)
+                self._predictions.live_booking(pool, candidate.rank, candidate.incarnation, question.prompt)
         pool.previous[question.options.mode] = candidate.rank
         self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
         return response
@@ -310,7 +312,7 @@ class Selector:
     def _check(self, asked: Asked) -> None:
         pool = asked.question.pool
         if asked.key is not None:
-            self._ledger.check_bookable(asked.key, asked.session_id, asked.session_token)
+            self._booking_leases.check_bookable(asked.key, asked.session_id, asked.session_token)
         if not pool.candidates:
             raise NoWorkers(f"{pool.name} has no live worker")
         check_pinned(pool.candidates, asked.question.wanted)

@@ -10,7 +10,7 @@ from kvrouter.runtime.errors import BadRequest, NotFound, UnknownModel
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
-from kvrouter.scheduler.bookings.updates import Bookings
+from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
@@ -49,7 +49,7 @@ class SchedulerService:
         self,
         pools: Pools,
         selector: Selector,
-        bookings: Bookings,
+        bookings: BookingUpdates,
         sessions: Sessions,
         decisions: Decisions,
         board: ThresholdBoard,

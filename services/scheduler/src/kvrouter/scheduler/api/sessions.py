@@ -21,8 +21,8 @@ from kvrouter.runtime.errors import (
     to_parts,
 )
 from kvrouter.scheduler.api.selection import Selector
-from kvrouter.scheduler.bookings.leases import Ledger
-from kvrouter.scheduler.bookings.updates import Bookings, checked_key
+from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.updates import BookingUpdates, checked_key
 from kvrouter.v1.scheduler_pb2 import (
     CallFailed,
     OpenSession,
@@ -52,15 +52,15 @@ class Sessions:
 
     def __init__(
         self,
-        ledger: Ledger,
-        bookings: Bookings,
+        booking_leases: BookingLeases,
+        bookings: BookingUpdates,
         selector: Selector,
         *,
         scheduler_id: str,
         grace_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self.ledger = ledger
+        self.booking_leases = booking_leases
         self.bookings = bookings
         self.selector = selector
         self.scheduler_id = scheduler_id
@@ -91,8 +91,8 @@ class Sessions:
         opening = _checked_opening(first)
         session_id = opening.session_id
         live = {checked_key(booking) for booking in opening.live.bookings} if opening.HasField("live") else None
-        token = self.ledger.open_session(session_id, opening.client_name, opening.opening_number)
-        freed = 0 if live is None else self.ledger.free_all_but(session_id, live)
+        token = self.booking_leases.open_session(session_id, opening.client_name, opening.opening_number)
+        freed = 0 if live is None else self.booking_leases.free_all_but(session_id, live)
         stream = _Stream(self, session_id, token, deadline)
         replaced, self._streams[session_id] = self._streams.get(session_id), stream
         if replaced is not None:
@@ -132,7 +132,7 @@ class Sessions:
 
     def close(self, session_id: str, token: int) -> None:
         """Closes a session that the stream of ``token`` holds: its bookings go after the grace."""
-        self.ledger.close_session(session_id, token, self._clock())
+        self.booking_leases.close_session(session_id, token, self._clock())
 
 
 class _Stream:

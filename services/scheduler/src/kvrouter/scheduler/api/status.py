@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.leases import Ledger
+from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.booked_load import RankLoad
 from kvrouter.scheduler.load.busy import why_busy
@@ -30,7 +30,7 @@ class Status:
     def __init__(
         self,
         pools: Pools,
-        ledger: Ledger,
+        booking_leases: BookingLeases,
         decisions: Decisions,
         board: ThresholdBoard,
         *,
@@ -46,7 +46,7 @@ class Status:
         ``directory_age`` returns the seconds since etcd last confirmed what is registered.
         """
         self._pools = pools
-        self._ledger = ledger
+        self._booking_leases = booking_leases
         self._decisions = decisions
         self._board = board
         self._scheduler_id = scheduler_id
@@ -73,8 +73,8 @@ class Status:
             scheduler_id=self._scheduler_id,
             ready=ready,
             started_unix_ns=self._started_unix_ns,
-            sessions=self._ledger.sessions,
-            bookings=len(self._ledger),
+            sessions=self._booking_leases.sessions,
+            bookings=len(self._booking_leases),
             components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
             directory_age_seconds=self._directory_age(),
@@ -83,12 +83,12 @@ class Status:
     def _component(self, pool: Pool, listed: int) -> ComponentStatus:
         waiting = Counter[Rank]() if self._queued is None else self._queued.waiting_for(pool.name)
         thresholds = self._board.of(pool.model)
-        loads = pool.slots.load_by_rank()
+        loads = pool.booked_load.load_by_rank()
         now = self._clock()
         return ComponentStatus(
             component=component_message(pool.name),
             model=pool.model,
-            block_size=pool.slots.block_size,
+            block_size=pool.booked_load.block_size,
             mode=self._mode,
             thresholds=thresholds.to_message(),
             ranks=[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.scheduler.bookings.table import Place, Record, booking_of
+from kvrouter.scheduler.bookings.table import LiveBooking, Placement, booking_of
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
@@ -13,26 +13,26 @@ from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 from kvrouter.v1.sync_pb2 import AddRequest
 
 
-def add_request(record: Record, place: Place, now: float) -> AddRequest:
+def add_request(live_booking: LiveBooking, place: Placement, now: float) -> AddRequest:
     """A live booking, as the Scheduler that holds it at that place tells others of it."""
-    booking = booking_of(record)
-    lease_until_unix_ns = 0 if record.session_id else time.time_ns() + int((record.lease_until - now) * 1e9)
+    booking = booking_of(live_booking)
+    lease_until_unix_ns = 0 if live_booking.session_id else time.time_ns() + int((live_booking.lease_until - now) * 1e9)
     return AddRequest(
-        booking=key_message(record.key),
+        booking=key_message(live_booking.key),
         rank=rank_message(place.rank),
         sequence_hashes=memoryview(booking.sequence_hashes).cast("Q").tolist(),
-        local_hashes=memoryview(record.local_hashes).cast("Q").tolist(),
+        local_hashes=memoryview(live_booking.local_hashes).cast("Q").tolist(),
         prompt_tokens=booking.prompt_tokens,
         prefill_tokens=place.prefill_tokens,
-        overlap_blocks=record.outcome.overlap_blocks,
-        session_id=record.session_id,
+        overlap_blocks=live_booking.outcome.overlap_blocks,
+        session_id=live_booking.session_id,
         lease_until_unix_ns=lease_until_unix_ns,
         tracks_active_blocks=booking.track_blocks,
-        conversation=record.conversation,
+        conversation=live_booking.conversation,
     )
 
 
-def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddRequest) -> Record | None:
+def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddRequest) -> LiveBooking | None:
     """Books what was told. Returns its record, without an owner, or None where the key is booked already.
 
     Raises:
@@ -40,7 +40,7 @@ def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddReques
         TooLarge: there are as many bookings as may be.
     """
     hashes = pack_hashes(announced.sequence_hashes)
-    block_size = pool.slots.block_size
+    block_size = pool.booked_load.block_size
     if announced.prompt_tokens == 0 or len(hashes) // 8 != announced.prompt_tokens // block_size:
         raise BadRequest(
             f"{len(hashes) // 8} hashes do not fit {announced.prompt_tokens} prompt tokens in blocks of {block_size}",
@@ -50,7 +50,7 @@ def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddReques
     prompt = Prompt(announced.prompt_tokens, b"", hashes)
     rank = rank_of(announced)
     prefill_tokens = min(announced.prefill_tokens, prompt.tokens)
-    if not pool.slots.book(key, rank, prompt, prefill_tokens):
+    if not pool.booked_load.book(key, rank, prompt, prefill_tokens):
         return None
     candidate = pool.roster.candidate(rank)
     outcome = SelectWorkerResponse(
@@ -62,4 +62,4 @@ def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddReques
         component=component_message(pool.name),
         role=pool.role,
     )
-    return Record(key, pool.name, pool.slots, outcome, audited=False)
+    return LiveBooking(key, pool.name, pool.booked_load, outcome, audited=False)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
-from kvrouter.scheduler.bookings.table import Place, Record, Records, SchedulerIncarnation
+from kvrouter.scheduler.bookings.table import BookingTable, LiveBooking, Placement, SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key, rank_of
 from kvrouter.v1.names import ComponentName
 
-__all__ = ["BookingFreed", "EndedSession", "Expired", "Ledger", "Record", "Witness"]
+__all__ = ["BookingFreed", "BookingLeases", "EndedSession", "Expired", "LiveBooking", "Witness"]
 
 _LEAST_SWEEP = 1024
 """Entries of the heap of leases below which a sweep is not worth it."""
@@ -34,15 +34,15 @@ class BookingFreed(RequestIdReused):
 class Witness(Protocol):
     """Is told of what happens to bookings at this Scheduler, after it has happened."""
 
-    def owned(self, record: Record) -> None:
+    def owned(self, live_booking: LiveBooking) -> None:
         """It was booked here, or has another owner here."""
         ...
 
-    def prefilled(self, record: Record) -> None:
+    def prefilled(self, live_booking: LiveBooking) -> None:
         """Its prompt is computed."""
         ...
 
-    def generated(self, record: Record) -> None:
+    def generated(self, live_booking: LiveBooking) -> None:
         """It has generated more tokens."""
         ...
 
@@ -56,13 +56,13 @@ class Witness(Protocol):
 
 
 class _NobodyListens:
-    def owned(self, record: Record) -> None:
+    def owned(self, live_booking: LiveBooking) -> None:
         pass
 
-    def prefilled(self, record: Record) -> None:
+    def prefilled(self, live_booking: LiveBooking) -> None:
         pass
 
-    def generated(self, record: Record) -> None:
+    def generated(self, live_booking: LiveBooking) -> None:
         pass
 
     def freed(self, key: Key, component: ComponentName | None) -> None:
@@ -99,11 +99,11 @@ class EndedSession:
 class Expired:
     """What time has ended."""
 
-    leases: list[Record]
+    leases: list[LiveBooking]
     sessions: list[EndedSession]
 
 
-class Ledger:
+class BookingLeases:
     """Bookings by key, with their owners here."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Ledger:
             tombstones: Freed keys that are remembered, so that a late call books none of them again.
             scheduler: Incarnation and id of this Scheduler.
         """
-        self.records = Records(scheduler, self._disown, tombstones=tombstones)
+        self.booking_table = BookingTable(scheduler, self._disown, tombstones=tombstones)
         """Every live booking, those that only other Schedulers hold among them."""
         self.witness: Witness = _NobodyListens()
         self._grace = session_grace_seconds
@@ -128,23 +128,23 @@ class Ledger:
 
     def __len__(self) -> int:
         """Live bookings."""
-        return len(self.records)
+        return len(self.booking_table)
 
     @property
     def sessions(self) -> int:
         """Sessions that are open or in their grace."""
         return len(self._sessions)
 
-    def find(self, key: Key, now: float) -> Record | None:
+    def find(self, key: Key, now: float) -> LiveBooking | None:
         """The live booking of a key, its lease renewed."""
-        record = self.records.get(key)
-        if record is not None and not record.session_id:
-            record.lease_until = now + record.lease_seconds
-        return record
+        live_booking = self.booking_table.get(key)
+        if live_booking is not None and not live_booking.session_id:
+            live_booking.lease_until = now + live_booking.lease_seconds
+        return live_booking
 
     def was_freed(self, key: Key) -> bool:
         """Whether the key is remembered as freed. One that went with its owner was not: that may come back."""
-        return self.records.was_freed(key)
+        return self.booking_table.was_freed(key)
 
     def check_bookable(self, key: Key, session_id: str, token: int | None = None) -> None:
         """Accepts a key that is to be booked for a session, or for a lease where ``session_id`` is empty.
@@ -158,61 +158,63 @@ class Ledger:
         """
         if session_id:
             self.check_open(session_id, token)
-        if self.records.was_freed(key) or (not session_id and self.records.is_gone(key)):
+        if self.booking_table.was_freed(key) or (not session_id and self.booking_table.is_gone(key)):
             raise BookingFreed(key[0])
 
-    def add(self, record: Record, now: float) -> None:
+    def add(self, live_booking: LiveBooking, now: float) -> None:
         """Takes a booking in whose key passed ``check_bookable`` and is booked in its slots."""
-        self.records.add(record, self.records.here)
-        self._own(record, now)
+        self.booking_table.add(live_booking, self.booking_table.here)
+        self._own(live_booking, now)
 
-    def claim(
-        self, record: Record, session_id: str, lease_seconds: float, now: float, token: int | None = None
+    def own(
+        self, live_booking: LiveBooking, session_id: str, lease_seconds: float, now: float, token: int | None = None
     ) -> None:
         """Makes a session, or a lease, own a booking that was known through other Schedulers only.
 
         Raises:
             SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
         """
-        if self.records.is_here(record):
+        if self.booking_table.is_here(live_booking):
             return
-        self.check_bookable(record.key, session_id, token)
-        answered = record.outcome
-        self.records.add_owner(record, self.records.here, Place(rank_of(answered), answered.prefill_tokens))
-        record.session_id, record.lease_seconds = session_id, lease_seconds
-        self._own(record, now)
+        self.check_bookable(live_booking.key, session_id, token)
+        answered = live_booking.outcome
+        self.booking_table.add_owner(
+            live_booking, self.booking_table.here, Placement(rank_of(answered), answered.prefill_tokens)
+        )
+        live_booking.session_id, live_booking.lease_seconds = session_id, lease_seconds
+        self._own(live_booking, now)
 
-    def adopt(self, record: Record, session_id: str, place: Place) -> None:
+    def adopt(self, live_booking: LiveBooking, session_id: str, place: Placement) -> None:
         """Makes an open session the owner of a booking, which is at that place by its own account."""
-        here = self.records.here
-        is_same = self.records.is_here(record) and self.records.place(record, here) == place
-        if is_same and record.session_id == session_id:
+        here = self.booking_table.here
+        is_same = self.booking_table.is_here(live_booking) and self.booking_table.place(live_booking, here) == place
+        if is_same and live_booking.session_id == session_id:
             return
-        self._disown(record)
-        self.records.add_owner(record, here, place)
-        record.session_id = session_id
-        self._sessions[session_id].keys.add(record.key)
-        self.witness.owned(record)
+        self._disown(live_booking)
+        self.booking_table.add_owner(live_booking, here, place)
+        live_booking.session_id = session_id
+        self._sessions[session_id].keys.add(live_booking.key)
+        self.witness.owned(live_booking)
 
-    def prefill_complete(self, record: Record) -> None:
+    def prefill_complete(self, live_booking: LiveBooking) -> None:
         """The prompt of a live booking is computed."""
-        self._note_announced(record)
-        self.records.prefill_complete(record)
-        self.witness.prefilled(record)
+        self._note_announced(live_booking)
+        self.booking_table.prefill_complete(live_booking)
+        self.witness.prefilled(live_booking)
 
-    def generated(self, record: Record, output_tokens: int) -> None:
+    def generated(self, live_booking: LiveBooking, output_tokens: int) -> None:
         """A live booking has generated so many tokens."""
-        self._note_announced(record)
-        self.records.generated(record, output_tokens)
-        self.witness.generated(record)
+        self._note_announced(live_booking)
+        self.booking_table.generated(live_booking, output_tokens)
+        self.witness.generated(live_booking)
 
-    def free(self, key: Key) -> Record | None:
+    def free(self, key: Key) -> LiveBooking | None:
         """Releases a booking. A key that is unknown is remembered as freed all the same."""
-        known_before = self.records.was_freed(key)
-        record = self.records.free(key)
-        if record is not None or not known_before:
-            self.witness.freed(key, None if record is None else record.component)
-        return record
+        known_before = self.booking_table.was_freed(key)
+        live_booking = self.booking_table.free(key)
+        if live_booking is not None or not known_before:
+            self.witness.freed(key, None if live_booking is None else live_booking.component)
+        return live_booking
 
     def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> int:
         """Opens a session, or takes over one of that id with its bookings. Returns the token of its stream.
@@ -275,18 +277,18 @@ class Ledger:
         """Releases what leases and graces no longer hold."""
         return Expired(self._expired_leases(now), self._ended_sessions(now))
 
-    def _expired_leases(self, now: float) -> list[Record]:
+    def _expired_leases(self, now: float) -> list[LiveBooking]:
         expired = []
         while self._leases and self._leases[0][0] <= now:
             _, _, key = heapq.heappop(self._leases)
-            record = self.records.get(key)
-            if record is None or not self._is_leased(key):
+            live_booking = self.booking_table.get(key)
+            if live_booking is None or not self._is_leased(key):
                 continue
-            if record.lease_until > now:
-                heapq.heappush(self._leases, (record.lease_until, next(self._order), key))
+            if live_booking.lease_until > now:
+                heapq.heappush(self._leases, (live_booking.lease_until, next(self._order), key))
                 continue
             self.free(key)
-            expired.append(record)
+            expired.append(live_booking)
         return expired
 
     def _ended_sessions(self, now: float) -> list[EndedSession]:
@@ -294,38 +296,40 @@ class Ledger:
         ended = []
         for session_id in due:
             session = self._sessions.pop(session_id)
-            went = [self.records.remove_owner(key, self.records.here) for key in session.keys]
-            for record in went:
-                if record is not None:
-                    record.session_id = ""
+            went = [self.booking_table.remove_owner(key, self.booking_table.here) for key in session.keys]
+            for live_booking in went:
+                if live_booking is not None:
+                    live_booking.session_id = ""
             if session.keys:
-                self.witness.session_ended(session_id, {record.component for record in went if record is not None})
+                self.witness.session_ended(
+                    session_id, {live_booking.component for live_booking in went if live_booking is not None}
+                )
             ended.append(EndedSession(session_id, session.client_name, len(session.keys)))
         return ended
 
-    def _own(self, record: Record, now: float) -> None:
-        if record.session_id:
-            self._sessions[record.session_id].keys.add(record.key)
+    def _own(self, live_booking: LiveBooking, now: float) -> None:
+        if live_booking.session_id:
+            self._sessions[live_booking.session_id].keys.add(live_booking.key)
         else:
-            self._push_lease(record, now)
-        self.witness.owned(record)
+            self._push_lease(live_booking, now)
+        self.witness.owned(live_booking)
 
-    def _disown(self, record: Record) -> None:
-        session = self._sessions.get(record.session_id)
+    def _disown(self, live_booking: LiveBooking) -> None:
+        session = self._sessions.get(live_booking.session_id)
         if session is not None:
-            session.keys.discard(record.key)
+            session.keys.discard(live_booking.key)
 
-    def _note_announced(self, record: Record) -> None:
-        record.announced = record.announced or not self.records.is_here(record)
+    def _note_announced(self, live_booking: LiveBooking) -> None:
+        live_booking.announced = live_booking.announced or not self.booking_table.is_here(live_booking)
 
-    def _push_lease(self, record: Record, now: float) -> None:
-        record.lease_until = now + record.lease_seconds
-        heapq.heappush(self._leases, (record.lease_until, next(self._order), record.key))
+    def _push_lease(self, live_booking: LiveBooking, now: float) -> None:
+        live_booking.lease_until = now + live_booking.lease_seconds
+        heapq.heappush(self._leases, (live_booking.lease_until, next(self._order), live_booking.key))
         # Bookings are mostly freed long before their lease ends; what they leave behind is swept out now and then.
-        if len(self._leases) > 2 * len(self.records) + _LEAST_SWEEP:
+        if len(self._leases) > 2 * len(self.booking_table) + _LEAST_SWEEP:
             self._leases = [entry for entry in self._leases if self._is_leased(entry[2])]
             heapq.heapify(self._leases)
 
     def _is_leased(self, key: Key) -> bool:
-        record = self.records.get(key)
-        return record is not None and not record.session_id and self.records.is_here(record)
+        live_booking = self.booking_table.get(key)
+        return live_booking is not None and not live_booking.session_id and self.booking_table.is_here(live_booking)

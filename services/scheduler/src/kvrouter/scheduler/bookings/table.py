@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvrouter.core import Booking, Rank
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.booked_load import SlotManager
+from kvrouter.scheduler.load.booked_load import BookedLoad
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
@@ -23,7 +23,7 @@ SchedulerIncarnation = tuple[int, str]
 """A Scheduler process: (incarnation, id). If two booked a request on different ranks, the greater one's rank counts."""
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where a Scheduler booked a request."""
 
     rank: Rank
@@ -31,12 +31,12 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class LiveBooking:
     """A live booking."""
 
     key: Key
     component: ComponentName
-    slots: SlotManager = field(repr=False)
+    booked_load: BookedLoad = field(repr=False)
     outcome: SelectWorkerResponse
     """What the selection answered."""
     audited: bool
@@ -54,14 +54,14 @@ class Record:
     output_tokens: int = 0
     announced: bool = False
     """Whether its progress was told here though other Schedulers held it: they may have heard of it from here alone."""
-    owners: dict[SchedulerIncarnation, Place | None] = field(default_factory=dict)
+    owners: dict[SchedulerIncarnation, Placement | None] = field(default_factory=dict)
     """The Schedulers that hold it; None stands for the place where it is booked."""
 
 
-class Records:
+class BookingTable:
     """Live bookings by key, and the keys that were freed. A booking is released exactly once."""
 
-    def __init__(self, here: SchedulerIncarnation, released: Callable[[Record], None], *, tombstones: int) -> None:
+    def __init__(self, here: SchedulerIncarnation, released: Callable[[LiveBooking], None], *, tombstones: int) -> None:
         """Nothing is booked.
 
         Args:
@@ -71,26 +71,26 @@ class Records:
         """
         self.here = here
         self._released = released
-        self._records: dict[Key, Record] = {}
+        self._booking_table: dict[Key, LiveBooking] = {}
         # Whether a key was freed, or only dropped: with its owner, by a Scheduler that nothing told of its end.
         self._gone: OrderedDict[Key, bool] = OrderedDict()
         self._max_gone = tombstones
 
     def __len__(self) -> int:
         """Live bookings."""
-        return len(self._records)
+        return len(self._booking_table)
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[LiveBooking]:
         """Every live booking, as they are at this moment."""
-        return iter(list(self._records.values()))
+        return iter(list(self._booking_table.values()))
 
-    def get(self, key: Key) -> Record | None:
+    def get(self, key: Key) -> LiveBooking | None:
         """The live booking of a key."""
-        return self._records.get(key)
+        return self._booking_table.get(key)
 
-    def is_here(self, record: Record) -> bool:
+    def is_here(self, live_booking: LiveBooking) -> bool:
         """Whether this Scheduler holds it."""
-        return self.here in record.owners
+        return self.here in live_booking.owners
 
     def is_gone(self, key: Key) -> bool:
         """Whether the key is remembered as freed or dropped."""
@@ -104,59 +104,59 @@ class Records:
         """The keys that are remembered as freed, oldest first."""
         return [key for key, freed in self._gone.items() if freed]
 
-    def add(self, record: Record, owner: SchedulerIncarnation) -> None:
+    def add(self, live_booking: LiveBooking, owner: SchedulerIncarnation) -> None:
         """Takes a booking in that is booked in its slots and held by one Scheduler."""
-        self._gone.pop(record.key, None)
-        self._records[record.key] = record
-        record.owners[owner] = None
+        self._gone.pop(live_booking.key, None)
+        self._booking_table[live_booking.key] = live_booking
+        live_booking.owners[owner] = None
 
-    def add_owner(self, record: Record, owner: SchedulerIncarnation, place: Place) -> None:
+    def add_owner(self, live_booking: LiveBooking, owner: SchedulerIncarnation, place: Placement) -> None:
         """A Scheduler holds a live booking, at that place."""
-        if len(record.owners) == 1:
-            (only,) = record.owners
-            record.owners[only] = self.place(record, only)
-        record.owners[owner] = place
-        self._settle(record)
+        if len(live_booking.owners) == 1:
+            (only,) = live_booking.owners
+            live_booking.owners[only] = self.place(live_booking, only)
+        live_booking.owners[owner] = place
+        self._settle(live_booking)
 
-    def place(self, record: Record, owner: SchedulerIncarnation) -> Place:
+    def place(self, live_booking: LiveBooking, owner: SchedulerIncarnation) -> Placement:
         """Where one of its holders has a live booking."""
-        return record.owners.get(owner) or _place_of(record)
+        return live_booking.owners.get(owner) or _place_of(live_booking)
 
-    def remove_owner(self, key: Key, owner: SchedulerIncarnation) -> Record | None:
+    def remove_owner(self, key: Key, owner: SchedulerIncarnation) -> LiveBooking | None:
         """A Scheduler holds a booking no longer; with its last holder it is dropped. Returns it if that held it."""
-        record = self._records.get(key)
-        if record is None or owner not in record.owners:
+        live_booking = self._booking_table.get(key)
+        if live_booking is None or owner not in live_booking.owners:
             return None
-        del record.owners[owner]
-        if record.owners:
-            self._settle(record)
+        del live_booking.owners[owner]
+        if live_booking.owners:
+            self._settle(live_booking)
         else:
             self._remember(key, freed=False)
-            self._release(record)
-        return record
+            self._release(live_booking)
+        return live_booking
 
-    def prefill_complete(self, record: Record) -> None:
+    def prefill_complete(self, live_booking: LiveBooking) -> None:
         """The prompt of a live booking is computed."""
-        record.prefilled = True
-        record.slots.prefill_complete(record.key)
+        live_booking.prefilled = True
+        live_booking.booked_load.prefill_complete(live_booking.key)
 
-    def generated(self, record: Record, output_tokens: int) -> None:
+    def generated(self, live_booking: LiveBooking, output_tokens: int) -> None:
         """A live booking has generated so many tokens."""
-        record.output_tokens = max(record.output_tokens, output_tokens)
-        record.slots.output_tokens(record.key, record.output_tokens)
+        live_booking.output_tokens = max(live_booking.output_tokens, output_tokens)
+        live_booking.booked_load.output_tokens(live_booking.key, live_booking.output_tokens)
 
-    def free(self, key: Key) -> Record | None:
+    def free(self, key: Key) -> LiveBooking | None:
         """A booking has ended. A key that is unknown is remembered all the same."""
         self._remember(key, freed=True)
-        record = self._records.get(key)
-        if record is not None:
-            self._release(record)
-        return record
+        live_booking = self._booking_table.get(key)
+        if live_booking is not None:
+            self._release(live_booking)
+        return live_booking
 
-    def _release(self, record: Record) -> None:
-        del self._records[record.key]
-        record.slots.free(record.key)
-        self._released(record)
+    def _release(self, live_booking: LiveBooking) -> None:
+        del self._booking_table[live_booking.key]
+        live_booking.booked_load.free(live_booking.key)
+        self._released(live_booking)
 
     def _remember(self, key: Key, *, freed: bool) -> None:
         self._gone[key] = freed or self._gone.get(key, False)
@@ -164,32 +164,32 @@ class Records:
         if len(self._gone) > self._max_gone:
             self._gone.popitem(last=False)
 
-    def _settle(self, record: Record) -> None:
+    def _settle(self, live_booking: LiveBooking) -> None:
         """Books it where the greatest of its holders has it."""
-        place = record.owners[max(record.owners)]
-        if place is None or place == _place_of(record):
+        place = live_booking.owners[max(live_booking.owners)]
+        if place is None or place == _place_of(live_booking):
             return
-        booking = booking_of(record)
-        record.slots.free(record.key)
+        booking = booking_of(live_booking)
+        live_booking.booked_load.free(live_booking.key)
         prompt = Prompt(booking.prompt_tokens, b"", booking.sequence_hashes)
-        record.slots.book(record.key, place.rank, prompt, place.prefill_tokens)
-        if record.prefilled:
-            record.slots.prefill_complete(record.key)
-        record.slots.output_tokens(record.key, record.output_tokens)
+        live_booking.booked_load.book(live_booking.key, place.rank, prompt, place.prefill_tokens)
+        if live_booking.prefilled:
+            live_booking.booked_load.prefill_complete(live_booking.key)
+        live_booking.booked_load.output_tokens(live_booking.key, live_booking.output_tokens)
 
 
-def booking_of(record: Record) -> Booking:
+def booking_of(live_booking: LiveBooking) -> Booking:
     """The load of a live booking.
 
     Raises:
         LookupError: it is not live.
     """
-    booking = record.slots.booking(record.key)
+    booking = live_booking.booked_load.booking(live_booking.key)
     if booking is None:
-        raise LookupError(f"{record.key} is not booked")
+        raise LookupError(f"{live_booking.key} is not booked")
     return booking
 
 
-def _place_of(record: Record) -> Place:
-    booking = booking_of(record)
-    return Place(booking.rank, booking.prefill_tokens)
+def _place_of(live_booking: LiveBooking) -> Placement:
+    booking = booking_of(live_booking)
+    return Placement(booking.rank, booking.prefill_tokens)

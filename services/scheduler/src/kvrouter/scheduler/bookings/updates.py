@@ -7,8 +7,8 @@ from collections.abc import Callable
 import structlog
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.bookings.conversions import book_replicated
-from kvrouter.scheduler.bookings.leases import Ledger, Record
-from kvrouter.scheduler.bookings.table import Place
+from kvrouter.scheduler.bookings.leases import BookingLeases, LiveBooking
+from kvrouter.scheduler.bookings.table import Placement
 from kvrouter.scheduler.identifiers import Key, key_of, rank_of
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
@@ -50,38 +50,40 @@ def checked_key(booking: BookingKey) -> Key:
     return key_of(booking)
 
 
-class Bookings:
+class BookingUpdates:
     """Changes live bookings. Nothing here waits, so that calls take effect in the order in which they come."""
 
-    def __init__(self, ledger: Ledger, pools: Pools, metrics: SchedulerMetrics, clock: Callable[[], float]) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, booking_leases: BookingLeases, pools: Pools, metrics: SchedulerMetrics, clock: Callable[[], float]
+    ) -> None:
+        self._booking_leases = booking_leases
         self._pools = pools
         self._metrics = metrics
         self._clock = clock
 
     def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
         """The prompt is computed."""
-        record = self._find(request.booking)
-        if record is not None:
-            self._ledger.prefill_complete(record)
-        return MarkPrefillCompleteResponse(known=record is not None)
+        live_booking = self._find(request.booking)
+        if live_booking is not None:
+            self._booking_leases.prefill_complete(live_booking)
+        return MarkPrefillCompleteResponse(known=live_booking is not None)
 
     def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
         """So many tokens are generated."""
-        record = self._find(request.booking)
-        if record is not None:
-            self._ledger.generated(record, request.output_tokens)
-        return ReportOutputResponse(known=record is not None)
+        live_booking = self._find(request.booking)
+        if live_booking is not None:
+            self._booking_leases.generated(live_booking, request.output_tokens)
+        return ReportOutputResponse(known=live_booking is not None)
 
     def free(self, request: FreeRequest) -> FreeResponse:
         """Releases a booking, and holds its prediction against what the worker says."""
         key = checked_key(request.booking)
-        record = self._ledger.find(key, self._clock())
-        if record is None:
+        live_booking = self._booking_leases.find(key, self._clock())
+        if live_booking is None:
             self._metrics.unknown_frees.inc()
         elif request.HasField("cached_tokens"):
-            self._audit(record, request.cached_tokens)
-        return FreeResponse(known=self._ledger.free(key) is not None)
+            self._audit(live_booking, request.cached_tokens)
+        return FreeResponse(known=self._booking_leases.free(key) is not None)
 
     def reassert(self, request: ReassertBooking, session_id: str, token: int | None = None) -> BookingReasserted:
         """Takes a live booking over into an open session, whoever made it. A freed one stays freed.
@@ -93,60 +95,65 @@ class Bookings:
             TooLarge: there are as many bookings as may be.
         """
         key = checked_key(request.booking)
-        self._ledger.check_open(session_id, token)
+        self._booking_leases.check_open(session_id, token)
         now = self._clock()
-        record = self._ledger.find(key, now)
-        known = record is not None or self._ledger.was_freed(key)
-        if record is not None:
-            place = Place(rank_of(request), min(request.prefill_tokens, request.prompt_tokens))
-            self._ledger.adopt(record, session_id, place)
+        live_booking = self._booking_leases.find(key, now)
+        known = live_booking is not None or self._booking_leases.was_freed(key)
+        if live_booking is not None:
+            place = Placement(rank_of(request), min(request.prefill_tokens, request.prompt_tokens))
+            self._booking_leases.adopt(live_booking, session_id, place)
         elif not known:
-            record = self._book_again(key, request, session_id, now)
-        if record is not None:
+            live_booking = self._book_again(key, request, session_id, now)
+        if live_booking is not None:
             if request.prefill_complete:
-                self._ledger.prefill_complete(record)
+                self._booking_leases.prefill_complete(live_booking)
             if request.output_tokens:
-                self._ledger.generated(record, request.output_tokens)
+                self._booking_leases.generated(live_booking, request.output_tokens)
         return BookingReasserted(known=known)
 
     def expire(self) -> None:
         """Releases what leases and graces no longer hold."""
-        expired = self._ledger.expire(self._clock())
-        for record in expired.leases:
+        expired = self._booking_leases.expire(self._clock())
+        for live_booking in expired.leases:
             self._metrics.expired_leases.inc()
-            log.warning("lease ran out", request_id=record.key[0], attempt=record.key[1], routed=str(record.component))
+            log.warning(
+                "lease ran out",
+                request_id=live_booking.key[0],
+                attempt=live_booking.key[1],
+                routed=str(live_booking.component),
+            )
         for session in expired.sessions:
             self._metrics.lost_bookings.inc(session.bookings)
             log.info("session gone", session=session.session_id, client=session.client_name, bookings=session.bookings)
 
-    def _find(self, booking: BookingKey) -> Record | None:
-        return self._ledger.find(checked_key(booking), self._clock())
+    def _find(self, booking: BookingKey) -> LiveBooking | None:
+        return self._booking_leases.find(checked_key(booking), self._clock())
 
-    def _audit(self, record: Record, cached_tokens: int) -> None:
-        booking = record.slots.booking(record.key)
+    def _audit(self, live_booking: LiveBooking, cached_tokens: int) -> None:
+        booking = live_booking.booked_load.booking(live_booking.key)
         if booking is None:
             return
-        block_size = record.slots.block_size
+        block_size = live_booking.booked_load.block_size
         # The block of the last token is computed even where it is cached: the model needs its output.
         reachable = (booking.prompt_tokens - 1) // block_size
-        predicted = min(record.outcome.overlap_blocks, reachable)
-        if record.audited:
+        predicted = min(live_booking.outcome.overlap_blocks, reachable)
+        if live_booking.audited:
             self._metrics.audit(predicted, cached_tokens // block_size)
-        pool = self._pools.get(record.component)
+        pool = self._pools.get(live_booking.component)
         if pool is not None:
             pool.hits.add(
                 booking.rank,
                 prompt_tokens=booking.prompt_tokens,
                 cached_tokens=min(cached_tokens, booking.prompt_tokens),
-                predicted_tokens=predicted * block_size if record.audited else None,
+                predicted_tokens=predicted * block_size if live_booking.audited else None,
             )
 
-    def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Record | None:
+    def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> LiveBooking | None:
         pool = self._pools.named(request.component.namespace, request.component.name)
-        record = book_replicated(pool, key, request)
-        if record is None:
+        live_booking = book_replicated(pool, key, request)
+        if live_booking is None:
             return None
         self._metrics.reasserted.inc()
-        record.session_id = session_id
-        self._ledger.add(record, now)
-        return record
+        live_booking.session_id = session_id
+        self._booking_leases.add(live_booking, now)
+        return live_booking

@@ -76,7 +76,7 @@ class Loads(NamedTuple):
         return RankLoad(active, prefill, requests, leading, Head(int(tokens), float(seconds), int(waiting)))
 
 
-class SlotManager:
+class BookedLoad:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
 
     A rank whose registration goes keeps its load until its bookings are freed by those who own them: a lease of a

@@ -25,7 +25,7 @@ class RankFigures(Collector):
         """The families with a sample for each rank."""
         families = _families()
         for pool in self._pools:
-            for (worker_id, dp_rank), load in pool.slots.load_by_rank().items():
+            for (worker_id, dp_rank), load in pool.booked_load.load_by_rank().items():
                 labels = (str(pool.name), str(worker_id), str(dp_rank))
                 for family, value in zip(families, load[:3], strict=True):
                     family.add_metric(labels, value)

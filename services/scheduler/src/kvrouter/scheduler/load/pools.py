@@ -9,7 +9,7 @@ from typing import Protocol
 from kvrouter.core import Rank
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
-from kvrouter.scheduler.load.booked_load import Accounting, SlotManager
+from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import Hits
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
@@ -40,7 +40,7 @@ class Pool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = view.name
-        self.slots = SlotManager(view.descriptor.block_size, accounting, clock=clock)
+        self.booked_load = BookedLoad(view.descriptor.block_size, accounting, clock=clock)
         self.reports = LoadReports(report_age_seconds)
         self.hits = Hits()
         self.previous: dict[str, Rank] = {}
@@ -56,7 +56,7 @@ class Pool:
             return
         self.view = view
         self.roster = Roster(candidates_of(view.workers.values()))
-        self.slots.set_ranks(self.roster.ranks)
+        self.booked_load.set_ranks(self.roster.ranks)
         self.hits.set_ranks(self.roster.ranks)
         self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
 
@@ -141,7 +141,7 @@ class Pools:
     def _current(self, view: ComponentView) -> Pool:
         pool = self._pools.get(view.name)
         # Another block size makes it another component: what is booked in the old one is freed by its owners.
-        if pool is None or pool.slots.block_size != view.descriptor.block_size:
+        if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
             pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
         else:
             pool.follow(view)

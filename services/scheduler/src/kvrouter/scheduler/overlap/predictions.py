@@ -54,7 +54,7 @@ class Predictions:
         found = predicted.index.overlaps(prompt.local_hashes, self._clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
 
-    def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
+    def live_booking(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
         """A request was booked on a rank, in that life of it."""
         predicted = self._of(pool)
         if predicted.incarnations.get(rank, incarnation) != incarnation:
@@ -71,10 +71,10 @@ class Predictions:
     def _of(self, pool: Pool) -> _Prediction:
         predicted = self._predicted.get(pool.name)
         # Blocks of another size are other blocks.
-        if predicted is None or predicted.block_size != pool.slots.block_size:
+        if predicted is None or predicted.block_size != pool.booked_load.block_size:
             limits = self._limits
             index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)
-            predicted = self._predicted[pool.name] = _Prediction(pool.slots.block_size, index)
+            predicted = self._predicted[pool.name] = _Prediction(pool.booked_load.block_size, index)
         self._forget_gone(pool, predicted)
         return predicted
 

@@ -142,7 +142,7 @@ class QueuedRequests:
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
         rank, reason = chosen.row.candidate.rank, wait.explanation.reason
         self._waiting[key] = waiting = _Waiter(asked, rank, reason, now - waited, now, outcome)
-        pool.slots.on_progress = self._progressed
+        pool.booked_load.on_progress = self._progressed
         if component.queue.is_late(key, now):
             self._refuse_late(component, key)
         self._wake.set()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.scheduler.bookings.table import SchedulerIncarnation
 from kvrouter.scheduler.replication.incarnations import RETRY_SECONDS
-from kvrouter.scheduler.replication.owned_bookings import Claims
+from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat
 
 _BEHIND_SECONDS = 5.0
@@ -29,7 +29,7 @@ class Log:
 
     def __init__(self, scheduler: SchedulerIncarnation, now: float) -> None:
         self.scheduler = scheduler
-        self.claims = Claims()
+        self.owned = OwnedBookings()
         """What it holds, by its own account."""
         self.next_sequence = 0
         self.heard_at = now
@@ -106,7 +106,7 @@ class Log:
                 self._behind_since = None
                 self._want("behind")
         elif sequence == self.next_sequence and not self._fetching and not self.wanted:
-            agrees = (heartbeat.digest, heartbeat.bookings) == (self.claims.digest, len(self.claims))
+            agrees = (heartbeat.digest, heartbeat.bookings) == (self.owned.digest, len(self.owned))
             if not agrees and self._compared_at != sequence:
                 self._compared_at = sequence
                 self._want("digest")

@@ -107,7 +107,7 @@ class SyncLink:
             self._sync.metrics.unsent.inc()
 
     def _has_all(self) -> bool:
-        _, own_id = self._sync.records.here
+        _, own_id = self._sync.booking_table.here
         services = self._directory.services("scheduler")
         others = {scheduler_id for scheduler_id, service in services.items() if service.ready} - {own_id}
         return self._directory.is_synced and all(
@@ -134,7 +134,7 @@ class _Channel:
         self._metrics = sync.metrics
         self._client = client
         self._heartbeat_seconds = heartbeat_seconds
-        self._here = sync.records.here
+        self._here = sync.booking_table.here
         self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
         self._wanted = asyncio.Event()
         self._announce = asyncio.Event()

@@ -20,30 +20,30 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
-class _Claim:
+class _OwnedBooking:
     session_id: str
     prefilled: bool
 
 
-class Claims:
+class OwnedBookings:
     """Keys, each with its session and whether its prompt is computed."""
 
     def __init__(self) -> None:
-        self._claims: dict[Key, _Claim] = {}
+        self._owned: dict[Key, _OwnedBooking] = {}
         self._sessions: dict[str, set[Key]] = {}
         self._digest = 0
 
     def __len__(self) -> int:
         """Bookings."""
-        return len(self._claims)
+        return len(self._owned)
 
     def __contains__(self, key: Key) -> bool:
         """Whether it is among them."""
-        return key in self._claims
+        return key in self._owned
 
     def __iter__(self) -> Iterator[Key]:
         """The bookings, as they are at this moment."""
-        return iter(list(self._claims))
+        return iter(list(self._owned))
 
     @property
     def digest(self) -> int:
@@ -52,46 +52,46 @@ class Claims:
 
     def put(self, key: Key, session_id: str) -> None:
         """It is held by a session, or by a lease where that is empty. One that is there moves to it."""
-        claim = self._claims.get(key)
-        if claim is None:
-            self._claims[key] = _Claim(session_id, prefilled=False)
+        owned_booking = self._owned.get(key)
+        if owned_booking is None:
+            self._owned[key] = _OwnedBooking(session_id, prefilled=False)
             self._count(key, 1, prefilled=False)
         else:
-            self._leave_session(key, claim)
-            claim.session_id = session_id
+            self._leave_session(key, owned_booking)
+            owned_booking.session_id = session_id
         if session_id:
             self._sessions.setdefault(session_id, set()).add(key)
 
     def prefilled(self, key: Key) -> bool:
         """Its prompt is computed. Returns whether that changes anything."""
-        claim = self._claims.get(key)
-        if claim is None or claim.prefilled:
+        owned_booking = self._owned.get(key)
+        if owned_booking is None or owned_booking.prefilled:
             return False
-        claim.prefilled = True
+        owned_booking.prefilled = True
         self._count(key, -1, prefilled=False)
         self._count(key, 1, prefilled=True)
         return True
 
     def drop(self, key: Key) -> bool:
         """It is held no longer. Returns whether it was."""
-        claim = self._claims.pop(key, None)
-        if claim is None:
+        owned_booking = self._owned.pop(key, None)
+        if owned_booking is None:
             return False
-        self._leave_session(key, claim)
-        self._count(key, -1, prefilled=claim.prefilled)
+        self._leave_session(key, owned_booking)
+        self._count(key, -1, prefilled=owned_booking.prefilled)
         return True
 
     def of_session(self, session_id: str) -> list[Key]:
         """Those of a session."""
         return list(self._sessions.get(session_id, ()))
 
-    def _leave_session(self, key: Key, claim: _Claim) -> None:
-        keys = self._sessions.get(claim.session_id)
+    def _leave_session(self, key: Key, owned_booking: _OwnedBooking) -> None:
+        keys = self._sessions.get(owned_booking.session_id)
         if keys is None:
             return
         keys.discard(key)
         if not keys:
-            del self._sessions[claim.session_id]
+            del self._sessions[owned_booking.session_id]
 
     def _count(self, key: Key, sign: int, *, prefilled: bool) -> None:
         request_id, attempt, stage = key

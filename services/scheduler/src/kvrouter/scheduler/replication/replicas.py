@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 import structlog
 from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.bookings.conversions import add_request, book_replicated
-from kvrouter.scheduler.bookings.table import Place, Record, Records, SchedulerIncarnation, booking_of
+from kvrouter.scheduler.bookings.table import BookingTable, LiveBooking, Placement, SchedulerIncarnation, booking_of
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_of
 from kvrouter.scheduler.load.pools import Pools
@@ -29,7 +29,7 @@ from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
-from kvrouter.scheduler.replication.owned_bookings import Claims
+from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.v1.names import ComponentName
@@ -59,7 +59,7 @@ class Replicas:
     def __init__(
         self,
         component: ComponentName,
-        records: Records,
+        booking_table: BookingTable,
         pools: Pools,
         metrics: SyncMetrics,
         send: Callable[[ReplicaSyncEvent], None],
@@ -71,8 +71,8 @@ class Replicas:
     ) -> None:
         """``send`` takes this Scheduler's events in their order; ``grace_seconds`` is how long orphans are kept."""
         self.component = component
-        self.records = records
-        self.own = Claims()
+        self.booking_table = booking_table
+        self.own = OwnedBookings()
         """What this Scheduler holds."""
         self.next_sequence = 0
         self._pools = pools
@@ -93,32 +93,32 @@ class Replicas:
 
     # What happens here.
 
-    def announced(self, record: Record) -> AddRequest:
+    def announced(self, live_booking: LiveBooking) -> AddRequest:
         """A booking that is held here, as the others are told of it."""
-        return add_request(record, self.records.place(record, self.records.here), self.now())
+        return add_request(live_booking, self.booking_table.place(live_booking, self.booking_table.here), self.now())
 
-    def owned(self, record: Record) -> None:
+    def owned(self, live_booking: LiveBooking) -> None:
         """A booking is held here, or by another owner here."""
-        announced = self.announced(record)
+        announced = self.announced(live_booking)
         if announced.ByteSize() > MAX_ANNOUNCED_BYTES:
             self._set_aside("too_large")
             return
-        self.own.put(record.key, record.session_id)
+        self.own.put(live_booking.key, live_booking.session_id)
         self._announce(add_request=announced)
-        if record.prefilled:
-            self.prefilled(record)
-        if record.output_tokens:
-            self.generated(record)
+        if live_booking.prefilled:
+            self.prefilled(live_booking)
+        if live_booking.output_tokens:
+            self.generated(live_booking)
 
-    def prefilled(self, record: Record) -> None:
+    def prefilled(self, live_booking: LiveBooking) -> None:
         """A booking's prompt is computed."""
         # Where others hold it their leases live by being told, however often.
-        if self.own.prefilled(record.key) or record.key not in self.own:
-            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(record.key)))
+        if self.own.prefilled(live_booking.key) or live_booking.key not in self.own:
+            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(live_booking.key)))
 
-    def generated(self, record: Record) -> None:
+    def generated(self, live_booking: LiveBooking) -> None:
         """A booking has generated tokens."""
-        progress = OutputProgress(booking=key_message(record.key), output_tokens=record.output_tokens)
+        progress = OutputProgress(booking=key_message(live_booking.key), output_tokens=live_booking.output_tokens)
         self._announce(output_progress=progress)
 
     def freed(self, key: Key) -> None:
@@ -172,7 +172,7 @@ class Replicas:
                 case "free":
                     self.hear_freed(heard, checked_key(event.free.booking))
                 case "session_ended":
-                    for key in heard.claims.of_session(event.session_ended.session_id):
+                    for key in heard.owned.of_session(event.session_ended.session_id):
                         self.hear_let_go(heard, key)
                 case _:
                     self._set_aside("unknown_event")
@@ -187,39 +187,39 @@ class Replicas:
             KvRouterError: it cannot be counted here; the life holds it all the same.
         """
         key = checked_key(announced.booking)
-        heard.claims.put(key, announced.session_id)
-        if not self.records.was_freed(key):
+        heard.owned.put(key, announced.session_id)
+        if not self.booking_table.was_freed(key):
             self._add_owned(heard.scheduler, key, announced)
         return key
 
     def hear_prefilled(self, heard: Log, key: Key) -> None:
         """A life was told, or has heard, that a prompt is computed."""
-        heard.claims.prefilled(key)
-        record = self._find(key)
-        if record is not None and not record.prefilled:
-            self.records.prefill_complete(record)
-        if record is not None and self.own.prefilled(key):
+        heard.owned.prefilled(key)
+        live_booking = self._find(key)
+        if live_booking is not None and not live_booking.prefilled:
+            self.booking_table.prefill_complete(live_booking)
+        if live_booking is not None and self.own.prefilled(key):
             self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
 
     def hear_generated(self, key: Key, output_tokens: int) -> None:
         """Somebody was told that so many tokens are generated."""
-        record = self._find(key)
-        if record is not None and output_tokens > record.output_tokens:
-            self.records.generated(record, output_tokens)
+        live_booking = self._find(key)
+        if live_booking is not None and output_tokens > live_booking.output_tokens:
+            self.booking_table.generated(live_booking, output_tokens)
             if key in self.own:
-                self.generated(record)
+                self.generated(live_booking)
 
     def hear_freed(self, heard: Log, key: Key) -> None:
         """A life was told, or has heard, that a booking has ended."""
-        heard.claims.drop(key)
-        self.records.free(key)
+        heard.owned.drop(key)
+        self.booking_table.free(key)
         if self.own.drop(key):
             self._announce(free=FreeBooking(booking=key_message(key)))
 
     def hear_let_go(self, heard: Log, key: Key) -> None:
         """A life holds a booking no longer."""
-        heard.claims.drop(key)
-        self.records.remove_owner(key, heard.scheduler)
+        heard.owned.drop(key)
+        self.booking_table.remove_owner(key, heard.scheduler)
 
     def expire(self, registered: Collection[str]) -> None:
         """Drops what Schedulers held that are gone for the grace.
@@ -238,7 +238,7 @@ class Replicas:
 
     def status(self) -> Iterator[ReplicaStatus]:
         """What is known of each Scheduler, this one first."""
-        incarnation, scheduler_id = self.records.here
+        incarnation, scheduler_id = self.booking_table.here
         yield ReplicaStatus(
             scheduler_id=scheduler_id,
             incarnation=incarnation,
@@ -253,8 +253,8 @@ class Replicas:
                 scheduler_id=scheduler_id,
                 incarnation=incarnation,
                 next_sequence=heard.next_sequence,
-                bookings=len(heard.claims),
-                digest=heard.claims.digest,
+                bookings=len(heard.owned),
+                digest=heard.owned.digest,
                 heard_ms_ago=max(0, int((now - heard.heard_at) * 1000)),
                 complete=not heard.wanted,
             )
@@ -308,9 +308,9 @@ class Replicas:
 
     def _forget(self, heard: Log) -> None:
         dropped = 0
-        for key in heard.claims:
-            record = self.records.remove_owner(key, heard.scheduler)
-            dropped += record is not None and not record.owners
+        for key in heard.owned:
+            live_booking = self.booking_table.remove_owner(key, heard.scheduler)
+            dropped += live_booking is not None and not live_booking.owners
         del self._logs[heard.scheduler]
         # A fence stays as long as any life of its Scheduler is followed.
         if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
@@ -322,41 +322,46 @@ class Replicas:
         pool = self._pools.get(self.component)
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
-        record = self.records.get(key)
+        live_booking = self.booking_table.get(key)
         rank = rank_of(announced)
-        if record is None:
-            record = book_replicated(pool, key, announced)
-            if record is None:
+        if live_booking is None:
+            live_booking = book_replicated(pool, key, announced)
+            if live_booking is None:
                 raise RequestIdReused(key[0])
-            record.local_hashes, record.conversation = pack_hashes(announced.local_hashes), announced.conversation
-            self.records.add(record, scheduler)
-        else:
-            same_prompt = booking_of(record).sequence_hashes == pack_hashes(announced.sequence_hashes)
-            if record.component != self.component or not same_prompt:
-                raise RequestIdReused(key[0])
-            self.records.add_owner(
-                record, scheduler, Place(rank, min(announced.prefill_tokens, announced.prompt_tokens))
+            live_booking.local_hashes, live_booking.conversation = (
+                pack_hashes(announced.local_hashes),
+                announced.conversation,
             )
-        if self._affinity is not None and record.conversation:
-            self._affinity.note(self.component, record.conversation, rank)
-        if self._predictions is not None and record.local_hashes:
+            self.booking_table.add(live_booking, scheduler)
+        else:
+            same_prompt = booking_of(live_booking).sequence_hashes == pack_hashes(announced.sequence_hashes)
+            if live_booking.component != self.component or not same_prompt:
+                raise RequestIdReused(key[0])
+            self.booking_table.add_owner(
+                live_booking, scheduler, Placement(rank, min(announced.prefill_tokens, announced.prompt_tokens))
+            )
+        if self._affinity is not None and live_booking.conversation:
+            self._affinity.note(self.component, live_booking.conversation, rank)
+        if self._predictions is not None and live_booking.local_hashes:
             candidate = pool.roster.candidate(rank)
-            if candidate is not None and len(record.local_hashes) == 8 * record.outcome.prompt_blocks:
-                prompt = Prompt(announced.prompt_tokens, record.local_hashes, booking_of(record).sequence_hashes)
-                self._predictions.record(pool, rank, candidate.incarnation, prompt)
+            if candidate is not None and len(live_booking.local_hashes) == 8 * live_booking.outcome.prompt_blocks:
+                prompt = Prompt(
+                    announced.prompt_tokens, live_booking.local_hashes, booking_of(live_booking).sequence_hashes
+                )
+                self._predictions.live_booking(pool, rank, candidate.incarnation, prompt)
 
-    def _find(self, key: Key) -> Record | None:
-        record = self.records.get(key)
-        if record is not None and self.records.is_here(record) and not record.session_id:
-            record.lease_until = self.now() + record.lease_seconds
-        return record
+    def _find(self, key: Key) -> LiveBooking | None:
+        live_booking = self.booking_table.get(key)
+        if live_booking is not None and self.booking_table.is_here(live_booking) and not live_booking.session_id:
+            live_booking.lease_until = self.now() + live_booking.lease_seconds
+        return live_booking
 
     def _announce(self, **event: object) -> None:
         self._send(self._event(**event))
         self.next_sequence += 1
 
     def _event(self, **event: object) -> ReplicaSyncEvent:
-        incarnation, scheduler_id = self.records.here
+        incarnation, scheduler_id = self.booking_table.here
         return ReplicaSyncEvent(
             scheduler_id=scheduler_id,
             incarnation=incarnation,

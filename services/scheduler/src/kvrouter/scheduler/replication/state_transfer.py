@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
-from kvrouter.scheduler.bookings.table import Record
+from kvrouter.scheduler.bookings.table import LiveBooking
 from kvrouter.scheduler.identifiers import Key, key_message, key_of
 from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -36,7 +36,7 @@ class StateBroken(Exception):
 
 def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
     """The state of this Scheduler."""
-    incarnation, scheduler_id = replicas.records.here
+    incarnation, scheduler_id = replicas.booking_table.here
     next_sequence = replicas.next_sequence
     numbers = itertools.count()
     chunk, size = SyncStateResponse(), 0
@@ -56,21 +56,27 @@ def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
 
 
 def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
-    records = replicas.records
-    own, all_records, freed = list(replicas.own), list(records), records.freed()
+    booking_table = replicas.booking_table
+    own, all_bookings, freed = list(replicas.own), list(booking_table), booking_table.freed()
     for key in own:
-        record = records.get(key)
-        if record is not None:
-            yield "bookings", _state(record, replicas.announced(record))
-    for record in all_records:
-        if record.announced and record.component == replicas.component and not records.is_here(record):
-            yield "progress", _state(record, AddRequest(booking=key_message(record.key)))
+        live_booking = booking_table.get(key)
+        if live_booking is not None:
+            yield "bookings", _state(live_booking, replicas.announced(live_booking))
+    for live_booking in all_bookings:
+        if (
+            live_booking.announced
+            and live_booking.component == replicas.component
+            and not booking_table.is_here(live_booking)
+        ):
+            yield "progress", _state(live_booking, AddRequest(booking=key_message(live_booking.key)))
     for key in freed:
         yield "tombstones", key_message(key)
 
 
-def _state(record: Record, announced: AddRequest) -> BookingState:
-    return BookingState(request=announced, prefill_complete=record.prefilled, output_tokens=record.output_tokens)
+def _state(live_booking: LiveBooking, announced: AddRequest) -> BookingState:
+    return BookingState(
+        request=announced, prefill_complete=live_booking.prefilled, output_tokens=live_booking.output_tokens
+    )
 
 
 class Fetch:
@@ -82,7 +88,7 @@ class Fetch:
         self._owned = set[Key]()
         self._next_chunk = 0
         self._next_sequence = 0
-        self._before = (heard.next_sequence, heard.claims.digest)
+        self._before = (heard.next_sequence, heard.owned.digest)
         heard.fetch()
 
     def take(self, chunk: SyncStateResponse) -> bool:
@@ -117,10 +123,10 @@ class Fetch:
         self._heard.give_up(self._replicas.now())
 
     def _finish(self) -> None:
-        for key in self._heard.claims:
+        for key in self._heard.owned:
             if key not in self._owned:
                 self._replicas.hear_let_go(self._heard, key)
-        founded = self._before != (self._next_sequence, self._heard.claims.digest)
+        founded = self._before != (self._next_sequence, self._heard.owned.digest)
         self._heard.note_fetched(self._replicas.now(), founded=founded)
         for event in self._heard.fetched(self._next_sequence):
             self._replicas.apply(self._heard, event)

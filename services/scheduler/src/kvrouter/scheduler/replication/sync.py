@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from kvrouter.scheduler.bookings.table import Record, Records
+from kvrouter.scheduler.bookings.table import BookingTable, LiveBooking
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.overlap.predictions import Predictions
@@ -25,7 +25,7 @@ class ReplicaSync:
 
     def __init__(
         self,
-        records: Records,
+        booking_table: BookingTable,
         pools: Pools,
         metrics: SyncMetrics,
         *,
@@ -35,7 +35,7 @@ class ReplicaSync:
         affinity: Affinity | None = None,
     ) -> None:
         """``grace_seconds`` is how long bookings outlive the Scheduler that held them."""
-        self.records = records
+        self.booking_table = booking_table
         self.metrics = metrics
         self._clock = clock
         self.send: Outgoing = _drop
@@ -56,7 +56,7 @@ class ReplicaSync:
         if replicas is None:
             replicas = self._components[component] = Replicas(
                 component,
-                self.records,
+                self.booking_table,
                 self._pools,
                 self.metrics,
                 lambda event: self.send(component, event),
@@ -67,17 +67,17 @@ class ReplicaSync:
             )
         return replicas
 
-    def owned(self, record: Record) -> None:
+    def owned(self, live_booking: LiveBooking) -> None:
         """A booking is held here, or by another owner here."""
-        self.of(record.component).owned(record)
+        self.of(live_booking.component).owned(live_booking)
 
-    def prefilled(self, record: Record) -> None:
+    def prefilled(self, live_booking: LiveBooking) -> None:
         """A booking's prompt is computed."""
-        self.of(record.component).prefilled(record)
+        self.of(live_booking.component).prefilled(live_booking)
 
-    def generated(self, record: Record) -> None:
+    def generated(self, live_booking: LiveBooking) -> None:
         """A booking has generated tokens."""
-        self.of(record.component).generated(record)
+        self.of(live_booking.component).generated(live_booking)
 
     def freed(self, key: Key, component: ComponentName | None) -> None:
         """A booking has ended. Where it is unknown here, each component's Schedulers are told: one may hold it."""
@@ -97,7 +97,7 @@ class ReplicaSync:
     def remote_bookings(self) -> int:
         """Bookings that only other Schedulers hold."""
         own = sum(len(replicas.own) for replicas in self)
-        return max(0, len(self.records) - own)
+        return max(0, len(self.booking_table) - own)
 
     def replicas(self) -> int:
         """Other Schedulers that are heard, over all components."""

@@ -137,16 +137,16 @@ def survey(
     """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
     roster, thresholds = pool.roster, options.thresholds
     fit = free = roster.preferred(roster.fit(wanted), wanted.avoided)
-    loads = pool.slots.loads(prompt, wanted.stage)
+    loads = pool.booked_load.loads(prompt, wanted.stage)
     judged: Load | None = None
     if thresholds.any_set:
         # Judged without the request, whose blocks would make every rank busy by itself.
         judged = Load.of(
-            pool.slots.active_blocks(), loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now)
+            pool.booked_load.active_blocks(), loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now)
         )
         free = fit[~judged.above(thresholds)[fit]]
     overlap_blocks = overlaps.on(roster)
-    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.slots.block_size, wanted.stage)
+    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.booked_load.block_size, wanted.stage)
     return Survey(roster, wanted, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
 
 

@@ -49,9 +49,9 @@ def choose(
         rows,
         prompt,
         options,
-        block_size=pool.slots.block_size,
+        block_size=pool.booked_load.block_size,
         previous=pool.previous.get(options.mode),
-        pace=pace_error * pool.slots.pace.value,
+        pace=pace_error * pool.booked_load.pace.value,
     )
     decided = POLICIES[options.mode].decide(facts, rng)
     return Chosen(found, facts, rows[decided.index], decided)
@@ -65,4 +65,4 @@ def book(pool: Pool, key: Key, prompt: Prompt, chosen: Chosen) -> bool:
     """
     # A request that had better wait, and goes all the same, finds more on its way than the forecast knows.
     forecast_ms = chosen.decided.forecast_ms if isinstance(chosen.decided, Choice) else None
-    return pool.slots.book(key, chosen.row.candidate.rank, prompt, chosen.prefill_tokens, forecast_ms=forecast_ms)
+    return pool.booked_load.book(key, chosen.row.candidate.rank, prompt, chosen.prefill_tokens, forecast_ms=forecast_ms)
