@@ -26,7 +26,7 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import read_answer
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.candidate_snapshot import snapshot
 from kvrouter.scheduler.routing.choice import choose
 from kvrouter.scheduler.workers.candidates import Wanted
 from kvrouter.v1.common_pb2 import Stage
@@ -139,7 +139,7 @@ def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> 
     def decide(options: RoutingOptions) -> Callable[[bytes], None]:
         def one(hashes: bytes) -> None:
             prompt = Prompt(tokens, b"", hashes)
-            found = survey(pool, prompt, Wanted(), options, overlaps, now=1.0)
+            found = snapshot(pool, prompt, Wanted(), options, overlaps, now=1.0)
             choose(pool, prompt, options, found, found.free, rng)
 
         return one

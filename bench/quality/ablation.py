@@ -22,13 +22,13 @@ from kvrouter.scheduler.load import latency_calibration as pace
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast import policy as forecast
-from kvrouter.scheduler.policies.interface import Amounts, Choice, Facts, Wait
+from kvrouter.scheduler.policies.interface import Amounts, Choice, SchedulingContext, Wait
 from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
 from kvrouter.simulator.workloads.workload import Prompts
 from tables import CONDITIONS, SHARED_TRACE, Cell, measure, workload_of
 
-Changed = Callable[[Facts], Facts]
+Changed = Callable[[SchedulingContext], SchedulingContext]
 MS_PER_TOKEN = 0.0167
 """A prompt of 8,192 tokens takes as long by this as by the time model."""
 
@@ -39,13 +39,13 @@ def constant(module: Any, name: str, value: object) -> Any:
 
 
 @contextmanager
-def facts(change: Changed) -> Iterator[None]:
+def context(change: Changed) -> Iterator[None]:
     """The policy sees changed facts."""
     rule = type(POLICIES["forecast"])
     decide = rule.decide
 
-    def changed(self: Any, facts: Facts, rng: Random) -> Choice | Wait:
-        return decide(self, change(facts), rng)
+    def changed(self: Any, context: SchedulingContext, rng: Random) -> Choice | Wait:
+        return decide(self, change(context), rng)
 
     with mock.patch.object(rule, "decide", changed):
         yield
@@ -56,15 +56,15 @@ def no_batch() -> Iterator[None]:
     """Others in the step do not count."""
     weigh = forecast.weigh
 
-    def without(facts: Facts, shares: Amounts) -> forecast.Weighed:
-        weighed = weigh(facts, shares)
+    def without(context: SchedulingContext, shares: Amounts) -> forecast.Weighed:
+        weighed = weigh(context, shares)
         return weighed._replace(batch=np.zeros_like(weighed.batch))
 
     with constant(forecast, "weigh", without):
         yield
 
 
-def no_progress(given: Facts) -> Facts:
+def no_progress(given: SchedulingContext) -> SchedulingContext:
     """Nothing is known of the prompt under way."""
     zeros = np.zeros_like(given.head_prefill_seconds)
     return replace(given, head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_seconds=zeros)
@@ -81,7 +81,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "b": lambda: constant(forecast, "BASE", 0.0),
     "crowd": lambda: constant(forecast, "CROWD", 0.0),
     "batch": no_batch,
-    "progress": lambda: facts(no_progress),
+    "progress": lambda: context(no_progress),
     "decode": lambda: constant(forecast, "decode_ms", np.zeros_like),
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),
     "pace": lambda: constant(pace, "STEP", 0.0),

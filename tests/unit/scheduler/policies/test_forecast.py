@@ -10,7 +10,7 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast.policy import decode_ms, prefill_ms
 from kvrouter.scheduler.policies.interface import Choice, Wait
 
-from ..facts_maker import facts
+from ..context_maker import context
 
 # Two ranks of 1,000 blocks of 16 tokens; a prompt of 100 blocks, that both hold nothing of.
 TWO: dict[str, Any] = {
@@ -23,7 +23,7 @@ TWO: dict[str, Any] = {
 
 
 def decide(mode: str, **changes: Any) -> Choice | Wait:
-    return POLICIES[mode].decide(facts(2, **(TWO | changes)), Random(7))
+    return POLICIES[mode].decide(context(2, **(TWO | changes)), Random(7))
 
 
 def test_prefill_time_is_a_full_step_for_each_budget_and_one_for_the_rest() -> None:
@@ -34,7 +34,7 @@ def test_prefill_time_is_a_full_step_for_each_budget_and_one_for_the_rest() -> N
 
 
 def test_of_equal_ranks_either_is_taken() -> None:
-    taken = {POLICIES["forecast"].decide(facts(2, **TWO), Random(seed)).index for seed in range(20)}
+    taken = {POLICIES["forecast"].decide(context(2, **TWO), Random(seed)).index for seed in range(20)}
     assert taken == {0, 1}
 
 

@@ -15,7 +15,7 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, rank_label
 from kvrouter.scheduler.policies.kv.policy import softmax_weights
 
-from ..facts_maker import facts
+from ..context_maker import context
 
 LOADS = st.lists(
     st.tuples(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(0, 5_000)), min_size=1, max_size=20
@@ -39,7 +39,7 @@ def test_every_mode_is_there() -> None:
 
 @given(LOADS, st.sampled_from([0.0, 0.25, 1.0, 3.0, 64.0]), st.sampled_from([1, 16, 512]))
 def test_kv_takes_the_lowest_exact_cost(loads: list[tuple[int, int, int]], weight: float, block_size: int) -> None:
-    given_facts = facts(
+    given_context = context(
         len(loads),
         block_size=block_size,
         overlap_score_weight=weight,
@@ -47,7 +47,7 @@ def test_kv_takes_the_lowest_exact_cost(loads: list[tuple[int, int, int]], weigh
         new_prefill_tokens=[new for _, new, _ in loads],
         active_blocks=[active for _, _, active in loads],
     )
-    choice = POLICIES["kv"].decide(given_facts, Random(1))
+    choice = POLICIES["kv"].decide(given_context, Random(1))
     # Block sizes are powers of two and loads far below 2^53, so that floats are exact and so is this.
     exact = [Fraction(weight) * Fraction(booked + new, block_size) + active for booked, new, active in loads]
     assert exact[choice.index] == min(exact)
@@ -55,14 +55,14 @@ def test_kv_takes_the_lowest_exact_cost(loads: list[tuple[int, int, int]], weigh
 
 
 def test_kv_weighs_the_example_of_the_guide() -> None:
-    guide = facts(3, block_size=1, new_prefill_tokens=[8, 5, 2], active_blocks=[10, 5, 9])
+    guide = context(3, block_size=1, new_prefill_tokens=[8, 5, 2], active_blocks=[10, 5, 9])
     choice = POLICIES["kv"].decide(guide, Random(1))
     assert list(choice.explanation.costs) == [18, 10, 11]
     assert guide.ranks[choice.index] == (2, 0)
 
 
 def test_kv_explains_as_the_guide_shows() -> None:
-    given_facts = facts(
+    given_context = context(
         2,
         block_size=2,
         new_prefill_tokens=[201, 0],
@@ -70,7 +70,7 @@ def test_kv_explains_as_the_guide_shows() -> None:
         overlap_blocks=[15, 0],
         ranks=[(1, 0), (7, 2)],
     )
-    explanation = POLICIES["kv"].decide(given_facts, Random(1)).explanation
+    explanation = POLICIES["kv"].decide(given_context, Random(1)).explanation
     assert explanation.formula(0) == "Formula for worker_1: 125.5 = 1.0 * 100.5 + 25.0 (cached_blocks: 15)"
     assert explanation.formula(1) == "Formula for worker_7_dp2: 0.0 = 1.0 * 0.0 + 0.0 (cached_blocks: 0)"
     assert {name: list(column) for name, column in explanation.terms.items()} == {
@@ -82,7 +82,7 @@ def test_kv_explains_as_the_guide_shows() -> None:
 @pytest.mark.parametrize("mode", ["kv", "direct", "power-of-two"])
 def test_ties_fall_at_random(mode: str) -> None:
     rng = Random(7)
-    chosen = Counter(POLICIES[mode].decide(facts(4), rng).index for _ in range(4000))
+    chosen = Counter(POLICIES[mode].decide(context(4), rng).index for _ in range(4000))
     assert set(chosen) == {0, 1, 2, 3}
     # 1,000 each, with a standard deviation of 27.
     assert all(850 < count < 1150 for count in chosen.values())
@@ -92,7 +92,7 @@ def test_temperature_draws_by_cost() -> None:
     costs = [10, 12, 20]
     rng = Random(11)
     drawn = Counter(
-        POLICIES["kv"].decide(facts(3, active_blocks=costs, temperature=0.5), rng).index for _ in range(20_000)
+        POLICIES["kv"].decide(context(3, active_blocks=costs, temperature=0.5), rng).index for _ in range(20_000)
     )
     weights = [math.exp(-(cost - 10) / (10 * 0.5)) for cost in costs]
     for index, weight in enumerate(weights):
@@ -124,7 +124,7 @@ def test_round_robin_goes_on_from_the_rank_chosen_last() -> None:
     ranks = [(1, 0), (1, 1), (4, 0)]
 
     def turn(previous: tuple[int, int] | None) -> tuple[int, int]:
-        return ranks[policy.decide(facts(3, ranks=ranks, previous=previous), Random(1)).index]
+        return ranks[policy.decide(context(3, ranks=ranks, previous=previous), Random(1)).index]
 
     assert turn(None) == (1, 0)
     assert turn((1, 0)) == (1, 1)
@@ -137,13 +137,13 @@ def test_round_robin_goes_on_from_the_rank_chosen_last() -> None:
 
 def test_random_gives_each_the_same_chance() -> None:
     rng = Random(3)
-    drawn = Counter(POLICIES["random"].decide(facts(4), rng).index for _ in range(4000))
+    drawn = Counter(POLICIES["random"].decide(context(4), rng).index for _ in range(4000))
     assert all(850 < drawn[index] < 1150 for index in range(4))
 
 
 def test_power_of_two_never_takes_the_fullest() -> None:
     rng = Random(5)
-    busiest = facts(5, active_requests=[1, 2, 9, 3, 4])
+    busiest = context(5, active_requests=[1, 2, 9, 3, 4])
     chosen = Counter(POLICIES["power-of-two"].decide(busiest, rng).index for _ in range(1000))
     assert chosen[2] == 0
     # The emptiest is drawn in 4 of 10 pairs, and wins each of them.
@@ -151,7 +151,7 @@ def test_power_of_two_never_takes_the_fullest() -> None:
 
 
 def test_power_of_two_says_whom_it_drew() -> None:
-    choice = POLICIES["power-of-two"].decide(facts(5, active_requests=[1, 2, 9, 3, 4]), Random(5))
+    choice = POLICIES["power-of-two"].decide(context(5, active_requests=[1, 2, 9, 3, 4]), Random(5))
     assert sum(cost < math.inf for cost in choice.explanation.costs) == 2
     assert sum("was not drawn" in choice.explanation.formula(index) for index in range(5)) == 3
 
@@ -160,7 +160,7 @@ def test_power_of_two_says_whom_it_drew() -> None:
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_every_policy_names_a_candidate(mode: str, count: int) -> None:
     for seed in range(20):
-        choice = POLICIES[mode].decide(facts(count, active_blocks=list(range(count))), Random(seed))
+        choice = POLICIES[mode].decide(context(count, active_blocks=list(range(count))), Random(seed))
         assert isinstance(choice, Choice)
         assert 0 <= choice.index < count
         assert choice.explanation.reason

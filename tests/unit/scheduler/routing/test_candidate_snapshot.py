@@ -15,10 +15,10 @@ from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.routing.candidate_snapshot import facts_of, survey
+from kvrouter.scheduler.routing.candidate_snapshot import context_of, snapshot
 from kvrouter.scheduler.routing.choice import choose
 from kvrouter.scheduler.workers.candidates import Wanted, candidates_of, why_unfit
-from kvrouter.scheduler.workers.worker_set import Roster
+from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
 from kvrouter.v1.events_pb2 import LoadReport
 
@@ -60,12 +60,12 @@ WANTED = st.builds(
 @settings(max_examples=300)
 @given(WORKERS, WANTED)
 def test_those_fit_for_whom_no_rule_has_a_reason(workers: list[Any], wanted: Wanted) -> None:
-    roster = Roster(candidates_of(workers))
-    fit = [place for place, each in enumerate(roster.candidates) if not why_unfit(each, wanted)]
-    assert roster.fit(wanted).tolist() == fit
+    worker_set = WorkerSet(candidates_of(workers))
+    fit = [place for place, each in enumerate(worker_set.candidates) if not why_unfit(each, wanted)]
+    assert worker_set.fit(wanted).tolist() == fit
     anywhere = Wanted(stage=wanted.stage)
-    assert roster.fit(anywhere).tolist() == [
-        place for place, each in enumerate(roster.candidates) if not why_unfit(each, anywhere)
+    assert worker_set.fit(anywhere).tolist() == [
+        place for place, each in enumerate(worker_set.candidates) if not why_unfit(each, anywhere)
     ]
 
 
@@ -113,7 +113,7 @@ def test_every_row_is_what_the_rules_say_of_it(
         report.incarnation = 3
         pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
     asked, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
-    found = survey(pool, asked, wanted, options, Overlaps.of(resident), now=now)
+    found = snapshot(pool, asked, wanted, options, Overlaps.of(resident), now=now)
     before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(asked, wanted.stage)
     fit = [each for each in pool.candidates if not why_unfit(each, wanted)]
     assert [row.candidate for row in found.rows] == fit
@@ -141,8 +141,8 @@ def test_every_row_is_what_the_rules_say_of_it(
     if not free:
         assert isinstance(found.refusal("pool"), AllBusy if fit else NoWorkers)
         return
-    facts = facts_of(found.free, asked, options, block_size=BLOCK, previous=None)
-    assert facts.ranks == tuple(row.candidate.rank for row in free)
+    context = context_of(found.free, asked, options, block_size=BLOCK, previous=None)
+    assert context.ranks == tuple(row.candidate.rank for row in free)
     columns = {
         "overlap_blocks": [row.overlap_blocks for row in free],
         "new_prefill_tokens": [row.new_prefill_tokens for row in free],
@@ -156,48 +156,50 @@ def test_every_row_is_what_the_rules_say_of_it(
         "head_prefill_seconds": [row.load.head.seconds for row in free],
         "prefill_requests": [row.load.head.requests for row in free],
     }
-    assert {name: getattr(facts, name).tolist() for name in columns} == columns
+    assert {name: getattr(context, name).tolist() for name in columns} == columns
 
 
 def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     options = RoutingOptions("forecast")
     pool.booked_load.book(("a", 0, 1), (1, 0), prompt(4), 64)
-    found = survey(pool, prompt(4), Wanted(), options, NOT_ASKED, now=1.0)
+    found = snapshot(pool, prompt(4), Wanted(), options, NOT_ASKED, now=1.0)
     chosen = choose(pool, prompt(4), options, found, found.free, Random(1))
-    seen = [str(chosen.facts), str(found.rows[0])]
+    seen = [str(chosen.context), str(found.rows[0])]
     pool.booked_load.book(("b", 0, 1), (1, 0), prompt(9, seed=1), 144)
     pool.booked_load.free(("a", 0, 1))
     pool.follow(view(worker(2)))
-    assert [str(chosen.facts), str(found.rows[0])] == seen
+    assert [str(chosen.context), str(found.rows[0])] == seen
 
 
 @pytest.mark.parametrize("ranks", [[(2, 0), (1, 0)], [(1, 0)], [(9, 9), (2, 0), (1, 0), (3, 0)], []])
 def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int, int]]) -> None:
-    roster = Roster(candidates_of([worker(1), worker(2)]))
+    worker_set = WorkerSet(candidates_of([worker(1), worker(2)]))
     for _ in range(2):  # the second answer rests on the first
         resident = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})
         expected = [10 * worker_id if (worker_id, 0) in ranks else 0 for worker_id in (1, 2)]
-        assert resident.on(roster).tolist() == expected
-    assert NOT_ASKED.on(roster).tolist() == [0, 0]
-    assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(roster)), "of lives before the registered ones"
+        assert resident.on(worker_set).tolist() == expected
+    assert NOT_ASKED.on(worker_set).tolist() == [0, 0]
+    assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(worker_set)), (
+        "of lives before the registered ones"
+    )
 
 
 @given(WORKERS, WANTED, IDS)
 def test_avoided_workers_give_way_only_to_others_that_fit(
     workers: list[Any], wanted: Wanted, avoided: set[int]
 ) -> None:
-    roster = Roster(candidates_of(workers))
-    fit = roster.fit(wanted)
-    others = [place for place in fit.tolist() if roster.ranks[place][0] not in avoided]
-    assert roster.preferred(fit, avoided).tolist() == (others or fit.tolist())
+    worker_set = WorkerSet(candidates_of(workers))
+    fit = worker_set.fit(wanted)
+    others = [place for place in fit.tolist() if worker_set.ranks[place][0] not in avoided]
+    assert worker_set.preferred(fit, avoided).tolist() == (others or fit.tolist())
 
 
 def test_a_candidate_that_gave_way_says_why() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     wanted = Wanted(avoided=frozenset({1}))
-    found = survey(pool, prompt(4), wanted, RoutingOptions(), NOT_ASKED, now=1.0)
+    found = snapshot(pool, prompt(4), wanted, RoutingOptions(), NOT_ASKED, now=1.0)
     assert [row.candidate.rank for row in found.free] == [(2, 0)]
     assert found.excluded([(2, 0)]) == {(1, 0): "the caller avoids this worker, and another one fits"}
-    alone = survey(pool, prompt(4), Wanted(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_ASKED, now=1.0)
+    alone = snapshot(pool, prompt(4), Wanted(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_ASKED, now=1.0)
     assert [row.candidate.rank for row in alone.free] == [(1, 0)]

@@ -8,12 +8,12 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.routing.decisions import Decided, Decisions
 from kvrouter.v1.names import ComponentName
 
-from ..facts_maker import facts
+from ..context_maker import context
 from ..harness import POOL
 
 
 def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decided:
-    weighed = facts(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
+    weighed = context(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
     choice = POLICIES["kv"].decide(weighed, Random(1))
     return Decided(
         decision_id=decisions.next_id(),
@@ -22,7 +22,7 @@ def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2)
         attempt=0,
         mode="kv",
         chosen=weighed.ranks[choice.index],
-        facts=weighed,
+        context=weighed,
         explanation=choice.explanation,
         excluded=lambda: {(1, 5): "draining"},
         rows=candidates + 1,

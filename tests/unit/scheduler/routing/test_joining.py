@@ -13,7 +13,7 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.candidate_snapshot import snapshot
 from kvrouter.scheduler.routing.choice import book, choose
 from kvrouter.scheduler.workers.candidates import Wanted
 
@@ -53,7 +53,7 @@ class Traffic:
         hashes = self.shared + self.rng.randbytes(8 * self.rng.randint(LEAST, MOST))
         prompt = Prompt(len(hashes) // 8 * BLOCK, b"", hashes)
         wanted, overlaps = Wanted(worker_id=worker_id), Overlaps.of(self.resident)
-        found = survey(self.pool, prompt, wanted, self.options, overlaps, now=self.now)
+        found = snapshot(self.pool, prompt, wanted, self.options, overlaps, now=self.now)
         chosen = choose(self.pool, prompt, self.options, found, found.free, self.rng)
         key = (str(next(self.numbers)), 0, 1)
         assert book(self.pool, key, prompt, chosen)

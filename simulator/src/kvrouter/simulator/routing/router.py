@@ -17,7 +17,7 @@ from kvrouter.scheduler.policies.interface import Choice, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import survey
+from kvrouter.scheduler.routing.candidate_snapshot import snapshot
 from kvrouter.scheduler.routing.choice import Chosen, book, choose
 from kvrouter.scheduler.workers.candidates import Wanted
 from kvrouter.simulator.engines.cache_events import CacheEvents
@@ -109,7 +109,7 @@ class Router:
         return self._queued.next_due()
 
     def _choose(self, prompt: Prompt, now: float) -> Chosen:
-        found = survey(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
+        found = snapshot(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
         return choose(self.pool, prompt, self._options, found, found.free, self._rng, pace_error=self._pace)
 
     def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:

@@ -41,7 +41,7 @@ from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.routing.affinity import Affinity, conversation_of
-from kvrouter.scheduler.routing.candidate_snapshot import Row, Survey, survey
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateRow, CandidateSnapshot, snapshot
 from kvrouter.scheduler.routing.choice import Chosen, book, choose
 from kvrouter.scheduler.routing.decisions import Decided, Decisions
 from kvrouter.scheduler.routing.request_context import Asked, Question, lease_seconds
@@ -182,9 +182,9 @@ class Selector:
             deadline=deadline,
         )
 
-    def survey(self, question: Question, overlaps: Overlaps) -> Survey:
+    def snapshot(self, question: Question, overlaps: Overlaps) -> CandidateSnapshot:
         """Every candidate as it is at this moment."""
-        return survey(question.pool, question.prompt, question.wanted, question.options, overlaps, now=self._clock())
+        return snapshot(question.pool, question.prompt, question.wanted, question.options, overlaps, now=self._clock())
 
     async def _book_once(
         self, asked: Asked, key: Key, request: SelectWorkerRequest, deadline: Deadline
@@ -258,7 +258,7 @@ class Selector:
         if self._pools.get(pool.name) is not pool:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
         self._check(asked)
-        found = self.survey(question, asked.overlaps)
+        found = self.snapshot(question, asked.overlaps)
         if not found.free:
             refusal = found.refusal(pool.name)
             self._keep(asked, self._decisions.next_id(), None, found, Explanation(str(refusal)))
@@ -321,13 +321,13 @@ class Selector:
         self,
         asked: Asked,
         decision_id: int,
-        row: Row | None,
-        seen: Chosen | Survey,
+        row: CandidateRow | None,
+        seen: Chosen | CandidateSnapshot,
         explanation: Explanation,
         queued_seconds: float = 0.0,
     ) -> None:
         request_id, attempt = ("", 0) if asked.key is None else asked.key[:2]
-        found, facts = (seen, None) if isinstance(seen, Survey) else (seen.found, seen.facts)
+        found, context = (seen, None) if isinstance(seen, CandidateSnapshot) else (seen.found, seen.context)
         decided = Decided(
             decision_id=decision_id,
             component=asked.question.pool.name,
@@ -335,18 +335,18 @@ class Selector:
             attempt=attempt,
             mode=asked.question.options.mode,
             chosen=None if row is None else row.candidate.rank,
-            facts=facts,
+            context=context,
             explanation=explanation,
-            excluded=partial(found.excluded, () if facts is None else facts.ranks),
-            rows=len(found.roster),
+            excluded=partial(found.excluded, () if context is None else context.ranks),
+            rows=len(found.worker_set),
             prompt_blocks=asked.question.prompt.blocks,
             load_only=bool(asked.overlaps.failure),
             decided_unix_ns=time.time_ns(),
             queued_seconds=queued_seconds,
         )
         self._decisions.add(decided)
-        if facts is not None and log.is_enabled_for(logging.DEBUG):
-            for index in range(len(facts.ranks)):
+        if context is not None and log.is_enabled_for(logging.DEBUG):
+            for index in range(len(context.ranks)):
                 formula = explanation.formula(index)
                 if formula:
                     log.debug(formula, decision=decision_id, request_id=request_id)

@@ -111,7 +111,7 @@ class SchedulerService:
         check_pinned(question.pool.candidates, question.wanted)
         wanted = question.options.overlap_score_weight > 0
         overlaps = await self._selector.overlaps(question, deadline, wanted=wanted)
-        rows = self._selector.survey(question, overlaps).rows
+        rows = self._selector.snapshot(question, overlaps).rows
         return GetPotentialLoadsResponse(
             loads=[
                 PotentialLoad(

@@ -93,7 +93,7 @@ class Status:
             thresholds=thresholds.to_message(),
             ranks=[
                 _rank_status(pool, rank, loads.get(rank, RankLoad()), thresholds, now, waiting[rank])
-                for rank in sorted(loads.keys() | pool.roster.ranks)
+                for rank in sorted(loads.keys() | pool.worker_set.ranks)
             ],
             queued=QueueStatus() if self._queued is None else self._queued.status(pool.name, listed=listed),
             replicas=() if self._sync is None else self._sync.of(pool.name).status(),
@@ -108,7 +108,7 @@ def _rank_status(
     now: float,
     waiting: int,
 ) -> RankStatus:
-    candidate, report = pool.roster.candidate(rank), pool.reports.of(rank, now)
+    candidate, report = pool.worker_set.candidate(rank), pool.reports.of(rank, now)
     status = RankStatus(
         rank=rank_message(rank),
         active_blocks=load.active_blocks,

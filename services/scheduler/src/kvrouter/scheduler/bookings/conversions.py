@@ -52,7 +52,7 @@ def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddReques
     prefill_tokens = min(announced.prefill_tokens, prompt.tokens)
     if not pool.booked_load.book(key, rank, prompt, prefill_tokens):
         return None
-    candidate = pool.roster.candidate(rank)
+    candidate = pool.worker_set.candidate(rank)
     outcome = SelectWorkerResponse(
         rank=announced.rank,
         endpoint="" if candidate is None else candidate.endpoint,

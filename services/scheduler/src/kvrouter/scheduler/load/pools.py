@@ -13,7 +13,7 @@ from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import Hits
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
-from kvrouter.scheduler.workers.worker_set import Roster
+from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
@@ -45,7 +45,7 @@ class Pool:
         self.hits = Hits()
         self.previous: dict[str, Rank] = {}
         """The rank that each policy chose last, by the policy's name."""
-        self.roster = Roster(())
+        self.worker_set = WorkerSet(())
         """Every rank that is registered."""
         self.view: ComponentView | None = None
         self.follow(view)
@@ -55,15 +55,15 @@ class Pool:
         if view is self.view:
             return
         self.view = view
-        self.roster = Roster(candidates_of(view.workers.values()))
-        self.booked_load.set_ranks(self.roster.ranks)
-        self.hits.set_ranks(self.roster.ranks)
+        self.worker_set = WorkerSet(candidates_of(view.workers.values()))
+        self.booked_load.set_ranks(self.worker_set.ranks)
+        self.hits.set_ranks(self.worker_set.ranks)
         self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every rank that is registered, in order of rank."""
-        return self.roster.candidates
+        return self.worker_set.candidates
 
     @property
     def model(self) -> str:

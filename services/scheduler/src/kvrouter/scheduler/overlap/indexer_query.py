@@ -19,7 +19,7 @@ from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.workers.worker_set import Roster
+from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Cursor
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes
 from kvrouter.v1.names import ComponentName
@@ -56,17 +56,19 @@ class Overlaps:
             np.array([incarnation for _, incarnation in held.values()], np.uint64),
         )
 
-    def on(self, roster: Roster) -> Column:
+    def on(self, worker_set: WorkerSet) -> Column:
         """Leading blocks that each candidate holds: those of its registered incarnation, where that is known.
 
         Blocks of an earlier one are gone. Those of a later one are of a worker that is about to register, or of a claim
         that nobody has confirmed: less is predicted, never too much.
         """
         if not len(self.blocks):
-            return roster.zeros
-        sources = roster.sources(self.worker_ids, self.dp_ranks)
+            return worker_set.zeros
+        sources = worker_set.sources(self.worker_ids, self.dp_ranks)
         theirs = self.incarnations[sources]
-        alive: NDArray[np.bool_] = (sources >= 0) & ((theirs == roster.incarnations) | (roster.incarnations == 0))
+        alive: NDArray[np.bool_] = (sources >= 0) & (
+            (theirs == worker_set.incarnations) | (worker_set.incarnations == 0)
+        )
         return self.blocks[sources] * alive
 
     def cursor(self, rank: Rank) -> Cursor | None:

@@ -24,7 +24,7 @@ Amounts = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SchedulingContext:
     """A request, and the candidates that it may go to: one at least, in order of rank, none of them busy."""
 
     prompt_tokens: int
@@ -120,7 +120,7 @@ class Policy(Protocol):
     needs_worker: ClassVar[bool]
     """Whether the request must name its worker."""
 
-    def decide(self, facts: Facts, rng: Random) -> Choice | Wait:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses. ``rng`` is the only source of chance."""
         ...
 

@@ -343,7 +343,7 @@ class Replicas:
         if self._affinity is not None and live_booking.conversation:
             self._affinity.note(self.component, live_booking.conversation, rank)
         if self._predictions is not None and live_booking.local_hashes:
-            candidate = pool.roster.candidate(rank)
+            candidate = pool.worker_set.candidate(rank)
             if candidate is not None and len(live_booking.local_hashes) == 8 * live_booking.outcome.prompt_blocks:
                 prompt = Prompt(
                     announced.prompt_tokens, live_booking.local_hashes, booking_of(live_booking).sequence_hashes

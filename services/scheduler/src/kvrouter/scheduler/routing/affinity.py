@@ -10,7 +10,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.routing.candidate_snapshot import Rows
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateRows
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -29,7 +29,7 @@ class Affinity:
         """Conversations that are remembered."""
         return len(self._ranks)
 
-    def narrowed(self, component: ComponentName, request: RoutingRequest, rows: Rows) -> Rows:
+    def narrowed(self, component: ComponentName, request: RoutingRequest, rows: CandidateRows) -> CandidateRows:
         """The row of the conversation's rank alone, where it is among the rows; else all rows."""
         if not request.conversation_id:
             return rows

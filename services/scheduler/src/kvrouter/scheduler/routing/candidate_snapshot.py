@@ -12,11 +12,11 @@ from kvrouter.scheduler.load.booked_load import Loads, RankLoad, new_prefill_tok
 from kvrouter.scheduler.load.busy import Load
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
-from kvrouter.scheduler.policies.interface import Amounts, Column, Facts
+from kvrouter.scheduler.policies.interface import Amounts, Column, SchedulingContext
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.workers.candidates import Candidate, Wanted, why_unfit
-from kvrouter.scheduler.workers.worker_set import Places, Roster
+from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 
 _Numbers = TypeVar("_Numbers", Column, Amounts)
 
@@ -25,7 +25,7 @@ RETRY_AFTER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CandidateRow:
     """A candidate that fits the request."""
 
     candidate: Candidate
@@ -38,10 +38,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class CandidateSnapshot:
     """All candidates of a request at one moment: entry i of each column speaks of the candidate at place i."""
 
-    roster: Roster
+    worker_set: WorkerSet
     wanted: Wanted
     thresholds: Thresholds
     loads: Loads
@@ -56,19 +56,19 @@ class Survey:
     """Those of them that are not busy."""
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> CandidateRows:
         """Those that fit, busy or not, in order of rank."""
-        return Rows(self, self.fit)
+        return CandidateRows(self, self.fit)
 
     @property
-    def free(self) -> Rows:
+    def free(self) -> CandidateRows:
         """Those that the request may go to."""
-        return Rows(self, self.free_places)
+        return CandidateRows(self, self.free_places)
 
-    def row(self, place: int) -> Row:
+    def row(self, place: int) -> CandidateRow:
         """One candidate."""
-        return Row(
-            candidate=self.roster.candidates[place],
+        return CandidateRow(
+            candidate=self.worker_set.candidates[place],
             load=self.loads.of(place),
             overlap_blocks=int(self.overlap_blocks[place]),
             new_prefill_tokens=int(self.new_prefill_tokens[place]),
@@ -81,13 +81,13 @@ class Survey:
 
     def excluded(self, weighed: Collection[Rank] = ()) -> dict[Rank, str]:
         """Those that were not weighed, and why."""
-        left_out = set(self.roster.ranks).difference(weighed)
+        left_out = set(self.worker_set.ranks).difference(weighed)
         return {
             candidate.rank: why_unfit(candidate, self.wanted)
             or self._why_avoided(candidate, place)
             or self.why_busy(place)
             or "the conversation is at another rank"
-            for place, candidate in enumerate(self.roster.candidates)
+            for place, candidate in enumerate(self.worker_set.candidates)
             if candidate.rank in left_out
         }
 
@@ -100,74 +100,74 @@ class Survey:
         """Why none is left."""
         if len(self.fit):
             return AllBusy(RETRY_AFTER_MS)
-        if not len(self.roster):
+        if not len(self.worker_set):
             return NoWorkers(f"{component} has no live worker")
         reasons = sorted(set(self.excluded().values()))
         return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CandidateRows:
     """Some of a survey's candidates, in order of rank."""
 
-    found: Survey
+    found: CandidateSnapshot
     places: Places
 
     def __len__(self) -> int:
         """How many."""
         return len(self.places)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> CandidateRow:
         """One of them."""
         return self.found.row(int(self.places[index]))
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[CandidateRow]:
         """Each."""
         return (self.found.row(place) for place in self.places.tolist())
 
-    def at(self, rank: Rank) -> Rows:
+    def at(self, rank: Rank) -> CandidateRows:
         """That of one rank alone; none if it is not among them."""
-        place = self.found.roster.place(rank)
-        return Rows(self.found, self.places[self.places == (-1 if place is None else place)])
+        place = self.found.worker_set.place(rank)
+        return CandidateRows(self.found, self.places[self.places == (-1 if place is None else place)])
 
 
-def survey(
+def snapshot(
     pool: Pool, prompt: Prompt, wanted: Wanted, options: RoutingOptions, overlaps: Overlaps, *, now: float
-) -> Survey:
+) -> CandidateSnapshot:
     """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
-    roster, thresholds = pool.roster, options.thresholds
-    fit = free = roster.preferred(roster.fit(wanted), wanted.avoided)
+    worker_set, thresholds = pool.worker_set, options.thresholds
+    fit = free = worker_set.preferred(worker_set.fit(wanted), wanted.avoided)
     loads = pool.booked_load.loads(prompt, wanted.stage)
     judged: Load | None = None
     if thresholds.any_set:
         # Judged without the request, whose blocks would make every rank busy by itself.
         judged = Load.of(
-            pool.booked_load.active_blocks(), loads.prefill_tokens, roster.total_blocks, pool.reports.columns(now)
+            pool.booked_load.active_blocks(), loads.prefill_tokens, worker_set.total_blocks, pool.reports.columns(now)
         )
         free = fit[~judged.above(thresholds)[fit]]
-    overlap_blocks = overlaps.on(roster)
+    overlap_blocks = overlaps.on(worker_set)
     new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.booked_load.block_size, wanted.stage)
-    return Survey(roster, wanted, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
+    return CandidateSnapshot(worker_set, wanted, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
 
 
-def facts_of(
-    rows: Rows,
+def context_of(
+    rows: CandidateRows,
     prompt: Prompt,
     options: RoutingOptions,
     *,
     block_size: int,
     previous: Rank | None,
     pace: float = 1.0,
-) -> Facts:
+) -> SchedulingContext:
     """The rows as a policy sees them."""
     found, places = rows.found, rows.places
-    roster, loads, ranks = found.roster, found.loads, found.roster.ranks
-    every = len(places) == len(roster)
+    worker_set, loads, ranks = found.worker_set, found.loads, found.worker_set.ranks
+    every = len(places) == len(worker_set)
 
     def take(column: _Numbers) -> _Numbers:
         return column if every else column[places]
 
-    return Facts(
+    return SchedulingContext(
         prompt_tokens=prompt.tokens,
         block_size=block_size,
         overlap_score_weight=options.overlap_score_weight,
@@ -180,8 +180,8 @@ def facts_of(
         active_blocks=take(loads.active_blocks),
         leading_active_blocks=take(loads.leading_active_blocks),
         active_requests=take(loads.requests),
-        total_blocks=take(roster.total_blocks),
-        max_batched_tokens=take(roster.max_batched_tokens),
+        total_blocks=take(worker_set.total_blocks),
+        max_batched_tokens=take(worker_set.max_batched_tokens),
         head_prefill_tokens=take(loads.heads.tokens),
         head_prefill_seconds=take(loads.heads.seconds),
         prefill_requests=take(loads.heads.requests),

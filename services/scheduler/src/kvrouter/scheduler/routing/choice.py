@@ -8,19 +8,19 @@ from random import Random
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Choice, Facts, Wait
+from kvrouter.scheduler.policies.interface import Choice, SchedulingContext, Wait
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import Row, Rows, Survey, facts_of
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateRow, CandidateRows, CandidateSnapshot, context_of
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """What a policy made of a request, and of what."""
 
-    found: Survey
-    facts: Facts
-    row: Row
+    found: CandidateSnapshot
+    context: SchedulingContext
+    row: CandidateRow
     """The rank that the request goes to, or had better wait for."""
     decided: Choice | Wait
 
@@ -35,8 +35,8 @@ def choose(
     pool: Pool,
     prompt: Prompt,
     options: RoutingOptions,
-    found: Survey,
-    rows: Rows,
+    found: CandidateSnapshot,
+    rows: CandidateRows,
     rng: Random,
     *,
     pace_error: float = 1.0,
@@ -45,7 +45,7 @@ def choose(
 
     ``pace_error`` is how wrong the policy's time model is made; a simulation asks what comes of that.
     """
-    facts = facts_of(
+    context = context_of(
         rows,
         prompt,
         options,
@@ -53,8 +53,8 @@ def choose(
         previous=pool.previous.get(options.mode),
         pace=pace_error * pool.booked_load.pace.value,
     )
-    decided = POLICIES[options.mode].decide(facts, rng)
-    return Chosen(found, facts, rows[decided.index], decided)
+    decided = POLICIES[options.mode].decide(context, rng)
+    return Chosen(found, context, rows[decided.index], decided)
 
 
 def book(pool: Pool, key: Key, prompt: Prompt, chosen: Chosen) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
-from kvrouter.scheduler.policies.interface import Explanation, Facts
+from kvrouter.scheduler.policies.interface import Explanation, SchedulingContext
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 
@@ -30,7 +30,7 @@ class Decided:
     mode: str
     chosen: Rank | None
     """None where no candidate was left."""
-    facts: Facts | None
+    context: SchedulingContext | None
     """None where no candidate was left."""
     explanation: Explanation
     excluded: Callable[[], Mapping[Rank, str]]
@@ -45,15 +45,15 @@ class Decided:
 
     def to_message(self) -> Decision:
         """As the contract has it, candidates in order of rank."""
-        weighed = [] if self.facts is None else [self._terms(index) for index in range(len(self.facts.ranks))]
+        weighed = [] if self.context is None else [self._terms(index) for index in range(len(self.context.ranks))]
         left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in self.excluded().items()]
         return self._message(sorted([*weighed, *left_out], key=rank_of))
 
     def to_short_message(self) -> Decision:
         """The same; of the candidates only the chosen one and the cheapest other, where they were weighed."""
-        if self.facts is None or self.chosen is None or not len(self.explanation.costs):
+        if self.context is None or self.chosen is None or not len(self.explanation.costs):
             return self._message([])
-        costs, chosen = self.explanation.costs, self.facts.ranks.index(self.chosen)
+        costs, chosen = self.explanation.costs, self.context.ranks.index(self.chosen)
         others = sorted(
             (index for index in range(len(costs)) if index != chosen), key=lambda index: float(costs[index])
         )
@@ -76,11 +76,11 @@ class Decided:
         )
 
     def _terms(self, index: int) -> CandidateTerms:
-        assert self.facts is not None  # noqa: S101 - only weighed candidates have an index
+        assert self.context is not None  # noqa: S101 - only weighed candidates have an index
         return CandidateTerms(
-            rank=rank_message(self.facts.ranks[index]),
+            rank=rank_message(self.context.ranks[index]),
             cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
-            overlap_blocks=int(self.facts.overlap_blocks[index]),
+            overlap_blocks=int(self.context.overlap_blocks[index]),
             terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
             formula=self.explanation.formula(index),
         )

@@ -19,7 +19,7 @@ Places = NDArray[np.intp]
 """Candidates, by their places in the roster, rising."""
 
 
-class Roster:
+class WorkerSet:
     """Entry i of each column speaks of ``candidates[i]``. It never changes: other registrations make another one."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest
 
 
 class Rule:
@@ -21,7 +21,7 @@ class Rule:
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = True
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """The named worker's rank."""
-        costs = facts.active_requests
+        costs = context.active_requests
         return Choice(draw_lowest(costs, rng), Explanation("named by the request", costs, {"active_requests": costs}))

@@ -41,7 +41,7 @@ from kvrouter.scheduler.policies.interface import (
     Choice,
     Column,
     Explanation,
-    Facts,
+    SchedulingContext,
     Wait,
     draw_lowest,
     rank_label,
@@ -96,16 +96,16 @@ class Rule:
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice | Wait:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """The cheapest rank, now or once it has room."""
-        weighed = weigh(facts, used_shares(facts))
+        weighed = weigh(context, used_shares(context))
         costs = weighed.forecast + weighed.batch + weighed.work + weighed.shortage
         index = draw_lowest(costs, rng)
 
         def formula(index: int) -> str:
             return (
-                f"Formula for {rank_label(facts.ranks[index])}: {costs[index]:.1f} ms = {weighed.forecast[index]:.1f} "
-                f"to the first token + {weighed.batch[index]:.1f} in its step + {weighed.work[index]:.1f} for others + "
+                f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
+                f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + {weighed.work[index]:.1f} for others + "
                 f"{weighed.shortage[index]:.1f} for lack of blocks ({weighed.new_tokens[index]} tokens to compute)"
             )
 
@@ -117,15 +117,15 @@ class Rule:
             "new_tokens": weighed.new_tokens,
         }
         new_tokens = int(weighed.new_tokens[index])
-        total = facts.total_blocks[index]
-        if total and facts.active_blocks[index] > total:
+        total = context.total_blocks[index]
+        if total and context.active_blocks[index] > total:
             explanation = Explanation("cheapest once it has room", costs, terms, formula)
             return Wait(
                 index,
                 explanation,
                 work_ms=float(weighed.own[index]),
-                room_tokens=facts.prompt_tokens - int(facts.leading_active_blocks[index]) * facts.block_size,
-                rank=facts.ranks[index],
+                room_tokens=context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size,
+                rank=context.ranks[index],
                 prefill_tokens=new_tokens,
             )
         return Choice(
@@ -136,38 +136,38 @@ class Rule:
         )
 
 
-def used_shares(facts: Facts) -> Amounts:
+def used_shares(context: SchedulingContext) -> Amounts:
     """Share of its KV blocks that each rank has in use, without the request; 0 where the number is unknown.
 
     At most 1: what is booked beyond that waits in the engine, and slows no step down.
     """
-    prompt_blocks = -(-facts.prompt_tokens // facts.block_size)
-    in_use = np.maximum(facts.active_blocks - prompt_blocks + facts.leading_active_blocks, 0)
-    return np.minimum(_over(in_use, facts.total_blocks), 1.0)
+    prompt_blocks = -(-context.prompt_tokens // context.block_size)
+    in_use = np.maximum(context.active_blocks - prompt_blocks + context.leading_active_blocks, 0)
+    return np.minimum(_over(in_use, context.total_blocks), 1.0)
 
 
-def weigh(facts: Facts, shares: Amounts) -> Weighed:
+def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     """The terms of each rank, of whose KV those shares are in use."""
-    size, prompt, pace = facts.block_size, facts.prompt_tokens, facts.pace
+    size, prompt, pace = context.block_size, context.prompt_tokens, context.pace
     base = BASE * shares.mean() ** 4
-    overlap = np.maximum(facts.overlap_blocks, facts.leading_active_blocks)
+    overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
     new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
-    budget = np.where(facts.max_batched_tokens, facts.max_batched_tokens, DEFAULT_BUDGET)
-    decode = np.where(facts.active_requests, decode_ms(shares), 0.0)
-    head, spent = facts.head_prefill_tokens, facts.head_prefill_seconds * 1e3
+    budget = np.where(context.max_batched_tokens, context.max_batched_tokens, DEFAULT_BUDGET)
+    decode = np.where(context.active_requests, decode_ms(shares), 0.0)
+    head, spent = context.head_prefill_tokens, context.head_prefill_seconds * 1e3
     under_way = (head > 0) & (spent > decode / 2)  # what comes can only be part of the step after it
-    waiting, ahead = facts.prefill_requests - under_way, facts.prefill_tokens - head * under_way
+    waiting, ahead = context.prefill_requests - under_way, context.prefill_tokens - head * under_way
     filled = ahead % budget
     tokens = np.array([new, head, ahead + new, np.minimum(filled + new, budget), filled])  # half the time is calls
     new_ms, head_ms, all_ms, joint_ms, filled_ms = prefill_ms(tokens, budget, decode)
     own, left = pace * new_ms, np.maximum(pace * head_ms - spent, 0.0)
     rest = np.where(under_way, left, pace * decode / 2 - spent)
     batch = np.where(waiting > 0, pace * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
-    lacking = _over(facts.active_blocks, facts.total_blocks) - ROOM
+    lacking = _over(context.active_blocks, context.total_blocks) - ROOM
     return Weighed(
         forecast=rest + pace * all_ms,
         batch=batch,
-        work=(base + CROWD * facts.active_requests) * own,
+        work=(base + CROWD * context.active_requests) * own,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
         own=own,
         new_tokens=new,

@@ -25,7 +25,14 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Amounts, Choice, Explanation, Facts, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import (
+    Amounts,
+    Choice,
+    Explanation,
+    SchedulingContext,
+    draw_lowest,
+    rank_label,
+)
 
 
 class Rule:
@@ -35,23 +42,23 @@ class Rule:
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """The cheapest rank, or one drawn by cost."""
-        weight = facts.overlap_score_weight
-        prefill_blocks = (facts.prefill_tokens + facts.new_prefill_tokens) / facts.block_size
-        costs = weight * prefill_blocks + facts.active_blocks
+        weight = context.overlap_score_weight
+        prefill_blocks = (context.prefill_tokens + context.new_prefill_tokens) / context.block_size
+        costs = weight * prefill_blocks + context.active_blocks
 
         def formula(index: int) -> str:
             return (
-                f"Formula for {rank_label(facts.ranks[index])}: {_number(costs[index])} = {_number(weight)} * "
-                f"{_number(prefill_blocks[index])} + {_number(facts.active_blocks[index])} "
-                f"(cached_blocks: {facts.overlap_blocks[index]})"
+                f"Formula for {rank_label(context.ranks[index])}: {_number(costs[index])} = {_number(weight)} * "
+                f"{_number(prefill_blocks[index])} + {_number(context.active_blocks[index])} "
+                f"(cached_blocks: {context.overlap_blocks[index]})"
             )
 
-        terms = {"prefill_blocks": prefill_blocks, "decode_blocks": facts.active_blocks}
-        if facts.temperature > 0:
-            index = rng.choices(range(len(costs)), weights=softmax_weights(costs, facts.temperature).tolist())[0]
-            reason = f"drawn by cost at temperature {facts.temperature:g}"
+        terms = {"prefill_blocks": prefill_blocks, "decode_blocks": context.active_blocks}
+        if context.temperature > 0:
+            index = rng.choices(range(len(costs)), weights=softmax_weights(costs, context.temperature).tolist())[0]
+            reason = f"drawn by cost at temperature {context.temperature:g}"
         else:
             index = draw_lowest(costs, rng)
             reason = "lowest cost"

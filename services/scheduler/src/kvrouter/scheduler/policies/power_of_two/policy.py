@@ -12,7 +12,7 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest, rank_label
 
 
 class Rule:
@@ -22,15 +22,15 @@ class Rule:
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """The less loaded of two."""
-        drawn = rng.sample(range(len(facts.ranks)), min(2, len(facts.ranks)))
-        costs = np.full(len(facts.ranks), np.inf)
-        costs[drawn] = facts.active_requests[drawn]
-        terms = {"active_requests": facts.active_requests}
+        drawn = rng.sample(range(len(context.ranks)), min(2, len(context.ranks)))
+        costs = np.full(len(context.ranks), np.inf)
+        costs[drawn] = context.active_requests[drawn]
+        terms = {"active_requests": context.active_requests}
 
         def formula(index: int) -> str:
-            label, requests = rank_label(facts.ranks[index]), facts.active_requests[index]
+            label, requests = rank_label(context.ranks[index]), context.active_requests[index]
             return f"Requests on {label}: {requests}" if index in drawn else f"{label} was not drawn"
 
         return Choice(

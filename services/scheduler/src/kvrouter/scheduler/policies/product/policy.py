@@ -15,7 +15,7 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest, rank_label
 
 
 class Rule:
@@ -25,14 +25,14 @@ class Rule:
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """The rank of the lowest product."""
-        tokens = facts.prefill_tokens + facts.new_prefill_tokens
-        requests = facts.active_requests + 1
+        tokens = context.prefill_tokens + context.new_prefill_tokens
+        requests = context.active_requests + 1
         costs = tokens.astype(np.float64) * requests
 
         def formula(index: int) -> str:
-            label = rank_label(facts.ranks[index])
+            label = rank_label(context.ranks[index])
             return f"Formula for {label}: {costs[index]:.0f} = {tokens[index]} tokens * {requests[index]} requests"
 
         explanation = Explanation("lowest product", costs, {"tokens": tokens, "requests": requests}, formula)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext
 
 
 class Rule:
@@ -15,6 +15,6 @@ class Rule:
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Any rank."""
-        return Choice(rng.randrange(len(facts.ranks)), Explanation("drawn at random"))
+        return Choice(rng.randrange(len(context.ranks)), Explanation("drawn at random"))

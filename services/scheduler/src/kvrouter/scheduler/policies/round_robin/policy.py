@@ -12,7 +12,7 @@ from bisect import bisect_right
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext
 
 
 class Rule:
@@ -22,7 +22,7 @@ class Rule:
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:  # noqa: ARG002 - nothing is left to chance
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:  # noqa: ARG002 - nothing is left to chance
         """The rank whose turn it is."""
-        turn = 0 if facts.previous is None else bisect_right(facts.ranks, facts.previous)
-        return Choice(turn % len(facts.ranks), Explanation("its turn"))
+        turn = 0 if context.previous is None else bisect_right(context.ranks, context.previous)
+        return Choice(turn % len(context.ranks), Explanation("its turn"))

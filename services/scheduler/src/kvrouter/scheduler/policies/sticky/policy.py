@@ -17,7 +17,7 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Choice, Explanation, Facts, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest, rank_label
 
 ROOM = 0.95
 """Share of the blocks above which decoding soon preempts."""
@@ -30,20 +30,20 @@ class Rule:
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
-    def decide(self, facts: Facts, rng: Random) -> Choice:
+    def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """The longest overlap that is not saturated."""
-        full = (facts.total_blocks > 0) & (facts.active_blocks > ROOM * facts.total_blocks)
-        behind = (facts.max_batched_tokens > 0) & (facts.prefill_tokens > facts.max_batched_tokens)
+        full = (context.total_blocks > 0) & (context.active_blocks > ROOM * context.total_blocks)
+        behind = (context.max_batched_tokens > 0) & (context.prefill_tokens > context.max_batched_tokens)
         saturated = full | behind
-        order = np.stack([saturated, -facts.overlap_blocks, facts.active_requests], axis=1)
+        order = np.stack([saturated, -context.overlap_blocks, context.active_requests], axis=1)
         places = np.unique(order, axis=0, return_inverse=True)[1].reshape(-1)
 
         def formula(index: int) -> str:
             state = "saturated" if saturated[index] else "not saturated"
             return (
-                f"{rank_label(facts.ranks[index])}: {state}, {facts.overlap_blocks[index]} blocks cached, "
-                f"{facts.active_requests[index]} requests"
+                f"{rank_label(context.ranks[index])}: {state}, {context.overlap_blocks[index]} blocks cached, "
+                f"{context.active_requests[index]} requests"
             )
 
-        terms = {"saturated": saturated.astype(np.int64), "active_requests": facts.active_requests}
+        terms = {"saturated": saturated.astype(np.int64), "active_requests": context.active_requests}
         return Choice(draw_lowest(places, rng), Explanation("most of it cached there", places, terms, formula))

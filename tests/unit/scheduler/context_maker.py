@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Facts
+from kvrouter.scheduler.policies.interface import SchedulingContext
 
 
-def facts(count: int, **columns: Any) -> Facts:
+def context(count: int, **columns: Any) -> SchedulingContext:
     """Facts of ``count`` candidates, ranks (1, 0), (2, 0) and so on."""
     zeros: Sequence[int] = [0] * count
     known: dict[str, Any] = {
@@ -34,4 +34,4 @@ def facts(count: int, **columns: Any) -> Facts:
     }
     assert columns.keys() <= known.keys()
     given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}
-    return Facts(**(given | {"ranks": tuple((known | columns)["ranks"])}))
+    return SchedulingContext(**(given | {"ranks": tuple((known | columns)["ranks"])}))
