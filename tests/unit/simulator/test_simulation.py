@@ -77,8 +77,8 @@ def test_an_index_that_lags_knows_less() -> None:
 
 def test_a_full_fleet_holds_requests_and_serves_them() -> None:
     small = [replace(config, num_blocks=120) for config in ENGINES]
-    assert summed(run("forecast", load=40.0, engines=small)).held > 0
-    assert summed(run("kv", load=40.0, engines=small)).held == 0
+    assert summed(run("forecast", load=40.0, engines=small)).queued > 0
+    assert summed(run("kv", load=40.0, engines=small)).queued == 0
 
 
 def test_a_restart_loses_what_is_out_and_sends_the_rest_again() -> None:

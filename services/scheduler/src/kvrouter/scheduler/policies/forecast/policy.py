@@ -105,8 +105,9 @@ class Rule:
         def formula(index: int) -> str:
             return (
                 f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
-                f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + {weighed.work[index]:.1f} for others + "
-                f"{weighed.shortage[index]:.1f} for lack of blocks ({weighed.new_tokens[index]} tokens to compute)"
+                f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
+                f"{weighed.work[index]:.1f} for others + {weighed.shortage[index]:.1f} for lack of blocks "
+                f"({weighed.new_tokens[index]} tokens to compute)"
             )
 
         terms = {
