@@ -28,7 +28,7 @@ from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import snapshot
 from kvrouter.scheduler.routing.choice import choose
-from kvrouter.scheduler.workers.candidates import Wanted
+from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     name: str
     prompts: list[bytes]
     """Of the requests in flight."""
-    asked: list[bytes]
+    booking_context: list[bytes]
     """Of the requests to decide about."""
 
 
@@ -92,7 +92,7 @@ def measure(sequences: Any, case: Case, ranks: int, blocks: int, decisions: int)
     gc.collect()
     gc.disable()
     booked = each_ns(sequences.book, bookings)
-    decided = each_ns(lambda prompt: sequences.loads(prompt, tokens), case.asked[:decisions])
+    decided = each_ns(lambda prompt: sequences.loads(prompt, tokens), case.booking_context[:decisions])
     freed = each_ns(sequences.free, [booking.key for booking in bookings])
     gc.enable()
     assert len(sequences) == 0
@@ -107,7 +107,7 @@ def answers_agree(case: Case, ranks: int, blocks: int) -> bool:
             sequences.add_rank((worker, 0))
         for number, prompt in enumerate(case.prompts):
             sequences.book(Booking((str(number), 0, 1), (number % ranks, 0), prompt, blocks * BLOCK_SIZE, number))
-    native, expected = (sequences.loads(case.asked[0], blocks * BLOCK_SIZE) for sequences in both)
+    native, expected = (sequences.loads(case.booking_context[0], blocks * BLOCK_SIZE) for sequences in both)
     return native == expected
 
 
@@ -139,7 +139,7 @@ def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> 
     def decide(options: RoutingOptions) -> Callable[[bytes], None]:
         def one(hashes: bytes) -> None:
             prompt = Prompt(tokens, b"", hashes)
-            found = snapshot(pool, prompt, Wanted(), options, overlaps, now=1.0)
+            found = snapshot(pool, prompt, WorkerConstraints(), options, overlaps, now=1.0)
             choose(pool, prompt, options, found, found.free, rng)
 
         return one
@@ -156,7 +156,7 @@ def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> 
     gc.collect()
     gc.disable()
     for name, call in calls.items():
-        spent = each_ns(call, case.asked * rounds)
+        spent = each_ns(call, case.booking_context * rounds)
         measured[name] = [spent[len(spent) * percent // 100] / 1e3 for percent in (10, 50, 99)]
     gc.enable()
     return measured
@@ -174,10 +174,10 @@ def main() -> None:
     print(f"{'':36}{'decision p10':>14}{'p50':>10}{'p99':>10}{'book':>10}{'free':>10}")
     for make in (conversations, one_prompt, left_everywhere):
         case = make(requests, blocks, random.Random(1))
-        rows: list[tuple[str, Any, int]] = [("native", _native.ActiveSequences(BLOCK_SIZE), len(case.asked))]
+        rows: list[tuple[str, Any, int]] = [("native", _native.ActiveSequences(BLOCK_SIZE), len(case.booking_context))]
         if not options.no_reference:
             rows.append(("reference", reference.ActiveSequences(BLOCK_SIZE), 5))
-            small = Case(case.name, case.prompts[:2000], case.asked)
+            small = Case(case.name, case.prompts[:2000], case.booking_context)
             assert answers_agree(small, min(ranks, 100), blocks), "the native core disagrees with the reference"
         for name, sequences, decisions in rows:
             p10, p50, p99, book, free = measure(sequences, case, ranks, blocks, decisions)

@@ -133,13 +133,13 @@ class ResidentBlocks:
     incarnation: int = 1
     failure: Exception | None = None
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[FindMatchesRequest] = field(default_factory=list)
+    queries: list[FindMatchesRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.may_answer.set()
 
     async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
-        self.asked.append(request)
+        self.queries.append(request)
         await self.may_answer.wait()
         if self.failure is not None:
             raise self.failure

@@ -150,7 +150,7 @@ class LeasedKeys:
         self._on_registered = on_registered
         self._incarnation_of = incarnation_of
         self._companions = companions or {}
-        self._wanted: dict[str, bytes] = {}
+        self._desired: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._owned: set[str] = set()
         self._lease: int | None = None
@@ -167,13 +167,13 @@ class LeasedKeys:
 
     def put(self, key: str, value: bytes) -> None:
         """Wants ``key`` to have ``value``; ``run`` writes it. ``wait_registered`` tells when it is there."""
-        self._wanted[key] = value
+        self._desired[key] = value
         self._deleted.discard(key)
         self._touch()
 
     def delete(self, key: str) -> None:
         """Wants ``key`` gone."""
-        if self._wanted.pop(key, None) is not None:
+        if self._desired.pop(key, None) is not None:
             self._deleted.add(key)
             self._touch()
 
@@ -259,11 +259,11 @@ class LeasedKeys:
 
     async def _write(self, client: aetcd.Client) -> None:
         self._changed.clear()
-        wanted = dict(self._wanted)
+        desired = dict(self._desired)
         lease = self._lease
         for key in sorted(self._deleted):
             await self._delete_own(client, key)
-        for key, value in wanted.items():
+        for key, value in desired.items():
             # Many keys may take longer to write than the lease lives.
             if time.monotonic() > self._expires - self._ttl * 2 / 3:
                 await self._renew(client)
@@ -271,12 +271,12 @@ class LeasedKeys:
                 self._changed.set()
                 return
             await self._put_own(client, key, value)
-        if self._changed.is_set() or not wanted:
+        if self._changed.is_set() or not desired:
             return
         self._registered.set()
         if self._announce:
             self.registrations += 1
-            log.info("registered", keys=sorted(wanted), lease=self._lease)
+            log.info("registered", keys=sorted(desired), lease=self._lease)
             if self._on_registered is not None:
                 await self._on_registered()
             self._announce = False

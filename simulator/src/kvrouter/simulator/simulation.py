@@ -56,7 +56,7 @@ class _Run:
         self._restarts = sorted(setting.restarts)
         self._regret = setting.regret
         options = setting.options
-        follows = options.asks_indexer or setting.regret
+        follows = options.queries_indexer or setting.regret
         self._fleet = make_fleet(setting.engines, record_events=follows)
         ranks = ranks_of(setting.engines)
         self._engine_of = {rank: engine for engine, rank in enumerate(ranks)}

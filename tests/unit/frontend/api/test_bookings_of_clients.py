@@ -62,9 +62,9 @@ def served(links: Any) -> FrontendService:
     return FrontendService(directory, links, nothing, FrontendMetrics(CollectorRegistry()), nothing)
 
 
-async def sent(asked: FrontendService) -> tuple[bool, bool]:
-    marked = await asked.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
-    released = await asked.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
+async def sent(requested: FrontendService) -> tuple[bool, bool]:
+    marked = await requested.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
+    released = await requested.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
     return marked.known, released.known
 
 

@@ -39,7 +39,7 @@ class Link:
     """A Scheduler that chooses as it is told to, and the source of the link to it."""
 
     def __init__(self, choices: Iterator[int]) -> None:
-        self.asked: list[SelectWorkerRequest] = []
+        self.requested: list[SelectWorkerRequest] = []
         self.live = 0
         self._choices = choices
 
@@ -47,7 +47,7 @@ class Link:
         return self
 
     async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
-        self.asked.append(SelectWorkerRequest.FromString(request.SerializeToString()))
+        self.requested.append(SelectWorkerRequest.FromString(request.SerializeToString()))
         worker_id = next(self._choices)
         return SelectWorkerResponse(rank=Rank(worker_id=worker_id), endpoint=ENDPOINTS[worker_id])
 
@@ -91,17 +91,17 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
     generation = Generation(request, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
     collecting = asyncio.create_task(collected(generation))
     async with asyncio.timeout(30):
-        for asked in range(2, 7):
-            while len(link.asked) < asked:
+        for requested in range(2, 7):
+            while len(link.requested) < requested:
                 await asyncio.sleep(0)
             for _ in range(20):  # It stays there until a further probe is missed.
                 await asyncio.sleep(0)
-            assert len(link.asked) == asked
+            assert len(link.requested) == requested
             health.missed(ENDPOINTS[SILENT])
         assert await collecting == [SOUND]
-    assert [each.booking.attempt for each in link.asked] == list(range(7))
-    assert all(list(each.request.constraints.avoided_worker_ids) == [SILENT] for each in link.asked)
-    assert not any(each.request.constraints.excluded_worker_ids for each in link.asked)
+    assert [each.booking.attempt for each in link.requested] == list(range(7))
+    assert all(list(each.request.constraints.avoided_worker_ids) == [SILENT] for each in link.requested)
+    assert not any(each.request.constraints.excluded_worker_ids for each in link.requested)
     assert link.live == 0
 
 

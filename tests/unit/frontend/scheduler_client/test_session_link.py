@@ -292,8 +292,8 @@ class Several(Answering):
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
     ) -> tuple[str, Scheduler] | None:
-        wanted = [name for name in self.schedulers if name not in avoid] or list(self.schedulers)
-        return wanted[0], cast(Scheduler, self.schedulers[wanted[0]])
+        requested = [name for name in self.schedulers if name not in avoid] or list(self.schedulers)
+        return requested[0], cast(Scheduler, self.schedulers[requested[0]])
 
     async def changed(self) -> None:
         await self.change.wait()

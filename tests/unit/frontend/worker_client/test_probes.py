@@ -24,7 +24,7 @@ class Workers:
     """A directory of workers, and the channels to them. A probe of a silent one waits."""
 
     def __init__(self, *endpoints: str) -> None:
-        self.asked: Counter[str] = Counter()
+        self.requested: Counter[str] = Counter()
         self.answering = {endpoint: asyncio.Event() for endpoint in endpoints}
         self.refusing: set[str] = set()
         self._changed = asyncio.Event()
@@ -50,7 +50,7 @@ class Workers:
             await self._changed.wait()
 
     async def probe(self, endpoint: str) -> bool:
-        self.asked[endpoint] += 1
+        self.requested[endpoint] += 1
         if endpoint in self.refusing:
             return False
         await self.answering[endpoint].wait()
@@ -81,13 +81,13 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_only_a_silent_worker_is_suspected_and_its_late_answer_clears_it() -> None:
     workers = Workers("a:1", "b:1")
     async with probing(workers) as health:
-        await until(lambda: min(workers.asked.values(), default=0) >= 2 and len(workers.asked) == 2)
+        await until(lambda: min(workers.requested.values(), default=0) >= 2 and len(workers.requested) == 2)
         workers.answering["a:1"].clear()
         await until(lambda: health.avoided(POOL) == [0])
-        asked = workers.asked["a:1"]
+        requested = workers.requested["a:1"]
         workers.answering["a:1"].set()
         await until(lambda: health.avoided(POOL) == [])
-        assert workers.asked["a:1"] == asked, "the answer to the probe that waited is enough"
+        assert workers.requested["a:1"] == requested, "the answer to the probe that waited is enough"
 
 
 async def test_a_worker_whose_port_refuses_is_suspected_and_asked_again() -> None:
@@ -103,24 +103,24 @@ async def test_a_gateway_whose_own_loop_stood_still_suspects_nobody() -> None:
     workers = Workers("a:1")
     workers.answering["a:1"].clear()
     async with probing(workers, interval_seconds=0.05) as health:
-        await until(lambda: workers.asked["a:1"] == 1)
+        await until(lambda: workers.requested["a:1"] == 1)
         before = health.status()[0].missed_probes
         time.sleep(0.5)  # noqa: ASYNC251 - as the loop of a process that was frozen for ten intervals
         await until(lambda: health.status()[0].missed_probes > before)
         assert health.suspected == 0
         workers.answering["a:1"].set()
-        await until(lambda: workers.asked["a:1"] >= 2)
+        await until(lambda: workers.requested["a:1"] >= 2)
         assert health.suspected == 0
 
 
 async def test_a_worker_that_left_is_not_probed_any_more() -> None:
     workers = Workers("a:1", "b:1")
     async with probing(workers) as health:
-        await until(lambda: len(workers.asked) == 2)
+        await until(lambda: len(workers.requested) == 2)
         workers.leave("a:1")
         await until(lambda: "a:1" not in health.endpoints())
-        asked = workers.asked["b:1"]
-        await until(lambda: workers.asked["b:1"] >= asked + 3)
-        seen = workers.asked["a:1"]
-        await until(lambda: workers.asked["b:1"] >= asked + 6)
-        assert workers.asked["a:1"] == seen
+        requested = workers.requested["b:1"]
+        await until(lambda: workers.requested["b:1"] >= requested + 3)
+        seen = workers.requested["a:1"]
+        await until(lambda: workers.requested["b:1"] >= requested + 6)
+        assert workers.requested["a:1"] == seen

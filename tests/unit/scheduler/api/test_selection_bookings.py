@@ -46,7 +46,7 @@ async def test_repeats_that_come_together_book_once() -> None:
     indexer.may_answer.clear()
     parts = Parts(view(worker(1), worker(2)), indexer=indexer)
     calls = [asyncio.create_task(parts.select(selecting("a"))) for _ in range(5)]
-    while not indexer.asked:
+    while not indexer.queries:
         await asyncio.sleep(0)
     indexer.may_answer.set()
     outcomes = await asyncio.gather(*calls)
@@ -61,7 +61,7 @@ async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
     parts = Parts(view(worker(1)), indexer=indexer)
     first = asyncio.create_task(parts.select(selecting("a")))
     second = asyncio.create_task(parts.select(selecting("a")))
-    while not indexer.asked:
+    while not indexer.queries:
         await asyncio.sleep(0)
     first.cancel()
     indexer.may_answer.set()
@@ -74,7 +74,7 @@ async def test_a_booking_is_not_reused_with_another_prompt() -> None:
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     first = asyncio.create_task(parts.select(selecting("a", routing(4))))
-    while not indexer.asked:
+    while not indexer.queries:
         await asyncio.sleep(0)
     meanwhile = asyncio.create_task(parts.select(selecting("a", routing(4, seed=1))))
     indexer.may_answer.set()
@@ -94,7 +94,7 @@ async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> N
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
     call = asyncio.create_task(parts.select(selecting("a")))
-    while not indexer.asked:
+    while not indexer.queries:
         await asyncio.sleep(0)
     assert not parts.bookings.free(FreeRequest(booking=key("a"))).known
     indexer.may_answer.set()
@@ -109,7 +109,7 @@ async def test_a_session_that_ends_while_it_selects_books_nothing() -> None:
     parts = Parts(view(worker(1)), indexer=indexer)
     token = parts.booking_leases.open_session("s", "c")
     call = asyncio.create_task(parts.select(selecting("a"), "s"))
-    while not indexer.asked:
+    while not indexer.queries:
         await asyncio.sleep(0)
     parts.booking_leases.close_session("s", token, parts.now)
     indexer.may_answer.set()

@@ -62,7 +62,7 @@ async def test_no_indexer_is_asked_where_overlaps_do_not_matter(changes: dict[st
     indexer = ResidentBlocks({(1, 0): 4})
     parts = Parts(view(worker(1)), indexer=indexer)
     chosen = await parts.select(selecting("a", routing(overrides=overrides(**changes))))
-    assert (chosen.load_only, chosen.overlap_blocks, indexer.asked) == (False, 0, [])
+    assert (chosen.load_only, chosen.overlap_blocks, indexer.queries) == (False, 0, [])
 
 
 async def test_an_override_asks_where_the_option_does_not() -> None:

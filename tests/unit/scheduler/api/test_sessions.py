@@ -270,7 +270,7 @@ async def test_answers_come_although_the_client_sends_no_more() -> None:
     async with line(parts) as client:
         client.send(call_id=2, select=selecting("a"))
         client.calls.put_nowait(None)
-        while not indexer.asked:
+        while not indexer.queries:
             await asyncio.sleep(0)
         indexer.may_answer.set()
         assert (await client.answer()).HasField("select")
@@ -387,7 +387,7 @@ async def test_what_the_former_stream_still_asks_for_is_not_booked() -> None:
     async with line(parts, None) as old:
         await old.ask(call_id=1, open=opening(1))
         old.send(call_id=2, select=selecting("a"))
-        while not indexer.asked:
+        while not indexer.queries:
             await asyncio.sleep(0)
         async with line(parts, None) as new:
             await new.ask(call_id=1, open=opening(2))

@@ -442,7 +442,7 @@ class Moves(RuleBasedStateMachine):
                     for event in self.events.pop((sender, to)):
                         self._replicas(to).hear(ReplicaSyncEvent.FromString(event))
             for name in NODES:
-                for heard in [each for each in self._replicas(name).logs if each.wanted]:
+                for heard in [each for each in self._replicas(name).logs if each.state_requested]:
                     fetch = Fetch(self._replicas(name), heard)
                     for chunk in chunks(self._replicas(heard.scheduler[1])):
                         fetch.take(chunk)

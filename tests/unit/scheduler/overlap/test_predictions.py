@@ -23,7 +23,7 @@ async def test_a_prompt_goes_where_its_prefix_went_and_no_indexer_is_asked() -> 
     second = await parts.select(selecting("b", routing(8)))
     assert (second.rank, second.overlap_blocks, second.load_only) == (first.rank, 6, False)
     assert not second.HasField("cursor"), "there are no events"
-    assert indexer.asked == []
+    assert indexer.queries == []
     other = await parts.select(selecting("c", routing(8, seed=1)))
     assert other.overlap_blocks == 0
 

@@ -307,11 +307,11 @@ async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch
     assert parts.indexer is not None
     async with waiting(parts, request("a")) as [queued_one]:
         parts.indexer.queued = {(1, 0): 3}
-        asked = len(parts.indexer.asked)
-        await until(lambda: len(parts.indexer.asked) > asked + 1)  # type: ignore[union-attr]
+        queries = len(parts.indexer.queries)
+        await until(lambda: len(parts.indexer.queries) > queries + 1)  # type: ignore[union-attr]
         parts.indexer.failure = NotReady("not yet")
-        asked = len(parts.indexer.asked)
-        await until(lambda: len(parts.indexer.asked) > asked + 1)  # type: ignore[union-attr]
+        queries = len(parts.indexer.queries)
+        await until(lambda: len(parts.indexer.queries) > queries + 1)  # type: ignore[union-attr]
         free(parts, "x")
         look(parts)
         answer = await queued_one

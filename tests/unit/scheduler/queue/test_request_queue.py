@@ -112,14 +112,14 @@ def test_those_that_wait_for_a_rank_without_room_do_not_keep_others_from_being_a
     for number in range(100):
         queue.add(number, Wait(0, WHY, room_tokens=number, rank=(1, 0)), 0.0)
     queue.add(100, Wait(1, WHY, room_tokens=100, rank=(2, 0)), 0.0)
-    asked: list[int] = []
+    booking_context: list[int] = []
 
     def decide(number: int) -> Choice | Wait:
-        asked.append(number)
+        booking_context.append(number)
         return Choice(1, WHY) if number == 100 else Wait(0, WHY, room_tokens=number, rank=(1, 0))
 
     assert [number for number, _ in queue.release(1.0, decide)] == [100]
-    assert asked == [*range(TRIES_PER_RANK), 100]
+    assert booking_context == [*range(TRIES_PER_RANK), 100]
 
 
 def test_a_look_is_bounded_and_the_next_goes_on_where_it_ended() -> None:

@@ -115,7 +115,7 @@ def test_the_digest_is_the_sum_over_what_is_held() -> None:
 def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
     node = Node("n")
     node.hear(added(0, 0), added(0, 0), added(2, 2))
-    assert node.log().wanted == "gap"
+    assert node.log().state_requested == "gap"
     assert len(node.parts.booking_leases) == 1
     node.hear(added(1, 1), added(2, 2))
     assert len(node.parts.booking_leases) == 3
@@ -128,14 +128,14 @@ def test_a_heartbeat_shows_what_was_lost_and_what_has_drifted() -> None:
     node = Node("n")
     node.hear(added(0, 0))
     node.hear(heartbeat(1, node.log().owned))
-    assert node.log().wanted == ""
+    assert node.log().state_requested == ""
     other = OwnedBookings()
     node.hear(heartbeat(1, other))
-    assert node.log().wanted == "digest"
+    assert node.log().state_requested == "digest"
     assert node.parts.figure("kvrouter_scheduler_sync_digest_mismatches_total") == 1
     lagging = Node("m")
     lagging.hear(heartbeat(0, other), heartbeat(4, other))
-    assert lagging.log().wanted == "join"
+    assert lagging.log().state_requested == "join"
 
 
 def test_a_digest_that_stays_wrong_is_asked_about_once() -> None:
@@ -143,11 +143,11 @@ def test_a_digest_that_stays_wrong_is_asked_about_once() -> None:
     wrong.put(key(1), "")
     for _ in range(3):
         assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
-    assert log.wanted == "digest"
+    assert log.state_requested == "digest"
     log.fetch()
     assert list(log.fetched(0)) == []
     assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
-    assert log.wanted == ""
+    assert log.state_requested == ""
 
 
 def test_events_that_wait_for_a_state_are_bounded_and_those_after_it_are_applied(
@@ -212,7 +212,7 @@ async def test_a_reused_id_with_another_prompt_is_set_aside_and_does_not_disturb
     assert node.set_aside("already_exists") + node.set_aside("invalid_argument") == 1
     assert len(node.parts.booking_leases) == 1
     node.hear(heartbeat(1, node.log().owned))
-    assert node.log().wanted == ""
+    assert node.log().state_requested == ""
 
 
 async def test_a_free_that_overtakes_its_booking_holds() -> None:
@@ -243,7 +243,7 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     hearer.hear(added(0, 0))
     hearer.hear(teller.replicas.heartbeat())
     heard = next(each for each in hearer.replicas.logs if each.scheduler == (1, "teller"))
-    assert heard.wanted == "join"
+    assert heard.state_requested == "join"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvrouter.scheduler.replication.state_transfer.CHUNK_BYTES", 1)
@@ -254,10 +254,10 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     with pytest.raises(StateBroken):
         broken.take(parts[2])
     broken.give_up()
-    assert heard.wanted
+    assert heard.state_requested
     fetch = Fetch(hearer.replicas, heard)
     assert [fetch.take(part) for part in parts] == [False] * 4 + [True]
-    assert not heard.wanted
+    assert not heard.state_requested
     assert (heard.owned.digest, len(heard.owned)) == (teller.replicas.own.digest, 3)
     assert sum(hearer.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
 
@@ -289,7 +289,7 @@ def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
     assert (lacking, disputed) == ([], ["other"])
     node.replicas.settle("other", 5)
     assert node.log().scheduler == (5, "other"), "what was forged is forgotten"
-    assert node.log().wanted
+    assert node.log().state_requested
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
     assert node.log().next_sequence == teller.replicas.next_sequence
@@ -312,15 +312,15 @@ def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
     teller, node = Node("other", incarnation=7), Node("n")
     node.hear(added(0, 0), added(1, 1), added(2, 2))
     node.hear(teller.replicas.heartbeat())
-    assert node.log().wanted == ""
+    assert node.log().state_requested == ""
     node.parts.now += 5
     node.hear(teller.replicas.heartbeat())
-    assert node.log().wanted == "behind"
+    assert node.log().state_requested == "behind"
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
     assert (node.log().next_sequence, len(node.parts.booking_leases)) == (0, 0)
     node.hear(teller.replicas.heartbeat())
-    assert node.log().wanted == ""
+    assert node.log().state_requested == ""
 
 
 def test_states_that_bring_no_news_are_fetched_ever_more_rarely() -> None:

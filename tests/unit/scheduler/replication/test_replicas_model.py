@@ -280,7 +280,7 @@ class Cluster(RuleBasedStateMachine):
         for heard in list(self._replicas(to).logs) if to in self.alive else []:
             sender = heard.scheduler[1]
             reachable = sender in self.alive and frozenset((sender, to)) not in self.cut
-            if heard.wanted and (to, heard.scheduler) not in self.fetches and reachable:
+            if heard.state_requested and (to, heard.scheduler) not in self.fetches and reachable:
                 state = chunks(self._replicas(sender))
                 self.fetches[to, heard.scheduler] = (Fetch(self._replicas(to), heard), state)
 
@@ -391,9 +391,9 @@ class Cluster(RuleBasedStateMachine):
         return Request(self.made, blocks, seed)
 
     def _select(self, node: str, request: Request, session_id: str) -> SelectWorkerResponse:
-        wanted = selecting(request.key[0], routing(request.blocks, seed=request.seed))
+        state_requested = selecting(request.key[0], routing(request.blocks, seed=request.seed))
         self.announced_at[node].add(request.key)
-        return self.loop.run_until_complete(self.alive[node].select(wanted, session_id))
+        return self.loop.run_until_complete(self.alive[node].select(state_requested, session_id))
 
     def _open(self, client: Client, node: str) -> None:
         parts = self.alive[node]

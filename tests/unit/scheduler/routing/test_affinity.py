@@ -18,8 +18,8 @@ def parts(mode: str = "round-robin", *, conversations: int = 100, thresholds: Th
 
 
 async def sent(to: Parts, request_id: str, conversation: str = "", **fields: Any) -> int:
-    asked = routing(2, seed=crc32(request_id.encode()) % 1000, conversation_id=conversation, **fields)
-    return (await to.select(selecting(request_id, asked))).rank.worker_id
+    booking_context = routing(2, seed=crc32(request_id.encode()) % 1000, conversation_id=conversation, **fields)
+    return (await to.select(selecting(request_id, booking_context))).rank.worker_id
 
 
 @pytest.mark.parametrize("mode", ["kv", "round-robin", "random", "power-of-two"])

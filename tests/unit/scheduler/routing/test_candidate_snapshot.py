@@ -13,11 +13,11 @@ from kvrouter.runtime.errors import AllBusy, NoWorkers
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.routing.candidate_snapshot import context_of, snapshot
 from kvrouter.scheduler.routing.choice import choose
-from kvrouter.scheduler.workers.candidates import Wanted, candidates_of, why_unfit
+from kvrouter.scheduler.workers.candidates import WorkerConstraints, candidates_of, why_unfit
 from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
 from kvrouter.v1.events_pb2 import LoadReport
@@ -46,7 +46,7 @@ WORKERS = st.lists(
 )
 
 WANTED = st.builds(
-    Wanted,
+    WorkerConstraints,
     stage=st.sampled_from([Stage.STAGE_WHOLE, Stage.STAGE_PREFILL, Stage.STAGE_DECODE]),
     worker_id=st.none() | st.integers(1, 6),
     dp_rank=st.none() | st.integers(0, 3),
@@ -59,11 +59,11 @@ WANTED = st.builds(
 
 @settings(max_examples=300)
 @given(WORKERS, WANTED)
-def test_those_fit_for_whom_no_rule_has_a_reason(workers: list[Any], wanted: Wanted) -> None:
+def test_those_fit_for_whom_no_rule_has_a_reason(workers: list[Any], constraints: WorkerConstraints) -> None:
     worker_set = WorkerSet(candidates_of(workers))
-    fit = [place for place, each in enumerate(worker_set.candidates) if not why_unfit(each, wanted)]
-    assert worker_set.fit(wanted).tolist() == fit
-    anywhere = Wanted(stage=wanted.stage)
+    fit = [place for place, each in enumerate(worker_set.candidates) if not why_unfit(each, constraints)]
+    assert worker_set.fit(constraints).tolist() == fit
+    anywhere = WorkerConstraints(stage=constraints.stage)
     assert worker_set.fit(anywhere).tolist() == [
         place for place, each in enumerate(worker_set.candidates) if not why_unfit(each, anywhere)
     ]
@@ -91,7 +91,7 @@ REPORTS = st.dictionaries(
     thresholds=st.builds(
         Thresholds, st.none() | st.sampled_from([0.0, 0.2, 0.8, 1.0]), st.none() | st.sampled_from([0, 32, 2**64 - 1])
     ),
-    wanted=WANTED,
+    constraints=WANTED,
     accounting=st.builds(Accounting, st.booleans(), st.booleans()),
 )
 def test_every_row_is_what_the_rules_say_of_it(
@@ -100,7 +100,7 @@ def test_every_row_is_what_the_rules_say_of_it(
     reports: dict[tuple[int, int], LoadReport],
     resident: dict[tuple[int, int], tuple[int, int]],
     thresholds: Thresholds,
-    wanted: Wanted,
+    constraints: WorkerConstraints,
     accounting: Accounting,
 ) -> None:
     now = 100.0
@@ -112,18 +112,18 @@ def test_every_row_is_what_the_rules_say_of_it(
         report.rank.CopyFrom(Rank(worker_id=rank[0], dp_rank=rank[1]))
         report.incarnation = 3
         pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
-    asked, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
-    found = snapshot(pool, asked, wanted, options, Overlaps.of(resident), now=now)
-    before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(asked, wanted.stage)
-    fit = [each for each in pool.candidates if not why_unfit(each, wanted)]
+    booking_context, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
+    found = snapshot(pool, booking_context, constraints, options, Overlaps.of(resident), now=now)
+    before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(booking_context, constraints.stage)
+    fit = [each for each in pool.candidates if not why_unfit(each, constraints)]
     assert [row.candidate for row in found.rows] == fit
     for row in found.rows:
         rank = row.candidate.rank
         assert row.load == loads[rank]
         blocks, incarnation = resident.get(rank, (0, 0))
         assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
-        uncached = max(0, asked.tokens - row.overlap_blocks * BLOCK)
-        assert row.new_prefill_tokens == (0 if wanted.stage == Stage.STAGE_DECODE else uncached)
+        uncached = max(0, booking_context.tokens - row.overlap_blocks * BLOCK)
+        assert row.new_prefill_tokens == (0 if constraints.stage == Stage.STAGE_DECODE else uncached)
         assert bool(row.busy) == bool(
             why_busy(
                 row.candidate,
@@ -141,7 +141,7 @@ def test_every_row_is_what_the_rules_say_of_it(
     if not free:
         assert isinstance(found.refusal("pool"), AllBusy if fit else NoWorkers)
         return
-    context = context_of(found.free, asked, options, block_size=BLOCK, previous=None)
+    context = context_of(found.free, booking_context, options, block_size=BLOCK, previous=None)
     assert context.ranks == tuple(row.candidate.rank for row in free)
     columns = {
         "overlap_blocks": [row.overlap_blocks for row in free],
@@ -163,7 +163,7 @@ def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> Non
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     options = RoutingOptions("forecast")
     pool.booked_load.book(("a", 0, 1), (1, 0), prompt(4), 64)
-    found = snapshot(pool, prompt(4), Wanted(), options, NOT_ASKED, now=1.0)
+    found = snapshot(pool, prompt(4), WorkerConstraints(), options, NOT_QUERIED, now=1.0)
     chosen = choose(pool, prompt(4), options, found, found.free, Random(1))
     seen = [str(chosen.context), str(found.rows[0])]
     pool.booked_load.book(("b", 0, 1), (1, 0), prompt(9, seed=1), 144)
@@ -179,7 +179,7 @@ def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int,
         resident = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})
         expected = [10 * worker_id if (worker_id, 0) in ranks else 0 for worker_id in (1, 2)]
         assert resident.on(worker_set).tolist() == expected
-    assert NOT_ASKED.on(worker_set).tolist() == [0, 0]
+    assert NOT_QUERIED.on(worker_set).tolist() == [0, 0]
     assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(worker_set)), (
         "of lives before the registered ones"
     )
@@ -187,19 +187,21 @@ def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int,
 
 @given(WORKERS, WANTED, IDS)
 def test_avoided_workers_give_way_only_to_others_that_fit(
-    workers: list[Any], wanted: Wanted, avoided: set[int]
+    workers: list[Any], constraints: WorkerConstraints, avoided: set[int]
 ) -> None:
     worker_set = WorkerSet(candidates_of(workers))
-    fit = worker_set.fit(wanted)
+    fit = worker_set.fit(constraints)
     others = [place for place in fit.tolist() if worker_set.ranks[place][0] not in avoided]
     assert worker_set.preferred(fit, avoided).tolist() == (others or fit.tolist())
 
 
 def test_a_candidate_that_gave_way_says_why() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
-    wanted = Wanted(avoided=frozenset({1}))
-    found = snapshot(pool, prompt(4), wanted, RoutingOptions(), NOT_ASKED, now=1.0)
+    constraints = WorkerConstraints(avoided=frozenset({1}))
+    found = snapshot(pool, prompt(4), constraints, RoutingOptions(), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in found.free] == [(2, 0)]
     assert found.excluded([(2, 0)]) == {(1, 0): "the caller avoids this worker, and another one fits"}
-    alone = snapshot(pool, prompt(4), Wanted(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_ASKED, now=1.0)
+    alone = snapshot(
+        pool, prompt(4), WorkerConstraints(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_QUERIED, now=1.0
+    )
     assert [row.candidate.rank for row in alone.free] == [(1, 0)]

@@ -15,7 +15,7 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import snapshot
 from kvrouter.scheduler.routing.choice import book, choose
-from kvrouter.scheduler.workers.candidates import Wanted
+from kvrouter.scheduler.workers.candidates import WorkerConstraints
 
 from ..harness import BLOCK, view, worker
 
@@ -52,8 +52,8 @@ class Traffic:
         self.now += 0.02
         hashes = self.shared + self.rng.randbytes(8 * self.rng.randint(LEAST, MOST))
         prompt = Prompt(len(hashes) // 8 * BLOCK, b"", hashes)
-        wanted, overlaps = Wanted(worker_id=worker_id), Overlaps.of(self.resident)
-        found = snapshot(self.pool, prompt, wanted, self.options, overlaps, now=self.now)
+        constraints, overlaps = WorkerConstraints(worker_id=worker_id), Overlaps.of(self.resident)
+        found = snapshot(self.pool, prompt, constraints, self.options, overlaps, now=self.now)
         chosen = choose(self.pool, prompt, self.options, found, found.free, self.rng)
         key = (str(next(self.numbers)), 0, 1)
         assert book(self.pool, key, prompt, chosen)

@@ -13,7 +13,14 @@ from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
-from kvrouter.scheduler.workers.candidates import Candidate, Wanted, candidates_of, check_pinned, serves, why_unfit
+from kvrouter.scheduler.workers.candidates import (
+    Candidate,
+    WorkerConstraints,
+    candidates_of,
+    check_pinned,
+    serves,
+    why_unfit,
+)
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.indexer_pb2 import TokenIds
@@ -34,26 +41,26 @@ def test_every_rank_is_a_candidate_in_order() -> None:
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        (Wanted(), ""),
-        (Wanted(worker_id=1, dp_rank=0, allowed=frozenset({1, 2}), excluded=frozenset({2})), ""),
-        (Wanted(labels={"zone": "a"}, lora_name="ad"), ""),
-        (Wanted(worker_id=2), "another worker is named"),
-        (Wanted(dp_rank=1), "another rank is named"),
-        (Wanted(allowed=frozenset({2})), "not among the allowed workers"),
-        (Wanted(excluded=frozenset({1})), "excluded by the request"),
-        (Wanted(labels={"zone": "b"}), "label zone is 'a', not 'b'"),
-        (Wanted(labels={"disk": "x"}), "label disk is '', not 'x'"),
-        (Wanted(lora_name="other"), "does not serve the adapter 'other'"),
-        (Wanted(stage=Stage.STAGE_PREFILL), "its role ROLE_DECODE does not serve STAGE_PREFILL"),
+        (WorkerConstraints(), ""),
+        (WorkerConstraints(worker_id=1, dp_rank=0, allowed=frozenset({1, 2}), excluded=frozenset({2})), ""),
+        (WorkerConstraints(labels={"zone": "a"}, lora_name="ad"), ""),
+        (WorkerConstraints(worker_id=2), "another worker is named"),
+        (WorkerConstraints(dp_rank=1), "another rank is named"),
+        (WorkerConstraints(allowed=frozenset({2})), "not among the allowed workers"),
+        (WorkerConstraints(excluded=frozenset({1})), "excluded by the request"),
+        (WorkerConstraints(labels={"zone": "b"}), "label zone is 'a', not 'b'"),
+        (WorkerConstraints(labels={"disk": "x"}), "label disk is '', not 'x'"),
+        (WorkerConstraints(lora_name="other"), "does not serve the adapter 'other'"),
+        (WorkerConstraints(stage=Stage.STAGE_PREFILL), "its role ROLE_DECODE does not serve STAGE_PREFILL"),
     ],
 )
-def test_why_a_rank_is_left_out(wanted: Wanted, why: str) -> None:
+def test_why_a_rank_is_left_out(constraints: WorkerConstraints, why: str) -> None:
     registered = candidate(labels={"zone": "a"}, lora_names=["ad"], role=Role.ROLE_DECODE)
-    assert why_unfit(registered, wanted) == why
+    assert why_unfit(registered, constraints) == why
 
 
 def test_a_draining_worker_is_left_out_even_when_it_is_named() -> None:
-    assert why_unfit(candidate(draining=True), Wanted(worker_id=1)) == "draining"
+    assert why_unfit(candidate(draining=True), WorkerConstraints(worker_id=1)) == "draining"
 
 
 def test_roles_by_stage() -> None:
@@ -66,12 +73,12 @@ def test_roles_by_stage() -> None:
 
 def test_a_pinned_worker_has_to_be_there() -> None:
     found = candidates_of([worker(3, ranks=2), worker(5)])
-    check_pinned(found, Wanted(worker_id=3, dp_rank=1))
+    check_pinned(found, WorkerConstraints(worker_id=3, dp_rank=1))
     with pytest.raises(UnknownWorker) as unknown:
-        check_pinned(found, Wanted(worker_id=4))
+        check_pinned(found, WorkerConstraints(worker_id=4))
     assert list(unknown.value.info.known_values) == ["3", "5"]
     with pytest.raises(UnknownWorker, match="rank 2 of worker 3"):
-        check_pinned(found, Wanted(worker_id=3, dp_rank=2))
+        check_pinned(found, WorkerConstraints(worker_id=3, dp_rank=2))
 
 
 def busy(
@@ -260,6 +267,6 @@ def test_constraints_are_read() -> None:
             worker_id=0, dp_rank=0, allowed_worker_ids=[1], excluded_worker_ids=[2], required_labels={"a": "b"}
         )
     )
-    wanted = Wanted.of(request, Stage.STAGE_DECODE)
-    assert wanted == Wanted(Stage.STAGE_DECODE, 0, 0, frozenset({1}), frozenset({2}), {"a": "b"})
-    assert Wanted.of(routing(), Stage.STAGE_WHOLE) == Wanted()
+    read = WorkerConstraints.of(request, Stage.STAGE_DECODE)
+    assert read == WorkerConstraints(Stage.STAGE_DECODE, 0, 0, frozenset({1}), frozenset({2}), {"a": "b"})
+    assert WorkerConstraints.of(routing(), Stage.STAGE_WHOLE) == WorkerConstraints()

@@ -22,7 +22,7 @@ another one."""
 
 
 async def join_component(
-    client: aetcd.Client, component: ComponentName, wanted: ComponentDescriptor
+    client: aetcd.Client, component: ComponentName, desired: ComponentDescriptor
 ) -> ComponentDescriptor:
     """The component's descriptor, which is ``wanted`` if there was none.
 
@@ -33,12 +33,12 @@ async def join_component(
     name = component.descriptor_key.encode()
     await client.transaction(
         compare=[client.transactions.create(name) == 0],
-        success=[client.transactions.put(name, wanted.SerializeToString())],
+        success=[client.transactions.put(name, desired.SerializeToString())],
         failure=[],
     )
     found = await client.get(name)
     if found is None:  # deleted by an operator in this moment
-        return await join_component(client, component, wanted)
+        return await join_component(client, component, desired)
     try:
         settled = read_descriptor(component, found.value)
     except Undecodable as error:
@@ -46,17 +46,17 @@ async def join_component(
         log.warning("descriptor replaced", key=component.descriptor_key, reason=error.reason, detail=str(error))
         await client.transaction(
             compare=[client.transactions.mod(name) == found.mod_revision],
-            success=[client.transactions.put(name, wanted.SerializeToString())],
+            success=[client.transactions.put(name, desired.SerializeToString())],
             failure=[],
         )
-        return await join_component(client, component, wanted)
+        return await join_component(client, component, desired)
     differences = {
-        field: (getattr(settled, field), getattr(wanted, field))
+        field: (getattr(settled, field), getattr(desired, field))
         for field in ("model", "block_size", "hash_scheme", "max_model_len")
-        if getattr(settled, field) != getattr(wanted, field)
+        if getattr(settled, field) != getattr(desired, field)
     }
-    if (settled.role or Role.ROLE_BOTH) != wanted.role:
-        differences["role"] = (Role.Name(settled.role), Role.Name(wanted.role))
+    if (settled.role or Role.ROLE_BOTH) != desired.role:
+        differences["role"] = (Role.Name(settled.role), Role.Name(desired.role))
     if differences:
         raise DescriptorMismatch(str(component), differences)
     return settled

@@ -122,7 +122,7 @@ class SchedulerSettings(RoutingSettings):
 
     @model_validator(mode="after")
     def _asks_nobody_who_is_not_there(self) -> SchedulerSettings:
-        if self.static_workers and self.kv_events and self.routing().asks_indexer:
+        if self.static_workers and self.kv_events and self.routing().queries_indexer:
             raise ValueError(
                 f"--static-workers: mode {self.router_mode} asks an Indexer, and there is none without etcd;"
                 " add --no-kv-events, or choose another --router-mode (round-robin, random, power-of-two, direct)"

@@ -12,20 +12,20 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import snapshot
 from kvrouter.scheduler.routing.choice import Chosen, book, choose
-from kvrouter.scheduler.workers.candidates import Wanted
+from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
-_WHOLE = Wanted()
+_WHOLE = WorkerConstraints()
 _STAGE = Stage.STAGE_WHOLE  # read once: the enum looks its values up by name
 
 
@@ -150,8 +150,8 @@ class Router:
             booked_load.output_tokens(announcement.key, announcement.generated)
 
     def _overlaps(self, prompt: Prompt) -> Overlaps:
-        if not self._options.asks_indexer or self._events is None:
-            return NOT_ASKED
+        if not self._options.queries_indexer or self._events is None:
+            return NOT_QUERIED
         return self._events.overlaps(prompt)
 
     def _key(self, number: int) -> Key:

@@ -91,9 +91,9 @@ def documents(rng: Random) -> Iterator[Request]:
         context.grow(_length(rng, 14000, 0.6, 3000, 60000))
         document, at = list(context.pieces), start
         for _ in range(1 + min(int(rng.expovariate(1 / 3)), 12)):
-            asked = Context(context.fresh, list(document))
-            asked.grow(_length(rng, 60, 0.6, 10, 500))
-            yield asked.request(at, _length(rng, 150, 0.7, 10, 1000))
+            booking_context = Context(context.fresh, list(document))
+            booking_context.grow(_length(rng, 60, 0.6, 10, 500))
+            yield booking_context.request(at, _length(rng, 150, 0.7, 10, 1000))
             at += 3 + rng.expovariate(1 / 25)
 
     return _sessions(rng, 2.0, questions)

@@ -150,9 +150,9 @@ class HttpApi:
     async def set_busy_threshold(self, request: web.Request) -> web.Response:
         """Sets the thresholds of a model that are given, and answers with those in force."""
         body = await read_body(request, limit=MAX_FIELDS_BYTES, idle_seconds=self._body_seconds)
-        wanted = BusyThresholdBody.parse(body).to_request()
-        in_force = await self._frontend.set_busy_threshold(wanted, deadline=Deadline.after(_ADMIN_SECONDS))
-        return web.json_response(shown(wanted.model, in_force))
+        requested = BusyThresholdBody.parse(body).to_request()
+        in_force = await self._frontend.set_busy_threshold(requested, deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(shown(requested.model, in_force))
 
     async def list_busy_thresholds(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """The thresholds of every model that has one."""

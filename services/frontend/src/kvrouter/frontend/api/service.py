@@ -260,8 +260,8 @@ class FrontendService:
         return self._view(request.model).name
 
 
-async def _settled(asked: Awaitable[_Answer]) -> _Answer | KvRouterError:
+async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:
     try:
-        return await asked
+        return await requested
     except KvRouterError as error:
         return error

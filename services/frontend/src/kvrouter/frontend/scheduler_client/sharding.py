@@ -20,9 +20,9 @@ LONGEST_S = 3600.0
 class Spreading:
     """Whether one component is spread. Pure: it is handed every event, with its time in seconds."""
 
-    def __init__(self, wanted: bool | None) -> None:
+    def __init__(self, requested: bool | None) -> None:
         """``wanted``: always, never, or None for when it is advised."""
-        self._wanted = wanted
+        self._requested = requested
         self._seconds = FIRST_S
         self._until = -math.inf
 
@@ -35,4 +35,4 @@ class Spreading:
 
     def active(self, now: float) -> bool:
         """Whether requests are split."""
-        return now < self._until if self._wanted is None else self._wanted
+        return now < self._until if self._requested is None else self._requested

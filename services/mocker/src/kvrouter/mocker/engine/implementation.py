@@ -29,15 +29,15 @@ class EngineModel(Protocol):
     def cached_blocks(self) -> dict[int, CachedBlock]: ...  # noqa: D102
 
 
-def _choose(wanted: str) -> str:
-    if wanted not in ("auto", "native", "reference"):
-        raise ValueError(f"KVROUTER_ENGINE is {wanted!r}: use native, reference or auto")
-    if wanted == "reference":
-        return wanted
+def _choose(requested: str) -> str:
+    if requested not in ("auto", "native", "reference"):
+        raise ValueError(f"KVROUTER_ENGINE is {requested!r}: use native, reference or auto")
+    if requested == "reference":
+        return requested
     try:
         from kvrouter.mocker.engine import native as native_engine  # noqa: F401
     except ImportError:
-        if wanted == "native":
+        if requested == "native":
             raise
         return "reference"
     return "native"

@@ -74,8 +74,8 @@ class EventLog:
         if not held or not held[0].event_id <= event_id <= held[-1].event_id:
             raise EventsGone(f"event {event_id} is not held")
         first = held[0].event_id
-        wanted = held[event_id - first : until - first if until else None]
-        return _runs(wanted, max_bytes)
+        desired = held[event_id - first : until - first if until else None]
+        return _runs(desired, max_bytes)
 
 
 def _runs(events: list[NumberedEvent], max_bytes: int) -> Iterator[list[NumberedEvent]]:

@@ -76,7 +76,7 @@ class Recovered:
     """Bytes of the file that count."""
 
 
-def recover(path: Path, wanted: Head) -> Recovered:
+def recover(path: Path, desired: Head) -> Recovered:
     """Reads a file; the incarnation in ``wanted`` does not matter.
 
     Raises:
@@ -87,19 +87,19 @@ def recover(path: Path, wanted: Head) -> Recovered:
     except OSError as error:
         raise Unusable(error.strerror or "it cannot be read") from None
     try:
-        return _read(data, wanted)
+        return _read(data, desired)
     except (ValueError, TypeError, struct.error, DecodeError) as error:
         raise Unusable(f"it is damaged: {error}") from None
 
 
-def _read(data: bytes, wanted: Head) -> Recovered:
+def _read(data: bytes, desired: Head) -> Recovered:
     records = _records(data)
     kind, body, size = next(records, (b"", b"", 0))
     if kind != _HEAD:
         raise Unusable("it has no beginning")
     head = Head(**json.loads(body))
     differences = [
-        name for name, value in asdict(wanted).items() if name != "incarnation" and value != getattr(head, name)
+        name for name, value in asdict(desired).items() if name != "incarnation" and value != getattr(head, name)
     ]
     if differences:
         raise Unusable(f"it differs in {', '.join(differences)}")

@@ -32,7 +32,7 @@ from kvrouter.scheduler.identifiers import Key, stage_of
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, IndexerSource, Overlaps, ask
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Explanation, Wait, rank_label
@@ -44,8 +44,8 @@ from kvrouter.scheduler.routing.affinity import Affinity, conversation_of
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateRow, CandidateSnapshot, snapshot
 from kvrouter.scheduler.routing.choice import Chosen, book, choose
 from kvrouter.scheduler.routing.decisions import Decided, Decisions
-from kvrouter.scheduler.routing.request_context import Asked, Question, lease_seconds
-from kvrouter.scheduler.workers.candidates import Wanted, check_pinned
+from kvrouter.scheduler.routing.request_context import BookingContext, RequestContext, lease_seconds
+from kvrouter.scheduler.workers.candidates import WorkerConstraints, check_pinned
 from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
 
@@ -118,13 +118,15 @@ class Selector:
         code, mode, queued_seconds = "OK", "", 0.0
         try:
             key = checked_key(request.booking) if request.HasField("booking") else None
-            question = self.question(request.request, None if key is None else stage_of(request.booking))
-            mode = question.options.mode
-            asked = Asked(question, request.request, key, session_id, session_token, lease_seconds(request.lease_ms))
+            request_context = self.request_context(request.request, None if key is None else stage_of(request.booking))
+            mode = request_context.options.mode
+            booking_context = BookingContext(
+                request_context, request.request, key, session_id, session_token, lease_seconds(request.lease_ms)
+            )
             if key is None:
-                response = await self._decide(asked, request, deadline)
+                response = await self._decide(booking_context, request, deadline)
             else:
-                response = await self._book_once(asked, key, request, deadline)
+                response = await self._book_once(booking_context, key, request, deadline)
             queued_seconds = response.queued_us / 1e6
             return response
         except KvRouterError as error:
@@ -134,7 +136,9 @@ class Selector:
             self._metrics.selections.labels(mode=mode, code=code).inc()
             self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
-    def question(self, request: RoutingRequest, stage: Stage | None, *, needs_worker: bool = True) -> Question:
+    def request_context(
+        self, request: RoutingRequest, stage: Stage | None, *, needs_worker: bool = True
+    ) -> RequestContext:
         """Checks a request.
 
         Args:
@@ -157,41 +161,48 @@ class Selector:
             max_model_len=pool.max_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
         )
-        wanted = Wanted.of(request, stage)
-        if needs_worker and POLICIES[options.mode].needs_worker and wanted.worker_id is None:
+        constraints = WorkerConstraints.of(request, stage)
+        if needs_worker and POLICIES[options.mode].needs_worker and constraints.worker_id is None:
             raise BadRequest(
                 f"mode {options.mode} needs a worker",
                 field="constraints.worker_id",
                 advice="Name the worker, or choose another mode.",
                 known=sorted({candidate.rank[0] for candidate in pool.candidates}),
             )
-        return Question(pool, prompt, wanted, options)
+        return RequestContext(pool, prompt, constraints, options)
 
-    async def overlaps(self, question: Question, deadline: Deadline, *, wanted: bool) -> Overlaps:
+    async def overlaps(self, request_context: RequestContext, deadline: Deadline, *, constraints: bool) -> Overlaps:
         """What the ranks hold of the prompt; nothing where that is not wanted."""
-        if not wanted:
-            return NOT_ASKED
+        if not constraints:
+            return NOT_QUERIED
         if self._predictions is not None:
-            return self._predictions.overlaps(question.pool, question.prompt)
+            return self._predictions.overlaps(request_context.pool, request_context.prompt)
         return await ask(
             self._indexers,
-            question.pool.name,
-            question.prompt,
-            block_size=question.pool.booked_load.block_size,
+            request_context.pool.name,
+            request_context.prompt,
+            block_size=request_context.pool.booked_load.block_size,
             timeout_seconds=self._indexer_timeout,
             deadline=deadline,
         )
 
-    def snapshot(self, question: Question, overlaps: Overlaps) -> CandidateSnapshot:
+    def snapshot(self, request_context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
         """Every candidate as it is at this moment."""
-        return snapshot(question.pool, question.prompt, question.wanted, question.options, overlaps, now=self._clock())
+        return snapshot(
+            request_context.pool,
+            request_context.prompt,
+            request_context.constraints,
+            request_context.options,
+            overlaps,
+            now=self._clock(),
+        )
 
     async def _book_once(
-        self, asked: Asked, key: Key, request: SelectWorkerRequest, deadline: Deadline
+        self, booking_context: BookingContext, key: Key, request: SelectWorkerRequest, deadline: Deadline
     ) -> SelectWorkerResponse:
         """The first outcome for a key, however often and however concurrently it is asked for."""
         while True:
-            repeated = self._repeated(asked, key)
+            repeated = self._repeated(booking_context, key)
             if repeated is not None:
                 return repeated
             under_way = self._under_way.get(key)
@@ -200,147 +211,167 @@ class Selector:
             await under_way.wait()
         done = self._under_way[key] = asyncio.Event()
         try:
-            return await self._decide(asked, request, deadline)
+            return await self._decide(booking_context, request, deadline)
         finally:
             del self._under_way[key]
             done.set()
 
-    def _repeated(self, asked: Asked, key: Key) -> SelectWorkerResponse | None:
+    def _repeated(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse | None:
         now = self._clock()
         live_booking = self._booking_leases.find(key, now)
         if live_booking is None:
             return None
-        question, booking = asked.question, live_booking.booked_load.booking(key)
+        request_context, booking = booking_context.request_context, live_booking.booked_load.booking(key)
         if (
             booking is None
-            or live_booking.component != question.pool.name
-            or booking.sequence_hashes != question.prompt.sequence_hashes
-            or booking.prompt_tokens != question.prompt.tokens
+            or live_booking.component != request_context.pool.name
+            or booking.sequence_hashes != request_context.prompt.sequence_hashes
+            or booking.prompt_tokens != request_context.prompt.tokens
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
-        self._booking_leases.own(live_booking, asked.session_id, asked.lease_seconds, now, asked.session_token)
+        self._booking_leases.own(
+            live_booking, booking_context.session_id, booking_context.lease_seconds, now, booking_context.session_token
+        )
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(live_booking.outcome)
         outcome.repeated = True
         return outcome
 
-    async def _decide(self, asked: Asked, request: SelectWorkerRequest, deadline: Deadline) -> SelectWorkerResponse:
-        question, key = asked.question, asked.key
-        self._check(asked)
-        asked.overlaps = await self.overlaps(question, deadline, wanted=question.options.asks_indexer)
-        if asked.overlaps.failure:
-            self._metrics.load_only.labels(reason=asked.overlaps.failure).inc()
+    async def _decide(
+        self, booking_context: BookingContext, request: SelectWorkerRequest, deadline: Deadline
+    ) -> SelectWorkerResponse:
+        request_context, key = booking_context.request_context, booking_context.key
+        self._check(booking_context)
+        booking_context.overlaps = await self.overlaps(
+            request_context, deadline, constraints=request_context.options.queries_indexer
+        )
+        if booking_context.overlaps.failure:
+            self._metrics.load_only.labels(reason=booking_context.overlaps.failure).inc()
 
         # From here to the booking nothing is awaited.
-        chosen = self.choose(asked)
+        chosen = self.choose(booking_context)
         if self.queued is None or key is None or not isinstance(chosen.decided, Wait):
-            return self.settle(asked, chosen)
-        self._keep(asked, self._decisions.next_id(), None, chosen, _waiting_reason(chosen))
+            return self.settle(booking_context, chosen)
+        self._keep(booking_context, self._decisions.next_id(), None, chosen, _waiting_reason(chosen))
         if request.time_left_ms:
             deadline = deadline.within(request.time_left_ms / 1e3)
         try:
             return await self.queued.enqueue(
-                asked, key, chosen, chosen.decided, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
+                booking_context, key, chosen, chosen.decided, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
             )
         except (AllBusy, DeadlineExceeded) as error:
-            self._keep(asked, self._decisions.next_id(), None, chosen, Explanation(str(error)))
+            self._keep(booking_context, self._decisions.next_id(), None, chosen, Explanation(str(error)))
             raise
 
-    def choose(self, asked: Asked) -> Chosen:
+    def choose(self, booking_context: BookingContext) -> Chosen:
         """Chooses by what is known at this moment.
 
         Raises:
             KvRouterError: the request cannot be booked any more, or no rank can take it.
         """
-        question, pool = asked.question, asked.question.pool
+        request_context, pool = booking_context.request_context, booking_context.request_context.pool
         if self._pools.get(pool.name) is not pool:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
-        self._check(asked)
-        found = self.snapshot(question, asked.overlaps)
+        self._check(booking_context)
+        found = self.snapshot(request_context, booking_context.overlaps)
         if not found.free:
             refusal = found.refusal(pool.name)
-            self._keep(asked, self._decisions.next_id(), None, found, Explanation(str(refusal)))
+            self._keep(booking_context, self._decisions.next_id(), None, found, Explanation(str(refusal)))
             raise refusal.untraced()
-        rows = self._affinity.narrowed(pool.name, asked.routing, found.free)
-        return choose(pool, question.prompt, question.options, found, rows, self._rng)
+        rows = self._affinity.narrowed(pool.name, booking_context.routing, found.free)
+        return choose(pool, request_context.prompt, request_context.options, found, rows, self._rng)
 
-    def settle(self, asked: Asked, chosen: Chosen, *, queued_seconds: float = 0.0) -> SelectWorkerResponse:
+    def settle(
+        self, booking_context: BookingContext, chosen: Chosen, *, queued_seconds: float = 0.0
+    ) -> SelectWorkerResponse:
         """Books what was chosen in this same step, where the request is to be booked, and answers.
 
         Raises:
             KvRouterError: it cannot be booked.
         """
-        question, key, candidate = asked.question, asked.key, chosen.row.candidate
-        pool, decision_id = question.pool, self._decisions.next_id()
-        response = answer(asked, chosen, decision_id, queued_seconds)
+        request_context, key, candidate = booking_context.request_context, booking_context.key, chosen.row.candidate
+        pool, decision_id = request_context.pool, self._decisions.next_id()
+        response = answer(booking_context, chosen, decision_id, queued_seconds)
         response.spread_advised = self._is_behind()
         if key is not None:
-            if not book(pool, key, question.prompt, chosen):
-                return self._booked_meanwhile(asked, key)
+            if not book(pool, key, request_context.prompt, chosen):
+                return self._booked_meanwhile(booking_context, key)
             response.prefill_tokens = chosen.prefill_tokens
-            asked_indexer = question.options.asks_indexer and not asked.overlaps.failure
-            audited = asked_indexer and question.wanted.stage != Stage.STAGE_DECODE
+            queried_indexer = request_context.options.queries_indexer and not booking_context.overlaps.failure
+            audited = queried_indexer and request_context.constraints.stage != Stage.STAGE_DECODE
             live_booking = LiveBooking(
-                key, pool.name, pool.booked_load, response, audited, asked.session_id, asked.lease_seconds
+                key,
+                pool.name,
+                pool.booked_load,
+                response,
+                audited,
+                booking_context.session_id,
+                booking_context.lease_seconds,
             )
-            live_booking.conversation = conversation_of(asked.routing)
+            live_booking.conversation = conversation_of(booking_context.routing)
             if self._predictions is not None:
-                live_booking.local_hashes = question.prompt.local_hashes
+                live_booking.local_hashes = request_context.prompt.local_hashes
             self._booking_leases.add(live_booking, self._clock())
             self._affinity.note(pool.name, live_booking.conversation, candidate.rank)
             if self._predictions is not None:
-                self._predictions.live_booking(pool, candidate.rank, candidate.incarnation, question.prompt)
-        pool.previous[question.options.mode] = candidate.rank
-        self._keep(asked, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
+                self._predictions.live_booking(pool, candidate.rank, candidate.incarnation, request_context.prompt)
+        pool.previous[request_context.options.mode] = candidate.rank
+        self._keep(booking_context, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
         return response
 
-    def _booked_meanwhile(self, asked: Asked, key: Key) -> SelectWorkerResponse:
+    def _booked_meanwhile(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse:
         """The outcome at another Scheduler, heard of while the request was decided here."""
-        repeated = self._repeated(asked, key)
+        repeated = self._repeated(booking_context, key)
         if repeated is None:
             raise BookingFreed(key[0])
         return repeated
 
-    async def refresh(self, asked: Asked) -> None:
+    async def refresh(self, booking_context: BookingContext) -> None:
         """Asks for the overlaps of a request anew; an answer that cannot be had leaves the old one."""
-        overlaps = await self.overlaps(asked.question, Deadline.never(), wanted=asked.question.options.asks_indexer)
+        overlaps = await self.overlaps(
+            booking_context.request_context,
+            Deadline.never(),
+            constraints=booking_context.request_context.options.queries_indexer,
+        )
         if not overlaps.failure:
-            asked.overlaps = overlaps
+            booking_context.overlaps = overlaps
 
-    def _check(self, asked: Asked) -> None:
-        pool = asked.question.pool
-        if asked.key is not None:
-            self._booking_leases.check_bookable(asked.key, asked.session_id, asked.session_token)
+    def _check(self, booking_context: BookingContext) -> None:
+        pool = booking_context.request_context.pool
+        if booking_context.key is not None:
+            self._booking_leases.check_bookable(
+                booking_context.key, booking_context.session_id, booking_context.session_token
+            )
         if not pool.candidates:
             raise NoWorkers(f"{pool.name} has no live worker")
-        check_pinned(pool.candidates, asked.question.wanted)
+        check_pinned(pool.candidates, booking_context.request_context.constraints)
 
     def _keep(
         self,
-        asked: Asked,
+        booking_context: BookingContext,
         decision_id: int,
         row: CandidateRow | None,
         seen: Chosen | CandidateSnapshot,
         explanation: Explanation,
         queued_seconds: float = 0.0,
     ) -> None:
-        request_id, attempt = ("", 0) if asked.key is None else asked.key[:2]
+        request_id, attempt = ("", 0) if booking_context.key is None else booking_context.key[:2]
         found, context = (seen, None) if isinstance(seen, CandidateSnapshot) else (seen.found, seen.context)
         decided = Decided(
             decision_id=decision_id,
-            component=asked.question.pool.name,
+            component=booking_context.request_context.pool.name,
             request_id=request_id,
             attempt=attempt,
-            mode=asked.question.options.mode,
+            mode=booking_context.request_context.options.mode,
             chosen=None if row is None else row.candidate.rank,
             context=context,
             explanation=explanation,
             excluded=partial(found.excluded, () if context is None else context.ranks),
             rows=len(found.worker_set),
-            prompt_blocks=asked.question.prompt.blocks,
-            load_only=bool(asked.overlaps.failure),
+            prompt_blocks=booking_context.request_context.prompt.blocks,
+            load_only=bool(booking_context.overlaps.failure),
             decided_unix_ns=time.time_ns(),
             queued_seconds=queued_seconds,
         )

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.routing.choice import Chosen
-from kvrouter.scheduler.routing.request_context import Asked
+from kvrouter.scheduler.routing.request_context import BookingContext
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
-def answer(asked: Asked, chosen: Chosen, decision_id: int, queued_seconds: float) -> SelectWorkerResponse:
+def answer(
+    booking_context: BookingContext, chosen: Chosen, decision_id: int, queued_seconds: float
+) -> SelectWorkerResponse:
     """What a caller is told of a choice."""
-    question, candidate = asked.question, chosen.row.candidate
-    pool = question.pool
+    request_context, candidate = booking_context.request_context, chosen.row.candidate
+    pool = request_context.pool
     return SelectWorkerResponse(
         rank=rank_message(candidate.rank),
         endpoint=candidate.endpoint,
         overlap_blocks=chosen.row.overlap_blocks,
-        prompt_blocks=question.prompt.blocks,
+        prompt_blocks=request_context.prompt.blocks,
         decision_id=decision_id,
-        load_only=bool(asked.overlaps.failure),
+        load_only=bool(booking_context.overlaps.failure),
         component=component_message(pool.name),
-        mode=question.options.mode,
+        mode=request_context.options.mode,
         queued_us=int(queued_seconds * 1e6),
         role=candidate.role,
-        cursor=asked.overlaps.cursor(candidate.rank),
+        cursor=booking_context.overlaps.cursor(candidate.rank),
     )

@@ -107,11 +107,11 @@ class SchedulerService:
         self, request: GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> GetPotentialLoadsResponse:
         """The load that each rank would have with a request, overlaps reckoned in any mode unless the weight is 0."""
-        question = self._selector.question(request.request, None, needs_worker=False)
-        check_pinned(question.pool.candidates, question.wanted)
-        wanted = question.options.overlap_score_weight > 0
-        overlaps = await self._selector.overlaps(question, deadline, wanted=wanted)
-        rows = self._selector.snapshot(question, overlaps).rows
+        request_context = self._selector.request_context(request.request, None, needs_worker=False)
+        check_pinned(request_context.pool.candidates, request_context.constraints)
+        constraints = request_context.options.overlap_score_weight > 0
+        overlaps = await self._selector.overlaps(request_context, deadline, constraints=constraints)
+        rows = self._selector.snapshot(request_context, overlaps).rows
         return GetPotentialLoadsResponse(
             loads=[
                 PotentialLoad(

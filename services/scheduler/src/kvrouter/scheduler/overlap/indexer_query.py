@@ -80,7 +80,7 @@ class Overlaps:
         return None
 
 
-NOT_ASKED = Overlaps()
+NOT_QUERIED = Overlaps()
 """Where overlaps do not matter."""
 
 
@@ -104,7 +104,7 @@ async def ask(
         deadline: The caller's, kept to as well.
     """
     if not prompt.blocks:
-        return NOT_ASKED
+        return NOT_QUERIED
     indexer = indexers(component)
     if indexer is None:
         return Overlaps(failure="no_indexer")

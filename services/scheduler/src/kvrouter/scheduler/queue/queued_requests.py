@@ -29,7 +29,7 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import INTERVAL_S, RequestQueue
 from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
 from kvrouter.scheduler.routing.choice import Chosen
-from kvrouter.scheduler.routing.request_context import Asked
+from kvrouter.scheduler.routing.request_context import BookingContext
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
 
@@ -38,7 +38,7 @@ log = structlog.get_logger(component="scheduler")
 LOOK_S = 1.0
 """Longest time between two looks while any request is held, seconds."""
 
-FRESH_S, ASKS_PER_S = 2.0, 100.0
+FRESH_S, QUERIES_PER_S = 2.0, 100.0
 """Age at which overlaps are asked for anew, seconds, and how often that may be in all."""
 
 _MAX_WAITED_S = 3600.0
@@ -48,15 +48,17 @@ _MAX_WAITED_S = 3600.0
 class Decider(Protocol):
     """What decides; see ``kvrouter.scheduler.api.selection``."""
 
-    def choose(self, asked: Asked) -> Chosen:
+    def choose(self, booking_context: BookingContext) -> Chosen:
         """Chooses by what is known at this moment, or raises KvRouterError."""
         ...
 
-    def settle(self, asked: Asked, chosen: Chosen, *, queued_seconds: float = 0.0) -> SelectWorkerResponse:
+    def settle(
+        self, booking_context: BookingContext, chosen: Chosen, *, queued_seconds: float = 0.0
+    ) -> SelectWorkerResponse:
         """Books what was chosen, and answers, or raises KvRouterError."""
         ...
 
-    async def refresh(self, asked: Asked) -> None:
+    async def refresh(self, booking_context: BookingContext) -> None:
         """Asks for the overlaps anew. Never raises for what an Indexer does."""
         ...
 
@@ -71,7 +73,7 @@ class Depth(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiter:
-    asked: Asked
+    booking_context: BookingContext
     rank: Rank
     reason: str
     arrived: float
@@ -105,12 +107,19 @@ class QueuedRequests:
         return len(self._waiting)
 
     async def enqueue(
-        self, asked: Asked, key: Key, chosen: Chosen, wait: Wait, *, arrived_unix_ns: int, deadline: Deadline
+        self,
+        booking_context: BookingContext,
+        key: Key,
+        chosen: Chosen,
+        wait: Wait,
+        *,
+        arrived_unix_ns: int,
+        deadline: Deadline,
     ) -> SelectWorkerResponse:
         """Waits until the request can go, books it and answers.
 
         Args:
-            asked: The request.
+            booking_context: The request.
             key: What is to be booked.
             chosen: What the policy made of it.
             wait: Its decision.
@@ -122,7 +131,7 @@ class QueuedRequests:
             DeadlineExceeded: it could not make its deadline.
             KvRouterError: nothing that it may go to is left.
         """
-        pool = asked.question.pool
+        pool = booking_context.request_context.pool
         component = self._components.setdefault(pool.name, _Component(RequestQueue(self._max_queued_requests)))
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
@@ -133,7 +142,7 @@ class QueuedRequests:
             now,
             since=now - waited,
             deadline=math.inf if remaining is None else now + remaining,
-            priority=asked.routing.priority,
+            priority=booking_context.routing.priority,
         ):
             self._count(component, "full")
             raise AllBusy(
@@ -141,7 +150,7 @@ class QueuedRequests:
             )
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
         rank, reason = chosen.row.candidate.rank, wait.explanation.reason
-        self._waiting[key] = waiting = _Waiter(asked, rank, reason, now - waited, now, outcome)
+        self._waiting[key] = waiting = _Waiter(booking_context, rank, reason, now - waited, now, outcome)
         pool.booked_load.on_progress = self._progressed
         if component.queue.is_late(key, now):
             self._refuse_late(component, key)
@@ -158,10 +167,10 @@ class QueuedRequests:
     async def _outcome(self, waiting: _Waiter) -> SelectWorkerResponse:
         try:
             while True:
-                await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / ASKS_PER_S))
+                await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / QUERIES_PER_S))
                 if waiting.outcome.done():
                     return _answered(waiting.outcome.result())
-                await self._decider.refresh(waiting.asked)
+                await self._decider.refresh(waiting.booking_context)
         except asyncio.CancelledError:
             if waiting.outcome.done():
                 return _answered(waiting.outcome.result())
@@ -211,7 +220,7 @@ class QueuedRequests:
             released=component.outcomes["room"] + component.outcomes["patience"],
             longest=[
                 QueuedRequest(
-                    request_id=waiting.asked.key[0] if waiting.asked.key else "",
+                    request_id=waiting.booking_context.key[0] if waiting.booking_context.key else "",
                     rank=rank_message(waiting.rank),
                     age_ms=int((now - waiting.arrived) * 1e3),
                     reason=waiting.reason,
@@ -221,7 +230,9 @@ class QueuedRequests:
         )
 
     def _of(self, name: ComponentName) -> Iterator[_Waiter]:
-        return (waiting for waiting in self._waiting.values() if waiting.asked.question.pool.name == name)
+        return (
+            waiting for waiting in self._waiting.values() if waiting.booking_context.request_context.pool.name == name
+        )
 
     def _depth(self, component: _Component) -> Depth:
         oldest = component.queue.oldest
@@ -252,7 +263,7 @@ class QueuedRequests:
             nonlocal chosen
             waiting = self._waiting[key]
             try:
-                chosen = self._decider.choose(waiting.asked)
+                chosen = self._decider.choose(waiting.booking_context)
             except Exception as error:
                 component.queue.remove(key)
                 self._end(component, key, "refused", error)
@@ -264,7 +275,9 @@ class QueuedRequests:
         for key, decided in component.queue.release(now, decide):
             waiting = self._waiting[key]
             try:
-                response = self._decider.settle(waiting.asked, chosen, queued_seconds=now - waiting.queued_from)
+                response = self._decider.settle(
+                    waiting.booking_context, chosen, queued_seconds=now - waiting.queued_from
+                )
             except Exception as error:
                 component.queue.started(key)
                 self._end(component, key, "refused", error)

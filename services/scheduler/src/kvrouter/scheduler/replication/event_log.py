@@ -34,7 +34,7 @@ class Log:
         self.next_sequence = 0
         self.heard_at = now
         """When it was last heard."""
-        self.wanted = ""
+        self.state_requested = ""
         """Why its state is needed: ``join``, ``gap``, ``behind`` or ``digest``; empty while nothing is missing."""
         self.due = now
         """When its state may be asked for, if it is wanted."""
@@ -54,7 +54,7 @@ class Log:
             self._keep(event)
             yield from self._in_order()
             if self._waiting and not self._fetching:
-                self._want("gap")
+                self._request_state("gap")
 
     def is_known(self, event: ReplicaSyncEvent) -> bool:
         """Whether an event has come already. A heartbeat is none."""
@@ -71,7 +71,7 @@ class Log:
 
         Its own word for its sequence counts: what is ahead of it was never sent.
         """
-        self._fetching, self.wanted = False, ""
+        self._fetching, self.state_requested = False, ""
         self.next_sequence = next_sequence
         self._waiting = {number: event for number, event in self._waiting.items() if number >= self.next_sequence}
         yield from self._in_order()
@@ -91,25 +91,25 @@ class Log:
 
     def join(self) -> None:
         """Has its state fetched, whatever was heard."""
-        self._want("gap")
+        self._request_state("gap")
 
     def _compare(self, sequence: int, heartbeat: SyncHeartbeat, now: float) -> None:
         if sequence >= self.next_sequence:
             self._behind_since = None
         if sequence > self.next_sequence:
-            self._want("gap")
+            self._request_state("gap")
         elif sequence < self.next_sequence:
             # Heartbeats do not overtake events: some that were applied were never sent. Where they are few, the digest
             # shows it as soon as the sequence is reached.
             self._behind_since = now if self._behind_since is None else self._behind_since
             if now - self._behind_since >= _BEHIND_SECONDS and not self._fetching:
                 self._behind_since = None
-                self._want("behind")
-        elif sequence == self.next_sequence and not self._fetching and not self.wanted:
+                self._request_state("behind")
+        elif sequence == self.next_sequence and not self._fetching and not self.state_requested:
             agrees = (heartbeat.digest, heartbeat.bookings) == (self.owned.digest, len(self.owned))
             if not agrees and self._compared_at != sequence:
                 self._compared_at = sequence
-                self._want("digest")
+                self._request_state("digest")
 
     def _keep(self, event: ReplicaSyncEvent) -> None:
         if len(self._waiting) >= MAX_WAITING:
@@ -121,6 +121,6 @@ class Log:
             self.next_sequence += 1
             yield event
 
-    def _want(self, reason: str) -> None:
-        if not self.wanted:
-            self.wanted = "join" if reason == "gap" and self.next_sequence == 0 else reason
+    def _request_state(self, reason: str) -> None:
+        if not self.state_requested:
+            self.state_requested = "join" if reason == "gap" and self.next_sequence == 0 else reason

@@ -112,7 +112,7 @@ class SyncLink:
         others = {scheduler_id for scheduler_id, service in services.items() if service.ready} - {own_id}
         return self._directory.is_synced and all(
             name in self._channels
-            and others <= {heard.scheduler[1] for heard in self._sync.of(name).logs if not heard.wanted}
+            and others <= {heard.scheduler[1] for heard in self._sync.of(name).logs if not heard.state_requested}
             for name in self._directory.components
         )
 
@@ -136,7 +136,7 @@ class _Channel:
         self._heartbeat_seconds = heartbeat_seconds
         self._here = sync.booking_table.here
         self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
-        self._wanted = asyncio.Event()
+        self._state_requested = asyncio.Event()
         self._announce = asyncio.Event()
         # Encoded, and whether it counts as an event: heartbeats do not.
         self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(_MAX_OUTGOING)
@@ -188,7 +188,7 @@ class _Channel:
             self._metrics.set_aside.labels(reason="internal").inc()
             log.exception("sync message failed", subject=message.subject)
         if self._replicas.pause() is not None:
-            self._wanted.set()
+            self._state_requested.set()
         if len(self._replicas.logs) > known:
             self._announce.set()
         # Messages that wait would keep the loop to themselves.
@@ -241,7 +241,7 @@ class _Channel:
 
     async def _repair(self) -> None:
         while True:
-            self._wanted.clear()
+            self._state_requested.clear()
             lacking, disputed = self._replicas.due()
             async with asyncio.TaskGroup() as group:
                 for heard in lacking:
@@ -251,7 +251,7 @@ class _Channel:
             if not lacking and not disputed:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._replicas.pause()):
-                        await self._wanted.wait()
+                        await self._state_requested.wait()
 
     async def _ask_incarnation(self, scheduler_id: str) -> None:
         """Asks a Scheduler for its incarnation: the first chunk of its state has it."""

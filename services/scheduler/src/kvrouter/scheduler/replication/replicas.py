@@ -150,13 +150,18 @@ class Replicas:
         if found.is_known(event):
             self._set_aside("duplicate")
             return
-        wanted = found.wanted
+        state_requested = found.state_requested
         for each in found.hear(event, now):
             self.apply(found, each)
-        if found.wanted and not wanted:
-            counter = self._metrics.digest_mismatches if found.wanted == "digest" else self._metrics.gaps
+        if found.state_requested and not state_requested:
+            counter = self._metrics.digest_mismatches if found.state_requested == "digest" else self._metrics.gaps
             counter.inc()
-            log.info("state of a Scheduler wanted", of=found.scheduler[1], routed=str(self.component), why=found.wanted)
+            log.info(
+                "state of a Scheduler wanted",
+                of=found.scheduler[1],
+                routed=str(self.component),
+                why=found.state_requested,
+            )
 
     def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
         """Applies the next event of a life. One that makes no sense is counted, and changes nothing."""
@@ -256,7 +261,7 @@ class Replicas:
                 bookings=len(heard.owned),
                 digest=heard.owned.digest,
                 heard_ms_ago=max(0, int((now - heard.heard_at) * 1000)),
-                complete=not heard.wanted,
+                complete=not heard.state_requested,
             )
 
     def _log_of(self, event: ReplicaSyncEvent, now: float) -> Log | None:
@@ -297,11 +302,13 @@ class Replicas:
     def due(self) -> tuple[list[Log], list[str]]:
         """Returns the logs whose state is to be fetched at once, and the Schedulers to ask for their incarnation."""
         now = self.now()
-        return [heard for heard in self._logs.values() if heard.wanted and heard.due <= now], self.incarnations.due(now)
+        return [
+            heard for heard in self._logs.values() if heard.state_requested and heard.due <= now
+        ], self.incarnations.due(now)
 
     def pause(self) -> float | None:
         """Returns the seconds until something is due; None if nothing is wanted."""
-        times = [heard.due for heard in self._logs.values() if heard.wanted]
+        times = [heard.due for heard in self._logs.values() if heard.state_requested]
         if (disputed := self.incarnations.next_due()) is not None:
             times.append(disputed)
         return max(0.0, min(times) - self.now()) if times else None

@@ -105,7 +105,7 @@ class ReplicaSync:
 
     def incomplete(self) -> int:
         """Those of them whose state is being fetched."""
-        return sum(bool(log.wanted) for replicas in self for log in replicas.logs)
+        return sum(bool(log.state_requested) for replicas in self for log in replicas.logs)
 
 
 def _drop(component: ComponentName, event: ReplicaSyncEvent) -> None:

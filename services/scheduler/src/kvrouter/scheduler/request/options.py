@@ -121,7 +121,7 @@ class RoutingOptions:
     """Load above which a rank is busy."""
 
     @property
-    def asks_indexer(self) -> bool:
+    def queries_indexer(self) -> bool:
         """Whether overlaps matter."""
         return POLICIES[self.mode].uses_overlap and self.overlap_score_weight > 0
 

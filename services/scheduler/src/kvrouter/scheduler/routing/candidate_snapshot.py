@@ -15,7 +15,7 @@ from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Amounts, Column, SchedulingContext
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.workers.candidates import Candidate, Wanted, why_unfit
+from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 
 _Numbers = TypeVar("_Numbers", Column, Amounts)
@@ -42,7 +42,7 @@ class CandidateSnapshot:
     """All candidates of a request at one moment: entry i of each column speaks of the candidate at place i."""
 
     worker_set: WorkerSet
-    wanted: Wanted
+    constraints: WorkerConstraints
     thresholds: Thresholds
     loads: Loads
     """With the blocks of the request."""
@@ -83,7 +83,7 @@ class CandidateSnapshot:
         """Those that were not weighed, and why."""
         left_out = set(self.worker_set.ranks).difference(weighed)
         return {
-            candidate.rank: why_unfit(candidate, self.wanted)
+            candidate.rank: why_unfit(candidate, self.constraints)
             or self._why_avoided(candidate, place)
             or self.why_busy(place)
             or "the conversation is at another rank"
@@ -93,7 +93,7 @@ class CandidateSnapshot:
 
     def _why_avoided(self, candidate: Candidate, place: int) -> str:
         """Why a candidate that fits gave way to others; empty if it did not."""
-        gave_way = candidate.rank[0] in self.wanted.avoided and place not in self.fit
+        gave_way = candidate.rank[0] in self.constraints.avoided and place not in self.fit
         return "the caller avoids this worker, and another one fits" if gave_way else ""
 
     def refusal(self, component: object) -> KvRouterError:
@@ -132,12 +132,18 @@ class CandidateRows:
 
 
 def snapshot(
-    pool: Pool, prompt: Prompt, wanted: Wanted, options: RoutingOptions, overlaps: Overlaps, *, now: float
+    pool: Pool,
+    prompt: Prompt,
+    constraints: WorkerConstraints,
+    options: RoutingOptions,
+    overlaps: Overlaps,
+    *,
+    now: float,
 ) -> CandidateSnapshot:
     """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
     worker_set, thresholds = pool.worker_set, options.thresholds
-    fit = free = worker_set.preferred(worker_set.fit(wanted), wanted.avoided)
-    loads = pool.booked_load.loads(prompt, wanted.stage)
+    fit = free = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
+    loads = pool.booked_load.loads(prompt, constraints.stage)
     judged: Load | None = None
     if thresholds.any_set:
         # Judged without the request, whose blocks would make every rank busy by itself.
@@ -146,8 +152,8 @@ def snapshot(
         )
         free = fit[~judged.above(thresholds)[fit]]
     overlap_blocks = overlaps.on(worker_set)
-    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.booked_load.block_size, wanted.stage)
-    return CandidateSnapshot(worker_set, wanted, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
+    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage)
+    return CandidateSnapshot(worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
 
 
 def context_of(

@@ -126,8 +126,8 @@ class Decisions:
 
     def newest(self, count: int, component: ComponentName | None = None) -> list[Decided]:
         """So many of the last ones, newest first; those of one component, or of all."""
-        wanted = (each for each in reversed(self._ring) if component in (None, each.component))
-        return list(itertools.islice(wanted, count))
+        constraints = (each for each in reversed(self._ring) if component in (None, each.component))
+        return list(itertools.islice(constraints, count))
 
     def _drop_oldest(self) -> None:
         oldest = self._ring.popleft()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import NOT_ASKED, Overlaps
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.workers.candidates import Wanted
+from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 DEFAULT_LEASE_SECONDS = 3600.0
@@ -19,20 +19,20 @@ MAX_LEASE_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RequestContext:
     """A request, checked and ready to be decided."""
 
     pool: Pool
     prompt: Prompt
-    wanted: Wanted
+    constraints: WorkerConstraints
     options: RoutingOptions
 
 
 @dataclass(slots=True)
-class Asked:
+class BookingContext:
     """A question with what its booking needs."""
 
-    question: Question
+    request_context: RequestContext
     routing: RoutingRequest
     key: Key | None
     """None chooses without booking."""
@@ -41,7 +41,7 @@ class Asked:
     session_token: int | None = None
     """Stream of that session which asks; None outside of a stream."""
     lease_seconds: float = 0.0
-    overlaps: Overlaps = NOT_ASKED
+    overlaps: Overlaps = NOT_QUERIED
     """What the ranks hold of the prompt; the last answer, where it was asked for again."""
 
 

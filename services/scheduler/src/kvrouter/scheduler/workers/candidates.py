@@ -66,7 +66,7 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WorkerConstraints:
     """What a request asks of its rank."""
 
     stage: Stage = Stage.STAGE_WHOLE
@@ -92,7 +92,7 @@ class Wanted:
         return not (named or self.allowed or self.excluded or self.labels or self.lora_name)
 
     @classmethod
-    def of(cls, request: RoutingRequest, stage: Stage) -> Wanted:
+    def of(cls, request: RoutingRequest, stage: Stage) -> WorkerConstraints:
         """What a request says."""
         constraints = request.constraints
         return cls(
@@ -107,40 +107,40 @@ class Wanted:
         )
 
 
-def check_pinned(candidates: Iterable[Candidate], wanted: Wanted) -> None:
+def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints) -> None:
     """Accepts a request whose pinned worker and rank, if it has any, are registered.
 
     Raises:
         UnknownWorker: they are not.
     """
-    if wanted.worker_id is None:
+    if constraints.worker_id is None:
         return
     ranks = [candidate.rank for candidate in candidates]
-    pinned = [dp_rank for worker_id, dp_rank in ranks if worker_id == wanted.worker_id]
+    pinned = [dp_rank for worker_id, dp_rank in ranks if worker_id == constraints.worker_id]
     if not pinned:
-        raise UnknownWorker(wanted.worker_id, {worker_id for worker_id, _ in ranks})
-    if wanted.dp_rank is not None and wanted.dp_rank not in pinned:
-        raise UnknownWorker(wanted.worker_id, {worker_id for worker_id, _ in ranks}, dp_rank=wanted.dp_rank)
+        raise UnknownWorker(constraints.worker_id, {worker_id for worker_id, _ in ranks})
+    if constraints.dp_rank is not None and constraints.dp_rank not in pinned:
+        raise UnknownWorker(constraints.worker_id, {worker_id for worker_id, _ in ranks}, dp_rank=constraints.dp_rank)
 
 
-def why_unfit(candidate: Candidate, wanted: Wanted) -> str:
+def why_unfit(candidate: Candidate, constraints: WorkerConstraints) -> str:
     """Why a request cannot go to a rank, whatever its load; empty if it can."""
     worker_id, dp_rank = candidate.rank
-    if wanted.worker_id is not None and worker_id != wanted.worker_id:
+    if constraints.worker_id is not None and worker_id != constraints.worker_id:
         return "another worker is named"
-    if wanted.dp_rank is not None and dp_rank != wanted.dp_rank:
+    if constraints.dp_rank is not None and dp_rank != constraints.dp_rank:
         return "another rank is named"
-    if wanted.allowed and worker_id not in wanted.allowed:
+    if constraints.allowed and worker_id not in constraints.allowed:
         return "not among the allowed workers"
-    if worker_id in wanted.excluded:
+    if worker_id in constraints.excluded:
         return "excluded by the request"
     if candidate.draining:
         return "draining"
-    if not serves(candidate.role, wanted.stage):
-        return f"its role {Role.Name(candidate.role)} does not serve {Stage.Name(wanted.stage)}"
-    for label, value in wanted.labels.items():
+    if not serves(candidate.role, constraints.stage):
+        return f"its role {Role.Name(candidate.role)} does not serve {Stage.Name(constraints.stage)}"
+    for label, value in constraints.labels.items():
         if candidate.labels.get(label) != value:
             return f"label {label} is {candidate.labels.get(label, '')!r}, not {value!r}"
-    if wanted.lora_name and wanted.lora_name not in candidate.lora_names:
-        return f"does not serve the adapter {wanted.lora_name!r}"
+    if constraints.lora_name and constraints.lora_name not in candidate.lora_names:
+        return f"does not serve the adapter {constraints.lora_name!r}"
     return ""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Column
-from kvrouter.scheduler.workers.candidates import Candidate, Wanted, serves
+from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, serves
 from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
 
@@ -57,24 +57,24 @@ class WorkerSet:
         place = self.place(rank)
         return None if place is None else self.candidates[place]
 
-    def fit(self, wanted: Wanted) -> Places:
+    def fit(self, constraints: WorkerConstraints) -> Places:
         """Those that a request can go to, whatever their load: those for whom ``why_unfit`` has no reason."""
-        serving, places = self._that_serve(wanted.stage)
-        if wanted.anywhere:
+        serving, places = self._that_serve(constraints.stage)
+        if constraints.anywhere:
             return places
         mask = serving.copy()
-        if wanted.worker_id is not None:
-            mask &= self._worker_ids == wanted.worker_id
-        if wanted.dp_rank is not None:
-            mask &= self._dp_ranks == wanted.dp_rank
-        if wanted.allowed:
-            mask &= np.isin(self._worker_ids, np.array(list(wanted.allowed), np.uint64))
-        if wanted.excluded:
-            mask &= ~np.isin(self._worker_ids, np.array(list(wanted.excluded), np.uint64))
-        for label in wanted.labels.items():
+        if constraints.worker_id is not None:
+            mask &= self._worker_ids == constraints.worker_id
+        if constraints.dp_rank is not None:
+            mask &= self._dp_ranks == constraints.dp_rank
+        if constraints.allowed:
+            mask &= np.isin(self._worker_ids, np.array(list(constraints.allowed), np.uint64))
+        if constraints.excluded:
+            mask &= ~np.isin(self._worker_ids, np.array(list(constraints.excluded), np.uint64))
+        for label in constraints.labels.items():
             mask &= self._those_at(self._labelled.get(label, []))
-        if wanted.lora_name:
-            mask &= self._those_at(self._adapted.get(wanted.lora_name, []))
+        if constraints.lora_name:
+            mask &= self._those_at(self._adapted.get(constraints.lora_name, []))
         return np.flatnonzero(mask)
 
     def preferred(self, places: Places, avoided: Collection[int]) -> Places:
