@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvrouter.scheduler.load import latency_calibration as pace
+from kvrouter.scheduler.load import latency_calibration
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast import policy as forecast
@@ -84,7 +84,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "progress": lambda: context(no_progress),
     "decode": lambda: constant(forecast, "decode_ms", np.zeros_like),
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),
-    "pace": lambda: constant(pace, "STEP", 0.0),
+    "latency-calibration": lambda: constant(latency_calibration, "STEP", 0.0),
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
     "least-first": lambda: constant(request_queue, "AGING", 1e9),
 }

@@ -64,13 +64,13 @@ class Condition:
     policies: Sequence[str]
     event_lag_s: float = 0.0
     every_other_speed: float = 1.0
-    pace: float = 1.0
+    calibration_error: float = 1.0
     """Time that the policy takes steps to last, over what they do."""
 
     def setting(self, engines: int) -> Setting:
         """Of the simulation."""
         fleet = [EngineConfig(hash_seed=n, speed=self.every_other_speed if n % 2 else 1.0) for n in range(engines)]
-        return Setting(fleet, event_lag_s=self.event_lag_s, pace=self.pace, regret=False)
+        return Setting(fleet, event_lag_s=self.event_lag_s, calibration_error=self.calibration_error, regret=False)
 
 
 CONDITIONS: Mapping[str, Condition] = {
@@ -79,8 +79,8 @@ CONDITIONS: Mapping[str, Condition] = {
     "half-speed": Condition(
         "Every other worker at half speed", (*READ_CACHES, "power-of-two", "round-robin"), every_other_speed=0.5
     ),
-    "slow-model": Condition("forecast takes steps to last three times as long", ("forecast",), pace=3.0),
-    "fast-model": Condition("forecast takes steps to last a third as long", ("forecast",), pace=1 / 3),
+    "slow-model": Condition("forecast takes steps to last three times as long", ("forecast",), calibration_error=3.0),
+    "fast-model": Condition("forecast takes steps to last a third as long", ("forecast",), calibration_error=1 / 3),
 }
 
 

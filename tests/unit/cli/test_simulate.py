@@ -90,7 +90,7 @@ def test_a_workload_can_be_written_to_a_file(tmp_path: Path) -> None:
         (["--restart", "-1:0"], "--restart is -1"),
         (["--budget", "10"], "--budget is 10, must be at least --sequences"),
         (["--blocks", "20"], "give it more --blocks"),
-        (["--pace", "0"], "--pace is 0"),
+        (["--calibration-error", "0"], "--calibration-error is 0"),
         (["--temperature", "inf"], "--temperature is inf"),
         (["--event-lag-ms", "nan"], "--event-lag-ms is nan"),
         (["--prefill-ms", "1,2"], "write A,B,C"),

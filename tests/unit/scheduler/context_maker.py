@@ -30,7 +30,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "head_prefill_tokens": zeros,
         "head_prefill_seconds": [0.0] * count,
         "prefill_requests": zeros,
-        "pace": 1.0,
+        "latency_calibration": 1.0,
     }
     assert columns.keys() <= known.keys()
     given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}

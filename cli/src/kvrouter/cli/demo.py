@@ -10,7 +10,7 @@ from typing import cast
 
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.probes import event_counts, faulty, histogram_quantile
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
@@ -36,7 +36,7 @@ class DemoOptions:
 
     requests: Sequence[TraceRequest]
     trace_name: str
-    pace: Pace
+    time_scale: TimeScale
     modes: Sequence[str]
     """Ways of routing, each with a system of its own."""
     workers: int
@@ -78,7 +78,7 @@ async def _run(mode: str, options: DemoOptions, console: Console) -> DrawnRun:
             workers=options.workers,
             blocks=options.blocks,
             block_size=options.block_size,
-            clock=options.pace.clock,
+            clock=options.time_scale.clock,
             stream_interval=_STREAM_INTERVAL,
             mode=mode,
         )
@@ -93,7 +93,7 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         with replay_progress(console, mode, len(options.requests)) as on_end:
             replay_options = ReplayOptions(model=stack.options.model, id_prefix=mode)
-            result = await replay(frontend, options.requests, options.pace, replay_options, on_end)
+            result = await replay(frontend, options.requests, options.time_scale, replay_options, on_end)
     events = await event_counts(stack.indexer)
     late_s = await histogram_quantile(stack.worker_metrics, STEP_LATENESS, 0.99)
     counts = SystemCounts(
@@ -106,7 +106,7 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
         mode=mode,
         workers=options.workers,
         block_size=options.block_size,
-        pace=options.pace,
+        time_scale=options.time_scale,
         counts=counts,
     )
     return DrawnRun(figures, result.records)

@@ -19,7 +19,7 @@ from kvrouter.cli.simulate import OfModel, simulate_command
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
 from kvrouter.cli.up import UpOptions, choose_port, up
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.system.processes import ProcessDied
 from kvrouter.devtools.system.servers import BinaryMissing, StartFailed
 from kvrouter.devtools.system.stack import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, StackFailed
@@ -101,7 +101,7 @@ def demo_command(
     options = DemoOptions(
         requests=_requests(trace, limit),
         trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
-        pace=_pace(load, clock),
+        time_scale=_time_scale(load, clock),
         modes=modes,
         workers=workers,
         blocks=blocks,
@@ -130,7 +130,7 @@ def up_command(
 ) -> None:
     """Start a whole system and leave it running, until Ctrl-C. What dies is started again; ports are loopback ones."""
     _modes([mode])
-    _pace(1.0, clock)
+    _time_scale(1.0, clock)
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
     grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
     options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs)
@@ -170,7 +170,7 @@ def replay_command(
         target=_address(target),
         indexer=_address(indexer) if indexer is not None else None,
         model=model,
-        pace=_pace(load, clock),
+        time_scale=_time_scale(load, clock),
         mode=mode,
         results=results,
     )
@@ -267,9 +267,9 @@ def _requests(trace: Path | None, limit: int | None, of_model: str | None = None
     return read_shipped_trace(limit) if trace is None else read_trace(trace, limit, of_model)
 
 
-def _pace(load: float, clock: float) -> Pace:
+def _time_scale(load: float, clock: float) -> TimeScale:
     try:
-        return Pace(load, clock)
+        return TimeScale(load, clock)
     except ValueError as error:
         raise WrongUsage(str(error)) from None
 

@@ -11,7 +11,7 @@ from typing import cast
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.probes import event_counts, faulty
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
@@ -40,7 +40,7 @@ class ReplayCommand:
     """Indexer, host:port, if events are to be counted."""
     model: str | None
     """Model to ask for; None for the only one."""
-    pace: Pace
+    time_scale: TimeScale
     mode: str | None
     """Routing mode that requests ask for; None for the Scheduler's own."""
     results: Path | None
@@ -60,7 +60,7 @@ async def replay_running(command: ReplayCommand, console: Console) -> RunFigures
         mode = command.mode or "the Scheduler's mode"
         options = ReplayOptions(model=model.name, id_prefix=f"replay-{time.time_ns():x}", mode=command.mode)
         with replay_progress(console, mode, len(command.requests)) as on_end:
-            result = await replay(frontend, command.requests, command.pace, options, on_end)
+            result = await replay(frontend, command.requests, command.time_scale, options, on_end)
     after = await event_counts(command.indexer) if command.indexer is not None else None
     counts = SystemCounts(
         events_applied=after.applied - before.applied if before is not None and after is not None else None,
@@ -71,7 +71,7 @@ async def replay_running(command: ReplayCommand, console: Console) -> RunFigures
         mode=mode,
         workers=model.workers,
         block_size=model.block_size,
-        pace=command.pace,
+        time_scale=command.time_scale,
         counts=counts,
     )
     print_report(console, [figures])

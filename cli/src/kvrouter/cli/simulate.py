@@ -79,7 +79,7 @@ def simulate_command(
         list[str] | None, typer.Option(help="SECONDS:ENGINE, engine from 0: it loses its cache and its requests then.")
     ] = None,
     event_lag_ms: Annotated[float, typer.Option(help="Time until the index knows of a change in a cache.")] = 0,
-    pace: Annotated[
+    calibration_error: Annotated[
         float, typer.Option(help="How wrong the router's time model is: at 3 it takes engines to be a third as fast.")
     ] = 1.0,
     temperature: Annotated[float, typer.Option(help="Of kv: 0 takes the lowest cost, above it samples.")] = 0.0,
@@ -153,7 +153,7 @@ def simulate_command(
         setting=Setting(
             engines,
             event_lag_s=_seconds("--event-lag-ms", event_lag_ms),
-            pace=_number("--pace", str(pace), above=0),
+            calibration_error=_number("--calibration-error", str(calibration_error), above=0),
             restarts=[_restart(text, workers) for text in restart or []],
             schedulers=schedulers,
             sync=_sync(sync_lag_ms, sync_loss, sync_repair_ms),

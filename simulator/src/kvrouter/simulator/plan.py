@@ -47,7 +47,7 @@ class Plan:
             "requests": len(self.workload.requests),
             "engines": [asdict(config) for config in setting.engines],
             "event_lag_s": setting.event_lag_s,
-            "pace": setting.pace,
+            "calibration_error": setting.calibration_error,
             "restarts": list(setting.restarts),
             "slo_ttft_s": self.slo_ttft_s,
             "slo_itl_s": self.slo_itl_s,

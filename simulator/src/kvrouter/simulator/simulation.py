@@ -29,7 +29,7 @@ class Setting:
     """Of the policy's draws."""
     event_lag_s: float = 0.0
     """Seconds from a change in an engine's cache until the index knows of it."""
-    pace: float = 1.0
+    calibration_error: float = 1.0
     """How wrong the policy's time model is: at 3 it takes everything to last three times as long."""
     restarts: Sequence[tuple[float, int]] = ()
     """(seconds after the start, engine): the engine loses its cache and requests, and is back at once."""
@@ -71,7 +71,7 @@ class _Run:
             sync=setting.sync,
             spread=setting.spread,
             seed=setting.seed,
-            pace=setting.pace,
+            calibration_error=setting.calibration_error,
         )
         self._served: list[Served] = []
         self._peaks = Peaks()

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 from kvrouter.devtools.replay import open_loop as module
 from kvrouter.devtools.replay.open_loop import ReplayOptions, ReplayResult, generate_request, replay
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
@@ -13,7 +13,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import NoWorkers
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 
-FAST = Pace(load=1000.0, clock=100.0)
+FAST = TimeScale(load=1000.0, clock=100.0)
 OPTIONS = ReplayOptions(model="m", id_prefix="run")
 
 
@@ -112,6 +112,6 @@ async def test_lateness_is_what_was_lost_between_due_and_sent() -> None:
             pass
 
     result = await replay(
-        cast("Frontend", ScriptedFrontend()), trace(2, every_ms=10.0), Pace(1.0, 1.0), OPTIONS, on_end=block
+        cast("Frontend", ScriptedFrontend()), trace(2, every_ms=10.0), TimeScale(1.0, 1.0), OPTIONS, on_end=block
     )
     assert result.records[1].late_wall_ms > 10

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvrouter.devtools.replay.charts import DrawnRun, draw, hit_rate_over_time
 from kvrouter.devtools.replay.open_loop import ReplayResult
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.report import print_report, write_json
 from kvrouter.devtools.replay.statistics import RunFigures, SystemCounts, run_figures
@@ -20,7 +20,9 @@ def run(mode: str, ttft_ms: float, cached: int) -> tuple[RunFigures, list[Reques
         records.append(record)
     counts = SystemCounts(events_applied=1234, events_faulty=0, step_late_p99_ms=3.0)
     result = ReplayResult(records, wall_seconds=12.0, times_limited=0)
-    return run_figures(result, mode=mode, workers=8, block_size=16, pace=Pace(2.5, 4), counts=counts), records
+    return run_figures(
+        result, mode=mode, workers=8, block_size=16, time_scale=TimeScale(2.5, 4), counts=counts
+    ), records
 
 
 def shown(*runs: RunFigures) -> str:
@@ -76,7 +78,7 @@ def test_hit_rate_over_time_follows_the_trace() -> None:
 
 def test_the_picture_is_a_png_also_of_an_empty_run(tmp_path: Path) -> None:
     empty = run_figures(
-        ReplayResult([], 0.0, 0), mode="kv", workers=8, block_size=16, pace=Pace(1, 1), counts=SystemCounts()
+        ReplayResult([], 0.0, 0), mode="kv", workers=8, block_size=16, time_scale=TimeScale(1, 1), counts=SystemCounts()
     )
     draw(tmp_path / "two.png", [DrawnRun(*run("round-robin", 900, 10)), DrawnRun(*run("kv", 300, 200))])
     draw(tmp_path / "none.png", [DrawnRun(empty, [])])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.devtools.replay.open_loop import ReplayResult
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.statistics import (
     MAX_LATE_ENGINE_MS,
@@ -41,7 +41,7 @@ def figures(records: list[RequestRecord], mode: str = "kv", step_late_p99_ms: fl
         mode=mode,
         workers=2,
         block_size=16,
-        pace=Pace(2.0, 4.0),
+        time_scale=TimeScale(2.0, 4.0),
         counts=SystemCounts(step_late_p99_ms=step_late_p99_ms),
     )
 
@@ -134,7 +134,7 @@ def test_a_late_run_is_invalid_and_says_why() -> None:
     assert not figures([]).valid
     limited = run_figures(
         ReplayResult(on_time, 5.0, times_limited=3),
-        mode="kv", workers=2, block_size=16, pace=Pace(1, 1), counts=SystemCounts(),
+        mode="kv", workers=2, block_size=16, time_scale=TimeScale(1, 1), counts=SystemCounts(),
     )  # fmt: skip
     assert "too many were in flight" in limited.invalid[0]
 

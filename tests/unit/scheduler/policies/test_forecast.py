@@ -112,7 +112,7 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block() -> None:
 
 
 def test_the_pace_scales_the_forecast() -> None:
-    slow, usual = decide("forecast", pace=3.0), decide("forecast")
+    slow, usual = decide("forecast", latency_calibration=3.0), decide("forecast")
     assert slow.explanation.terms["forecast_ms"][0] == pytest.approx(3 * usual.explanation.terms["forecast_ms"][0])
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.scheduler.load.latency_calibration import Pace
+from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
 from kvrouter.scheduler.load.prefill_queues import Head, PrefillQueues
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import (
@@ -267,19 +267,19 @@ def test_the_head_of_a_prefill_queue_is_the_oldest_without_a_first_token() -> No
 
 
 def test_the_pace_follows_the_engines_and_one_outlier_moves_it_little() -> None:
-    pace = Pace()
+    latency_calibration = LatencyCalibration()
     for number in range(400):
-        pace.expect(number, 100 * pace.value, 0.0)
-        pace.first_token(number, 0.3)
-    assert 2.9 < pace.value < 3.1
-    pace.expect("late", 300.0, 0.0)
-    pace.first_token("late", 1e6)
-    assert pace.value < 3.2
+        latency_calibration.expect(number, 100 * latency_calibration.value, 0.0)
+        latency_calibration.first_token(number, 0.3)
+    assert 2.9 < latency_calibration.value < 3.1
+    latency_calibration.expect("late", 300.0, 0.0)
+    latency_calibration.first_token("late", 1e6)
+    assert latency_calibration.value < 3.2
 
 
 def test_what_ends_without_a_first_token_teaches_nothing() -> None:
-    pace = Pace()
-    pace.expect("a", 100.0, 0.0)
-    pace.forget("a")
-    pace.first_token("a", 9.0)
-    assert pace.value == 1.0
+    latency_calibration = LatencyCalibration()
+    latency_calibration.expect("a", 100.0, 0.0)
+    latency_calibration.forget("a")
+    latency_calibration.first_token("a", 9.0)
+    assert latency_calibration.value == 1.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
@@ -62,7 +62,7 @@ def generate_request(request: TraceRequest, options: ReplayOptions) -> FrontendS
 async def replay(
     frontend: Frontend,
     requests: Sequence[TraceRequest],
-    pace: Pace,
+    time_scale: TimeScale,
     options: ReplayOptions,
     on_end: Callable[[RequestRecord], None] = lambda _: None,
 ) -> ReplayResult:
@@ -70,16 +70,16 @@ async def replay(
 
     A failed request is recorded with its code; it fails nothing else.
     """
-    run = _Run(frontend, pace, options, on_end)
+    run = _Run(frontend, time_scale, options, on_end)
     return await run.play(requests)
 
 
 class _Run:
     def __init__(
-        self, frontend: Frontend, pace: Pace, options: ReplayOptions, on_end: Callable[[RequestRecord], None]
+        self, frontend: Frontend, time_scale: TimeScale, options: ReplayOptions, on_end: Callable[[RequestRecord], None]
     ) -> None:
         self._frontend = frontend
-        self._pace = pace
+        self._time_scale = time_scale
         self._options = options
         self._on_end = on_end
         self._places = asyncio.Semaphore(MAX_IN_FLIGHT)
@@ -90,9 +90,9 @@ class _Run:
         records = [
             RequestRecord(
                 request.index,
-                self._pace.due_engine_seconds(request.arrival_ms),
+                self._time_scale.due_engine_seconds(request.arrival_ms),
                 request.input_length,
-                clock=self._pace.clock,
+                clock=self._time_scale.clock,
             )
             for request in requests
         ]
@@ -104,7 +104,7 @@ class _Run:
             self._started = time.perf_counter()
             for request, record in zip(requests, records, strict=True):
                 message = await prepared.get()
-                due = self._started + self._pace.due_wall_seconds(request.arrival_ms)
+                due = self._started + self._time_scale.due_wall_seconds(request.arrival_ms)
                 wait = due - time.perf_counter()
                 if wait > 0:
                     await asyncio.sleep(wait)
@@ -138,5 +138,5 @@ class _Run:
             record.error, record.error_message = error.code.name, str(error)
         finally:
             self._places.release()
-            record.ended_engine_s = self._pace.engine_seconds(time.perf_counter() - self._started)
+            record.ended_engine_s = self._time_scale.engine_seconds(time.perf_counter() - self._started)
         self._on_end(record)

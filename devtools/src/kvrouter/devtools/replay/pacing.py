@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TimeScale:
     """How a trace's time maps to engine time and to the wall. Raises ValueError for factors that are not above 0."""
 
     load: float

@@ -75,12 +75,12 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
 def settings_line(run: RunFigures) -> str:
     """The settings that a run's figures depend on."""
     arrivals = "as" if run.load == 1 else f"{run.load:g} times as fast as"
-    pace = (
+    time_scale = (
         "engine time is wall time." if run.clock == 1 else f"{run.clock:g} engine seconds pass in a second of the wall."
     )
     return (
         f"{run.workers} workers, {run.requests:,} requests. Load factor {run.load:g}: requests arrive {arrivals} "
-        f"in the trace. Clock factor {run.clock:g}: {pace} Times are engine time unless marked."
+        f"in the trace. Clock factor {run.clock:g}: {time_scale} Times are engine time unless marked."
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrouter.devtools.replay.open_loop import ReplayResult
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.scheduler.policies.catalogue import POLICIES
 
@@ -150,19 +150,19 @@ def balance(records: Sequence[RequestRecord], workers: int) -> Balance:
 
 
 def run_figures(
-    result: ReplayResult, *, mode: str, workers: int, block_size: int, pace: Pace, counts: SystemCounts
+    result: ReplayResult, *, mode: str, workers: int, block_size: int, time_scale: TimeScale, counts: SystemCounts
 ) -> RunFigures:
     """All figures of a run."""
     records = result.records
     completed = [record for record in records if record.completed]
     late_wall = quantiles(record.late_wall_ms for record in records)
-    late_engine = quantiles(record.late_wall_ms * pace.clock for record in records)
+    late_engine = quantiles(record.late_wall_ms * time_scale.clock for record in records)
     span = max((record.ended_engine_s or 0.0 for record in records), default=0.0)
     return RunFigures(
         mode=mode,
         workers=workers,
-        load=pace.load,
-        clock=pace.clock,
+        load=time_scale.load,
+        clock=time_scale.clock,
         requests=len(records),
         completed=len(completed),
         errors=dict(Counter(record.error for record in records if record.error is not None)),

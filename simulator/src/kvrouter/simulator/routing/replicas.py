@@ -94,7 +94,7 @@ class Schedulers:
         sync: Sync | None,
         spread: bool,
         seed: int,
-        pace: float,
+        calibration_error: float,
     ) -> None:
         """``clock`` tells virtual seconds; without ``sync`` replicas learn nothing of each other.
 
@@ -107,7 +107,13 @@ class Schedulers:
         self._split = PrefixSplit() if spread else None
         self._home: dict[int, int] = {}
         self._routers = [
-            Router(pool_of(engines, self._now), events, options, seed=seed + 7919 * place, pace=pace)
+            Router(
+                pool_of(engines, self._now),
+                events,
+                options,
+                seed=seed + 7919 * place,
+                calibration_error=calibration_error,
+            )
             for place in range(count)
         ]
         self._links: list[tuple[Link, Router]] = []

@@ -69,13 +69,19 @@ class Router:
     """Decides where requests go, from what a router knows."""
 
     def __init__(
-        self, pool: Pool, events: CacheEvents | None, options: RoutingOptions, *, seed: int, pace: float = 1.0
+        self,
+        pool: Pool,
+        events: CacheEvents | None,
+        options: RoutingOptions,
+        *,
+        seed: int,
+        calibration_error: float = 1.0,
     ) -> None:
-        """``pace`` is how wrong the policy's time model is: at 3 it takes everything to last three times as long."""
+        """``calibration_error`` is the error of the policy's time model: at 3 it predicts three times the duration."""
         self.pool = pool
         self.announce: Callable[[Announcement], None] = _announce_to_nobody
         """Is told of every booking, its progress and its end."""
-        self._pace = pace
+        self._calibration_error = calibration_error
         self._events = events
         self._options = options
         self._rng = Random(seed)
@@ -110,7 +116,9 @@ class Router:
 
     def _choose(self, prompt: Prompt, now: float) -> Chosen:
         found = snapshot(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
-        return choose(self.pool, prompt, self._options, found, found.free, self._rng, pace_error=self._pace)
+        return choose(
+            self.pool, prompt, self._options, found, found.free, self._rng, calibration_error=self._calibration_error
+        )
 
     def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
         key, rank = self._key(number), chosen.row.candidate.rank

@@ -11,7 +11,7 @@ import numpy as np
 from kvrouter.core import ActiveSequences, Booking, LoadColumns, Rank
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.latency_calibration import Pace
+from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
 from kvrouter.scheduler.load.prefill_queues import Head, Heads, PrefillQueues
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
@@ -100,7 +100,7 @@ class BookedLoad:
         self._places: tuple[tuple[Rank, ...], slice | NDArray[np.intp]] | None = None
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
-        self.pace = Pace()
+        self.latency_calibration = LatencyCalibration()
         self.on_progress: Callable[[Key], None] = _ignored
         """Told of each booking that gets its first token or is freed."""
         self._clock = clock
@@ -185,7 +185,7 @@ class BookedLoad:
                 if prefill_tokens:
                     self._prefills.enter(rank, key, prefill_tokens, now)
                 if forecast_ms is not None:
-                    self.pace.expect(key, forecast_ms, now)
+                    self.latency_calibration.expect(key, forecast_ms, now)
         except OverflowError as error:
             raise TooLarge(
                 f"no more bookings are possible: {error}", advice="Free bookings that are done.", retry_after_ms=1000
@@ -205,7 +205,7 @@ class BookedLoad:
             return False
         now = self._clock()
         self._prefills.leave(booking.rank, key, now)
-        self.pace.first_token(key, now)
+        self.latency_calibration.first_token(key, now)
         live = self._sequences.prefill_complete(key)
         self.on_progress(key)
         return live
@@ -223,7 +223,7 @@ class BookedLoad:
             return False
         self._sequences.free(key)
         self._prefills.leave(booking.rank, key, self._clock())
-        self.pace.forget(key)
+        self.latency_calibration.forget(key)
         left = self._bookings[booking.rank] - 1
         if left:
             self._bookings[booking.rank] = left

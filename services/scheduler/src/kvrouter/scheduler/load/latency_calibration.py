@@ -20,7 +20,7 @@ MAX_EXPECTED = 1 << 16
 """Forecasts that wait for their first token; the oldest go."""
 
 
-class Pace:
+class LatencyCalibration:
     """Learns the factor. Pure: it is handed every event, with its time in seconds."""
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ class SchedulingContext:
     """Seconds since that one became the first."""
     prefill_requests: Column
     """Requests booked without a first token."""
-    pace: float = 1.0
+    latency_calibration: float = 1.0
     """Time that prefills have taken of late, over what was forecast."""
 
 

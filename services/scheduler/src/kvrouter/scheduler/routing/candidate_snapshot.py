@@ -163,7 +163,7 @@ def context_of(
     *,
     block_size: int,
     previous: Rank | None,
-    pace: float = 1.0,
+    latency_calibration: float = 1.0,
 ) -> SchedulingContext:
     """The rows as a policy sees them."""
     found, places = rows.found, rows.places
@@ -191,5 +191,5 @@ def context_of(
         head_prefill_tokens=take(loads.heads.tokens),
         head_prefill_seconds=take(loads.heads.seconds),
         prefill_requests=take(loads.heads.requests),
-        pace=pace,
+        latency_calibration=latency_calibration,
     )

@@ -39,7 +39,7 @@ def choose(
     rows: CandidateRows,
     rng: Random,
     *,
-    pace_error: float = 1.0,
+    calibration_error: float = 1.0,
 ) -> Chosen:
     """Has the policy choose among ``rows``, one at least, of those that were found.
 
@@ -51,7 +51,7 @@ def choose(
         options,
         block_size=pool.booked_load.block_size,
         previous=pool.previous.get(options.mode),
-        pace=pace_error * pool.booked_load.pace.value,
+        latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
     )
     decided = POLICIES[options.mode].decide(context, rng)
     return Chosen(found, context, rows[decided.index], decided)

@@ -149,7 +149,7 @@ def used_shares(context: SchedulingContext) -> Amounts:
 
 def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     """The terms of each rank, of whose KV those shares are in use."""
-    size, prompt, pace = context.block_size, context.prompt_tokens, context.pace
+    size, prompt, latency_calibration = context.block_size, context.prompt_tokens, context.latency_calibration
     base = BASE * shares.mean() ** 4
     overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
     new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
@@ -161,12 +161,14 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     filled = ahead % budget
     tokens = np.array([new, head, ahead + new, np.minimum(filled + new, budget), filled])  # half the time is calls
     new_ms, head_ms, all_ms, joint_ms, filled_ms = prefill_ms(tokens, budget, decode)
-    own, left = pace * new_ms, np.maximum(pace * head_ms - spent, 0.0)
-    rest = np.where(under_way, left, pace * decode / 2 - spent)
-    batch = np.where(waiting > 0, pace * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
+    own, left = latency_calibration * new_ms, np.maximum(latency_calibration * head_ms - spent, 0.0)
+    rest = np.where(under_way, left, latency_calibration * decode / 2 - spent)
+    batch = np.where(
+        waiting > 0, latency_calibration * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0
+    )
     lacking = _over(context.active_blocks, context.total_blocks) - ROOM
     return Weighed(
-        forecast=rest + pace * all_ms,
+        forecast=rest + latency_calibration * all_ms,
         batch=batch,
         work=(base + CROWD * context.active_requests) * own,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
