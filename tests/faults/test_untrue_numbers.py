@@ -30,7 +30,7 @@ def forged(incarnation: int, next_event_id: int, *events: KvEvent) -> bytes:
     ).SerializeToString()
 
 
-@pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_LIGHT])
+@pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_CORE_NATS])
 async def test_forged_events_cost_no_block(rig: Rig, transport: Transport) -> None:
     await rig.start_nodes(1, 2, transport=transport)
     one = await rig.indexer("one", worker_grace_seconds=60)

@@ -163,7 +163,7 @@ async def test_of_two_workers_with_one_id_the_later_counts(rig: Rig) -> None:
         await rig.agree(one)
 
 
-async def test_light_messages_are_dropped_doubled_and_reordered(rig: Rig) -> None:
+async def test_core_nats_messages_are_dropped_doubled_and_reordered(rig: Rig) -> None:
     """Workers publish to one NATS; what reaches the Indexer's goes through the test, which loses some."""
     far = await NatsServer(rig.directory / "far").start()
     rig.exits.push_async_callback(far.kill)
@@ -191,7 +191,7 @@ async def test_light_messages_are_dropped_doubled_and_reordered(rig: Rig) -> Non
 
     await source.subscribe(COMPONENT.live_wildcard, cb=forward)
     await source.flush()
-    await rig.start_nodes(1, 2, nats=far.url, transport=Transport.TRANSPORT_LIGHT)
+    await rig.start_nodes(1, 2, nats=far.url, transport=Transport.TRANSPORT_CORE_NATS)
     one = await rig.indexer("one")
     await rig.serve(10)
     await rig.agree(one)
@@ -231,10 +231,10 @@ async def _events_of_stream(client: Client) -> list[tuple[int, int]]:
 
 
 async def test_both_transports_and_a_worker_that_switches(rig: Rig) -> None:
-    await rig.start_nodes(2, transport=Transport.TRANSPORT_LIGHT)
+    await rig.start_nodes(2, transport=Transport.TRANSPORT_CORE_NATS)
     await rig.start_nodes(3, transport=Transport.TRANSPORT_DURABLE)
     one, two = await rig.indexer("one"), await rig.indexer("two")
-    for transport in (Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_LIGHT, Transport.TRANSPORT_DURABLE):
+    for transport in (Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_CORE_NATS, Transport.TRANSPORT_DURABLE):
         async with rig.node(1, transport=transport) as node:
             await rig.serve(15, 0.01)
             await rig.agree(one, two)

@@ -147,8 +147,10 @@ async def test_an_idle_worker_is_heard(namespace: str, etcd_endpoint: str, nats_
         assert (len(last.events), last.next_event_id, last.digest) == (0, 1, worker.rank().stats().digest)
 
 
-async def test_light_events_travel_without_a_stream(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
-    settings = config(namespace, etcd_endpoint, nats_url, transport=Transport.TRANSPORT_LIGHT, heartbeat_seconds=0.05)
+async def test_core_nats_events_travel_without_a_stream(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(
+        namespace, etcd_endpoint, nats_url, transport=Transport.TRANSPORT_CORE_NATS, heartbeat_seconds=0.05
+    )
     async with nats_client(nats_url) as client:
         live = await client.subscribe(settings.component.live_wildcard)
         await client.flush()

@@ -138,17 +138,17 @@ async def test_a_worker_that_differs_is_refused(
 
 
 async def test_the_first_worker_sets_the_default_transport(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
-    first = config(namespace, etcd_endpoint, nats_url, transport=Transport.TRANSPORT_LIGHT)
+    first = config(namespace, etcd_endpoint, nats_url, transport=Transport.TRANSPORT_CORE_NATS)
     async with (
         running(first, EchoEngine()),
         running(config(namespace, etcd_endpoint, nats_url), EchoEngine()) as second,
     ):
-        assert second.transport == Transport.TRANSPORT_LIGHT
+        assert second.transport == Transport.TRANSPORT_CORE_NATS
         async with connect(etcd_endpoint) as client:
             found = await client.get(first.component.descriptor_key.encode())
         assert found is not None
         descriptor = ComponentDescriptor.FromString(found.value)
-        assert descriptor.default_transport == Transport.TRANSPORT_LIGHT
+        assert descriptor.default_transport == Transport.TRANSPORT_CORE_NATS
         assert (descriptor.model, descriptor.block_size, descriptor.hash_scheme) == ("m", 4, "xxh3-1337")
 
 

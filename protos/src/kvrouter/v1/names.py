@@ -138,11 +138,11 @@ class ComponentName:
 
     @property
     def live_wildcard(self) -> str:
-        """Subjects of the light transport's events of every rank."""
+        """Subjects of the Core NATS transport's events of every rank."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.live.>"
 
     def live_subject(self, worker_id: int, dp_rank: int) -> str:
-        """Subject of the light transport's events of one rank."""
+        """Subject of the Core NATS transport's events of one rank."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.live.{worker_id:016x}.{dp_rank}"
 
     @property

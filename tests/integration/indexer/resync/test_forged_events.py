@@ -53,8 +53,8 @@ class Scene:
             else next_event_id,
             digest=digest,
         )
-        light = self.worker.transport == Transport.TRANSPORT_LIGHT
-        subject = self.component.live_subject(1, 0) if light else self.component.events_subject(1, 0)
+        core_nats = self.worker.transport == Transport.TRANSPORT_CORE_NATS
+        subject = self.component.live_subject(1, 0) if core_nats else self.component.events_subject(1, 0)
         await self.connection.publish(subject, batch.SerializeToString())
         await self.connection.flush()
 
@@ -87,7 +87,7 @@ async def scene(
         yield Scene(connection, component, worker, cache, index)
 
 
-BOTH = pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_LIGHT])
+BOTH = pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_CORE_NATS])
 
 
 @BOTH

@@ -39,7 +39,7 @@ def forged(cache: Cache, *events: KvEvent, incarnation: int, digest: int | None 
     return batch.SerializeToString()
 
 
-@pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_LIGHT])
+@pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_CORE_NATS])
 async def test_a_worker_that_is_found_is_fetched_whole(
     connection: Client, component: ComponentName, nats_url: str, etcd_endpoint: str, transport: Transport
 ) -> None:
@@ -81,10 +81,10 @@ def registration_of_nobody() -> WorkerRegistration:
 async def test_lost_live_events_are_fetched_without_dropping_the_rank(
     connection: Client, component: ComponentName, nats_url: str, etcd_endpoint: str
 ) -> None:
-    config = worker_config(component, etcd_endpoint, nats_url, 1, transport=Transport.TRANSPORT_LIGHT)
+    config = worker_config(component, etcd_endpoint, nats_url, 1, transport=Transport.TRANSPORT_CORE_NATS)
     rng = random.Random(11)
     async with caching(config) as (worker, cache), indexing(connection, component) as index:
-        take = index.light._take
+        take = index.core_nats._take
 
         async def lossy(message: Msg) -> None:
             dice = rng.random()
@@ -94,7 +94,7 @@ async def test_lost_live_events_are_fetched_without_dropping_the_rank(
                 await take(message)
 
         # Before the index's tasks have run for the first time, so that it subscribes with this.
-        index.light._take = lossy  # type: ignore[method-assign]
+        index.core_nats._take = lossy  # type: ignore[method-assign]
         index.update_workers({1: registration_of(worker)})
         await until(lambda: index.ready)
         for _ in range(60):
@@ -208,9 +208,9 @@ async def test_both_transports_and_a_worker_that_switches(
     connection: Client, component: ComponentName, nats_url: str, etcd_endpoint: str
 ) -> None:
     durable = worker_config(component, etcd_endpoint, nats_url, 1, transport=Transport.TRANSPORT_DURABLE)
-    light = worker_config(component, etcd_endpoint, nats_url, 2, transport=Transport.TRANSPORT_LIGHT)
-    switched = worker_config(component, etcd_endpoint, nats_url, 1, transport=Transport.TRANSPORT_LIGHT)
-    async with caching(light, 2) as (two, cache_two), indexing(connection, component) as index:
+    core_nats = worker_config(component, etcd_endpoint, nats_url, 2, transport=Transport.TRANSPORT_CORE_NATS)
+    switched = worker_config(component, etcd_endpoint, nats_url, 1, transport=Transport.TRANSPORT_CORE_NATS)
+    async with caching(core_nats, 2) as (two, cache_two), indexing(connection, component) as index:
         async with caching(durable) as (one, cache_one):
             index.update_workers({1: registration_of(one), 2: registration_of(two)})
             for _ in range(20):

@@ -298,7 +298,7 @@ async def test_a_stream_that_is_wanted_later_is_not_reset(
 ) -> None:
     """An Indexer of light workers that was started with ``--reset-states`` a while ago meets a durable one."""
     sources = await fill(connection, component)
-    descriptor = ComponentDescriptor(block_size=BLOCK_SIZE, default_transport=Transport.TRANSPORT_LIGHT)
+    descriptor = ComponentDescriptor(block_size=BLOCK_SIZE, default_transport=Transport.TRANSPORT_CORE_NATS)
     options = SnapshotOptions(check_seconds=0.05, reset=True)
     consumer = DurableConsumer(connection, component, "replica")
     index = ComponentIndex(

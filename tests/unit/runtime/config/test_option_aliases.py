@@ -17,8 +17,8 @@ def test_the_indexer_takes_the_guides_names() -> None:
     assert settings.snapshot_threshold == 7
 
 
-def test_a_local_indexer_is_the_light_transport() -> None:
+def test_a_local_indexer_is_the_core_nats_transport() -> None:
     (settings,) = read_all([MockerSettings], ["--enable-local-indexer"], {})
-    assert worker_config(settings, 1).transport == Transport.TRANSPORT_LIGHT
+    assert worker_config(settings, 1).transport == Transport.TRANSPORT_CORE_NATS
     with pytest.raises(SettingsError, match="leave --transport durable out"):
         read_all([MockerSettings], ["--enable-local-indexer", "--transport", "durable"], {})

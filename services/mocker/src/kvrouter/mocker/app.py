@@ -30,7 +30,7 @@ _ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.R
 _TRANSPORTS = {
     "default": Transport.TRANSPORT_UNSPECIFIED,
     "durable": Transport.TRANSPORT_DURABLE,
-    "light": Transport.TRANSPORT_LIGHT,
+    "core-nats": Transport.TRANSPORT_CORE_NATS,
 }
 
 
@@ -68,7 +68,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         nats=settings.nats,
         bind=settings.bind,
         advertise=settings.advertise,
-        transport=_TRANSPORTS["light" if settings.enable_local_indexer else settings.transport],
+        transport=_TRANSPORTS["core-nats" if settings.enable_local_indexer else settings.transport],
         role=_ROLES[settings.role],
         labels=settings.labels,
         publishes_events=settings.events,

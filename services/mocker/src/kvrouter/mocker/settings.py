@@ -33,12 +33,12 @@ class MockerSettings(ServiceSettings):
         default=1, ge=1, description="Tokens in a piece of an answer, after the first token, which comes at once."
     )
     role: Literal["both", "prefill", "decode"] = Field(default="both", description="What the worker does.")
-    transport: Literal["default", "durable", "light"] = Field(
+    transport: Literal["default", "durable", "core-nats"] = Field(
         default="default", description="How events travel; default takes the component's."
     )
     enable_local_indexer: bool = Field(
         default=False,
-        description="The same as --transport light: events travel over NATS Core, and routers fetch the state.",
+        description="The same as --transport core-nats: events travel over NATS Core, and routers fetch the state.",
     )
     registration: bool = Field(
         default=True,
@@ -55,5 +55,5 @@ class MockerSettings(ServiceSettings):
     @model_validator(mode="after")
     def _one_transport(self) -> MockerSettings:
         if self.enable_local_indexer and self.transport == "durable":
-            raise ValueError("--enable-local-indexer means --transport light: leave --transport durable out")
+            raise ValueError("--enable-local-indexer means --transport core-nats: leave --transport durable out")
         return self

@@ -92,7 +92,7 @@ class Worker:
             rank: RankPublisher(
                 subject=(
                     component.live_subject(config.worker_id, rank)
-                    if transport == Transport.TRANSPORT_LIGHT
+                    if transport == Transport.TRANSPORT_CORE_NATS
                     else component.events_subject(config.worker_id, rank)
                 ),
                 worker_id=config.worker_id,

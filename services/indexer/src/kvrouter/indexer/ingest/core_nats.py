@@ -1,4 +1,4 @@
-"""The light transport: events over NATS Core, which promises nothing. Gaps are healed from the workers."""
+"""the Core NATS transport: events over NATS Core, which promises nothing. Gaps are healed from the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PENDING_BYTES = 128 << 20
 _TOGETHER = 256
 
 
-class LightEvents:
+class CoreNatsEvents:
     """Applies the live events of a component's light workers. Beyond the bound messages are dropped, and counted."""
 
     def __init__(self, connection: Client, component: ComponentName, state: IndexState) -> None:

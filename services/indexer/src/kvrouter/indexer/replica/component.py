@@ -13,7 +13,7 @@ from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_limit
 from kvrouter.indexer.index.membership import Departures, ahead_of, new_incarnations
 from kvrouter.indexer.index.state import IndexState
-from kvrouter.indexer.ingest.core_nats import LightEvents
+from kvrouter.indexer.ingest.core_nats import CoreNatsEvents
 from kvrouter.indexer.ingest.jetstream import DurableConsumer, heed_cancellation
 from kvrouter.indexer.ingest.read_position import Position
 from kvrouter.indexer.ingest.stream_reader import Ingest
@@ -80,7 +80,7 @@ class ComponentIndex:
         self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home) if home else None
         later = self.snapshots.load_later if self.snapshots else None
         self.ingest = Ingest(str(name), self.state, consumer, later)
-        self.light = LightEvents(consumer.connection, name, self.state)
+        self.core_nats = CoreNatsEvents(consumer.connection, name, self.state)
         self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
         self.ranks: list[RankInfo] = []
         """Ranks of the index, about a second old at most."""
@@ -94,9 +94,9 @@ class ComponentIndex:
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._changed = asyncio.Event()
         self._transport_read = asyncio.Event()
-        # Where all workers are light, JetStream need not even be there.
+        # Where all workers use Core NATS, JetStream need not be there.
         self._stream_wanted = asyncio.Event()
-        if descriptor.default_transport != Transport.TRANSPORT_LIGHT:
+        if descriptor.default_transport != Transport.TRANSPORT_CORE_NATS:
             self._stream_wanted.set()
 
     @property
@@ -180,7 +180,7 @@ class ComponentIndex:
         """Keeps the index up to date until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_stream(), name=f"ingest {self.name}")
-            group.create_task(self.light.run(), name=f"live events {self.name}")
+            group.create_task(self.core_nats.run(), name=f"live events {self.name}")
             group.create_task(self.resync.run(self._transport_read), name=f"resync {self.name}")
             group.create_task(self._follow_workers(), name=f"workers of {self.name}")
             group.create_task(self._take_snapshots(), name=f"snapshots of {self.name}")
@@ -214,7 +214,7 @@ class ComponentIndex:
         return any(worker is not None and self._is_durable(worker) for worker in workers)
 
     async def _become_ready(self) -> None:
-        await self.light.subscribed.wait()
+        await self.core_nats.subscribed.wait()
         if self._stream_wanted.is_set():
             await self.ingest.wait_caught_up()
             if self.snapshots and any(info.partial or not info.next_event_id for info in await self.state.ranks()):
@@ -320,7 +320,7 @@ class ComponentIndex:
         }
 
     def _is_durable(self, worker: WorkerRegistration) -> bool:
-        return self._transport(worker) != Transport.TRANSPORT_LIGHT
+        return self._transport(worker) != Transport.TRANSPORT_CORE_NATS
 
     def _transport(self, worker: WorkerRegistration) -> Transport:
         return worker.transport or self.descriptor.default_transport or Transport.TRANSPORT_DURABLE

@@ -99,7 +99,7 @@ class IndexerMetrics(Collector):
             counts["resyncs"].add_metric(of, component.resync.resyncs)
             counts["refetches"].add_metric(of, component.resync.refetches)
             counts["false_alarms"].add_metric(of, component.resync.false_alarms)
-            counts["live_events_dropped"].add_metric(of, component.light.dropped)
+            counts["live_events_dropped"].add_metric(of, component.core_nats.dropped)
             snapshots = component.snapshots
             counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)
             counts["snapshots_unusable"].add_metric(of, snapshots.unusable if snapshots else 0)
@@ -119,7 +119,7 @@ class IndexerMetrics(Collector):
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
             levels["resyncs_backing_off"].add_metric(of, component.resync.backing_off)
             levels["waiting_bytes"].add_metric(of, component.state.waiting_bytes)
-            levels["live_queue_messages"].add_metric(of, component.light.queued)
+            levels["live_queue_messages"].add_metric(of, component.core_nats.queued)
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
             levels["ranks"].add_metric(of, len(ranks))

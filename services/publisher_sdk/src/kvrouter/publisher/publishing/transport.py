@@ -183,7 +183,7 @@ class DurableTransport:
         return f"stream {self._component.stream} takes no messages: {refused}" if refused else ""
 
 
-class LightTransport:
+class CoreNatsTransport:
     """NATS Core: a batch is sent once it was handed to a connected server. It may reach nobody."""
 
     def __init__(self, link: NatsLink) -> None:
@@ -201,7 +201,7 @@ class LightTransport:
 
 def open_transport(kind: TransportKind, link: NatsLink, component: ComponentName) -> Transport:
     """The transport of a worker's registration; durable unless it says light."""
-    return LightTransport(link) if kind == TransportKind.TRANSPORT_LIGHT else DurableTransport(link, component)
+    return CoreNatsTransport(link) if kind == TransportKind.TRANSPORT_CORE_NATS else DurableTransport(link, component)
 
 
 def room_for_events(link: NatsLink) -> int:
