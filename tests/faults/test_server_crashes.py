@@ -15,7 +15,7 @@ from . import newer_etcd
 from .rig import COMPONENT, FULL, TAKEN, Rig
 
 
-@pytest.mark.parametrize("transport", ["DURABLE", "LIGHT"])
+@pytest.mark.parametrize("transport", ["DURABLE", "CORE_NATS"])
 async def test_nats_is_killed_and_comes_back(rig: Rig, transport: str) -> None:
     await rig.start_nodes(1, 2, transport=Transport.Value(f"TRANSPORT_{transport}"))
     one = await rig.indexer("one")

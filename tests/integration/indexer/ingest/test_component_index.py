@@ -165,7 +165,7 @@ async def test_an_unknown_parent_drops_the_rank_once(connection: Client, compone
         assert (index.state.tally.unknown_parents, index.state.tally.repairs) == (2, 1)
 
 
-async def test_messages_that_are_no_batches_are_set_aside_and_the_rest_goes_on(
+async def test_messages_that_are_no_batches_are_quarantined_and_the_rest_goes_on(
     connection: Client, component: ComponentName
 ) -> None:
     js = connection.jetstream()
@@ -179,9 +179,9 @@ async def test_messages_that_are_no_batches_are_set_aside_and_the_rest_goes_on(
         last = await source.stored(tokens(2, seed=3), 300).publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
-        assert [item.refusal.reason for item in index.state.set_aside] == ["unparsable", "rank", "block_size"]
-        assert index.state.set_aside[0].sequence == broken.seq
-        assert index.state.set_aside[0].subject == source.subject
+        assert [item.refusal.reason for item in index.state.quarantined] == ["unparsable", "rank", "block_size"]
+        assert index.state.quarantined[0].sequence == broken.seq
+        assert index.state.quarantined[0].subject == source.subject
         counts = (await index.stats()).events
         assert (counts.unparsable, counts.rejected, counts.applied) == (1, 2, 2)
         await until(lambda: index.ingest.progress.applied == last)

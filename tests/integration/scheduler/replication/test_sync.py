@@ -229,11 +229,11 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
         first = stacks[0]
         subject = first.component.sync_subject
 
-        async def set_aside(reason: str, event: ReplicaSyncEvent | bytes) -> None:
+        async def quarantined(reason: str, event: ReplicaSyncEvent | bytes) -> None:
             encoded = event if isinstance(event, bytes) else event.SerializeToString()
-            before = figure(first, "sync_set_aside_total", reason=reason)
+            before = figure(first, "sync_quarantined_total", reason=reason)
             await client.publish(subject, encoded)
-            await reaches(lambda: figure(first, "sync_set_aside_total", reason=reason), before + 1)
+            await reaches(lambda: figure(first, "sync_quarantined_total", reason=reason), before + 1)
 
         def event(**fields: Any) -> ReplicaSyncEvent:
             known: dict[str, Any] = {"scheduler_id": "stranger", "incarnation": 5, "component": first.named}
@@ -243,21 +243,21 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
             add: dict[str, Any] = {"booking": BookingKey(request_id="x"), "prompt_tokens": 1, "sequence_hashes": []}
             return event(sequence=sequence, add_request=AddRequest(**(add | fields)))
 
-        await set_aside("unparsable", b"\xff\xff\xff")
-        await set_aside("other_component", event(component=Component(namespace="else", name="where")))
-        await set_aside("own_id", event(scheduler_id="s0"))
-        await set_aside("bad_incarnation", event(incarnation=1 << 63))
-        await set_aside("bad_incarnation", event(incarnation=0))
-        await set_aside("bad_id", event(scheduler_id="no.subject >"))
+        await quarantined("unparsable", b"\xff\xff\xff")
+        await quarantined("other_component", event(component=Component(namespace="else", name="where")))
+        await quarantined("own_id", event(scheduler_id="s0"))
+        await quarantined("bad_incarnation", event(incarnation=1 << 63))
+        await quarantined("bad_incarnation", event(incarnation=0))
+        await quarantined("bad_id", event(scheduler_id="no.subject >"))
         # Blocks of another size: two hashes for as many tokens as one block has.
-        await set_aside("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
-        await set_aside("invalid_argument", announced(1, booking=BookingKey(request_id="y" * 200)))
-        await set_aside("invalid_argument", announced(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
-        await set_aside("unknown_event", event(sequence=3))
-        await set_aside("duplicate", event(sequence=3))
-        await set_aside("old_incarnation", event(incarnation=4))
+        await quarantined("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
+        await quarantined("invalid_argument", announced(1, booking=BookingKey(request_id="y" * 200)))
+        await quarantined("invalid_argument", announced(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
+        await quarantined("unknown_event", event(sequence=3))
+        await quarantined("duplicate", event(sequence=3))
+        await quarantined("old_incarnation", event(incarnation=4))
         await client.publish(first.component.sync_state_subject("s0"), b"")
-        await reaches(lambda: figure(first, "sync_set_aside_total", reason="state_request"), 1)
+        await reaches(lambda: figure(first, "sync_quarantined_total", reason="state_request"), 1)
         assert await first.booked() == 0
         await first.select(selecting("r", routing(4)))
         await eventually(stacks[1].booked, lambda count: count == 1)
@@ -272,7 +272,7 @@ async def test_a_forged_incarnation_silences_no_scheduler(nats_url: str, etcd_en
             forged = ReplicaSyncEvent(scheduler_id="s0", incarnation=incarnation + number, component=stacks[0].named)
             forged.heartbeat.bookings = 0
             await client.publish(stacks[0].component.sync_subject, forged.SerializeToString())
-        await reaches(lambda: figure(stacks[1], "sync_set_aside_total", reason="old_incarnation"), 1)
+        await reaches(lambda: figure(stacks[1], "sync_quarantined_total", reason="old_incarnation"), 1)
         await stacks[0].select(selecting("after", routing(4, seed=1)))
         # The Scheduler itself says which incarnation it is in, so that the forged ones are forgotten.
         assert {name for name, _ in await agreed(stacks)} == {"s0", "s1"}

@@ -119,12 +119,12 @@ async def test_events_that_break_the_contract_are_skipped_and_counted() -> None:
     assert index.tally.event_counts().rejected == 2
 
 
-def test_what_was_set_aside_is_bounded() -> None:
+def test_what_was_quarantined_is_bounded() -> None:
     index = state()
     index.apply([StreamMessage(COMPONENT.events_subject(1, 0), n, b"\xff" * 100_000) for n in range(200)])
-    assert len(index.set_aside) == 64
-    assert index.set_aside[-1].sequence == 199
-    assert max(len(item.data) for item in index.set_aside) == 4096
+    assert len(index.quarantined) == 64
+    assert index.quarantined[-1].sequence == 199
+    assert max(len(item.data) for item in index.quarantined) == 4096
     assert index.tally.unparsable == 200
 
 
@@ -292,7 +292,7 @@ async def test_event_ids_that_the_worker_has_not_reached_are_dropped_once_it_was
     index = state()
     suspected: list[str] = []
     index.on_suspect = lambda _rank, reason: suspected.append(reason)
-    index.may_hold = lambda _rank: True
+    index.may_retain = lambda _rank: True
     index.apply([message(stored(0, [1], [11])), message(stored(1000, [2], [12]))])
     start = await index.begin_repair(RANK)
     index.apply([message(stored(1, [3], [13]))])
@@ -304,7 +304,7 @@ async def test_event_ids_that_the_worker_has_not_reached_are_dropped_once_it_was
 
 async def test_while_gaps_were_false_of_late_events_that_follow_are_applied_at_once() -> None:
     index = state()
-    index.may_hold = lambda _rank: True
+    index.may_retain = lambda _rank: True
     index.is_deferred = lambda _rank, reason: reason == "gap"
     index.apply([message(stored(0, [1], [11])), message(stored(1000, [2], [12])), message(stored(1, [3], [13]))])
     assert await held(index) == {1, 3}

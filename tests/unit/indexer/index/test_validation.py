@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.indexer.index.validation import Refusal, rank_of_subject, screen
+from kvrouter.indexer.index.validation import Refusal, rank_of_subject, validate
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from kvrouter.v1.names import ComponentName
 
@@ -15,9 +15,9 @@ def batch(worker_id: int = 0xABC, dp_rank: int = 3, block_size: int = 16) -> byt
 
 
 def test_a_batch_on_its_own_subject_passes() -> None:
-    screened = screen(SUBJECT, batch(), 16)
-    assert isinstance(screened, KvEventBatch)
-    assert screened.events[0].event_id == 4
+    validated = validate(SUBJECT, batch(), 16)
+    assert isinstance(validated, KvEventBatch)
+    assert validated.events[0].event_id == 4
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_a_batch_on_its_own_subject_passes() -> None:
         ("kvrouter.v1.ns.decode.events.0000000000000abc.-3", batch(), "subject"),
     ],
 )
-def test_what_contradicts_its_envelope_is_set_aside(subject: str, data: bytes, reason: str) -> None:
-    refusal = screen(subject, data, 16)
+def test_what_contradicts_its_envelope_is_quarantined(subject: str, data: bytes, reason: str) -> None:
+    refusal = validate(subject, data, 16)
     assert isinstance(refusal, Refusal)
     assert refusal.reason == reason
     assert refusal.detail
@@ -48,11 +48,11 @@ def test_the_rank_is_read_from_its_subject(worker_id: int, dp_rank: int) -> None
 
 @given(st.binary(max_size=200))
 def test_no_bytes_break_it(data: bytes) -> None:
-    assert isinstance(screen(SUBJECT, data, 16), Refusal | KvEventBatch)
+    assert isinstance(validate(SUBJECT, data, 16), Refusal | KvEventBatch)
 
 
-def test_events_of_a_worker_that_differs_from_its_component_are_set_aside() -> None:
-    refusal = screen(SUBJECT, batch(), 16, unfit_workers={0xABC})
+def test_events_of_a_worker_that_differs_from_its_component_are_quarantined() -> None:
+    refusal = validate(SUBJECT, batch(), 16, unfit_workers={0xABC})
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "unfit_worker"
-    assert isinstance(screen(SUBJECT, batch(), 16, unfit_workers={0xABD}), KvEventBatch)
+    assert isinstance(validate(SUBJECT, batch(), 16, unfit_workers={0xABD}), KvEventBatch)

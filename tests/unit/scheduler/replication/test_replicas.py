@@ -53,8 +53,8 @@ class Node:
         assert live_booking is not None
         return booking_of(live_booking).rank
 
-    def set_aside(self, reason: str) -> float:
-        return self.parts.figure("kvrouter_scheduler_sync_set_aside_total", reason=reason)
+    def quarantined(self, reason: str) -> float:
+        return self.parts.figure("kvrouter_scheduler_sync_quarantined_total", reason=reason)
 
 
 def event(sequence: int, scheduler: SchedulerIncarnation = OTHER, **fields: object) -> ReplicaSyncEvent:
@@ -120,7 +120,7 @@ def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
     node.hear(added(1, 1), added(2, 2))
     assert len(node.parts.booking_leases) == 3
     assert node.log().next_sequence == 3
-    assert node.set_aside("duplicate") == 2
+    assert node.quarantined("duplicate") == 2
     assert node.parts.figure("kvrouter_scheduler_sync_gaps_total") == 1
 
 
@@ -172,7 +172,7 @@ def test_events_of_an_earlier_life_are_fenced() -> None:
     node.hear(
         added(0, 0, scheduler=(1, "other")), added(0, 1, scheduler=(2, "other")), added(1, 2, scheduler=(1, "other"))
     )
-    assert node.set_aside("old_incarnation") == 1
+    assert node.quarantined("old_incarnation") == 1
     assert node.parts.booking_leases.booking_table.get(key(2)) is None
     # The earlier life's bookings are orphans: registered or not, their Scheduler is gone.
     node.parts.now += 11
@@ -205,11 +205,11 @@ def test_of_two_places_the_one_of_the_greater_life_counts_until_it_goes() -> Non
         assert (each.rank(0), each.parts.load(1), each.parts.load(2)) == ((1, 0), (2, 0, 1), (0, 0, 0))
 
 
-async def test_a_reused_id_with_another_prompt_is_set_aside_and_does_not_disturb_the_digest() -> None:
+async def test_a_reused_id_with_another_prompt_is_quarantined_and_does_not_disturb_the_digest() -> None:
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
     node.hear(added(0, 0, seed=5))
-    assert node.set_aside("already_exists") + node.set_aside("invalid_argument") == 1
+    assert node.quarantined("already_exists") + node.quarantined("invalid_argument") == 1
     assert len(node.parts.booking_leases) == 1
     node.hear(heartbeat(1, node.log().owned))
     assert node.log().state_requested == ""
@@ -268,7 +268,7 @@ async def test_a_booking_too_large_to_tell_is_counted_here_and_not_told(monkeypa
     await node.parts.select(selecting("r0", routing(2)))
     assert node.sent == []
     assert len(node.parts.booking_leases) == 1
-    assert node.set_aside("too_large") == 1
+    assert node.quarantined("too_large") == 1
 
 
 def test_strangers_are_bounded() -> None:
@@ -276,7 +276,7 @@ def test_strangers_are_bounded() -> None:
     for number in range(100):
         node.hear(added(0, number, scheduler=(1, f"s{number}")))
     assert len(node.replicas.logs) == 64
-    assert node.set_aside("too_many_replicas") == 36
+    assert node.quarantined("too_many_replicas") == 36
 
 
 def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
@@ -284,7 +284,7 @@ def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
     node.hear(
         added(0, 0, scheduler=(5, "other")), added(0, 1, scheduler=(99, "other")), added(1, 2, scheduler=(5, "other"))
     )
-    assert node.set_aside("old_incarnation") == 1
+    assert node.quarantined("old_incarnation") == 1
     lacking, disputed = node.replicas.due()
     assert (lacking, disputed) == ([], ["other"])
     node.replicas.settle("other", 5)
@@ -295,7 +295,7 @@ def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
     assert node.log().next_sequence == teller.replicas.next_sequence
     assert len(node.parts.booking_leases) == 0, "what the Scheduler does not hold is not counted"
     node.hear(added(0, 3, scheduler=(99, "other")))
-    assert node.set_aside("unconfirmed_incarnation") == 1
+    assert node.quarantined("unconfirmed_incarnation") == 1
 
 
 def test_a_state_of_another_incarnation_settles_which_one_counts() -> None:

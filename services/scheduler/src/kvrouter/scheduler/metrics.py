@@ -80,8 +80,8 @@ class SchedulerMetrics:
         self.unknown_frees = Counter(
             "kvrouter_scheduler_unknown_frees", "Frees of bookings that are not known.", registry=registry
         )
-        self.reports_set_aside = Counter(
-            "kvrouter_scheduler_load_reports_set_aside",
+        self.reports_quarantined = Counter(
+            "kvrouter_scheduler_load_reports_quarantined",
             "Load reports not used, by reason.",
             ["reason"],
             registry=registry,

@@ -73,7 +73,7 @@ class Tally:
         self.removed_blocks += summary.removed_blocks
 
     def refuse(self, refusal: Refusal) -> None:
-        """Counts a message that was set aside."""
+        """Counts a message that was quarantined."""
         if refusal.reason == "unparsable":
             self.unparsable += 1
         else:

@@ -15,15 +15,15 @@ from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.pending_buffer import MAX_ALL_BYTES, Waiting
 from kvrouter.indexer.index.repair import PERSISTENT_DRIFT, Repair, repair_after
 from kvrouter.indexer.index.shared_index import SharedIndex
-from kvrouter.indexer.index.validation import Refusal, screen
+from kvrouter.indexer.index.validation import Refusal, validate
 from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
 log = structlog.get_logger(component="indexer")
 
-_SET_ASIDE_MESSAGES = 64
-_SET_ASIDE_BYTES = 4096  # of each message: enough to see what it is
+_QUARANTINED_MESSAGES = 64
+_QUARANTINED_BYTES = 4096  # of each message: enough to see what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class StreamMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
+class QuarantinedMessage:
     """A message that was not applied."""
 
     subject: str
@@ -77,14 +77,14 @@ class RepairStart:
 
 
 class IndexState(SharedIndex):
-    """Index, counts and what was set aside, for one component."""
+    """Index, counts and what was quarantined, for one component."""
 
     def __init__(self, component: str, block_size: int, index: PrefixIndex) -> None:
         """``component`` is its name, for the log."""
         super().__init__(index)
         self.block_size = block_size
         self.tally = Tally()
-        self.set_aside: deque[SetAside] = deque(maxlen=_SET_ASIDE_MESSAGES)
+        self.quarantined: deque[QuarantinedMessage] = deque(maxlen=_QUARANTINED_MESSAGES)
         self.quarantine = Quarantine()
         """Counts and logs what cannot be decoded; its owner may replace it."""
         self.unfit_workers: frozenset[int] = frozenset()
@@ -98,7 +98,7 @@ class IndexState(SharedIndex):
         """Of the batches that wait, or are kept, while their ranks are repaired."""
         self.on_suspect: Callable[[Rank, str], None] = _nobody
         """Called from any thread when a rank has to be compared with its worker, with the reason."""
-        self.may_be_resident: Callable[[Rank], bool] = _never
+        self.may_retain: Callable[[Rank], bool] = _never
         """Whether events after a gap may wait for those that are missing; asked from any thread."""
         self.is_deferred: Callable[[Rank, str], bool] = _never_deferred
         """Whether a repair for a reason has to wait, as the last such alarms were false; asked from any thread."""
@@ -108,7 +108,7 @@ class IndexState(SharedIndex):
     def apply(self, messages: Sequence[StreamMessage]) -> None:
         """Applies messages in order; called from one thread, not the loop's. Never raises for what they contain."""
         for message in messages:
-            batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
+            batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
             with self.applying():
                 if isinstance(batch, Refusal):
                     self._refuse(message, batch)
@@ -270,12 +270,12 @@ class IndexState(SharedIndex):
         asked = waiting.asked if waiting is not None else 0
         unknown = 0
         for place, message in enumerate(self._take_waiting(rank)):
-            batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
+            batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
             if isinstance(batch, Refusal):
                 continue
             if place < asked and self._is_ahead(rank, batch):
                 unknown += 1
-                self._set_aside(message, batch, "unconfirmed_event", "the worker has not reached these event ids")
+                self._quarantine(message, batch, "unconfirmed_event", "the worker has not reached these event ids")
             else:
                 self._apply_batch(message, batch, again=True)
         return unknown
@@ -291,7 +291,7 @@ class IndexState(SharedIndex):
         waiting = self._waiting_batches.get(rank)
         retained = waiting is not None and waiting.retained
         for message in self._take_waiting(rank):
-            batch = screen(message.subject, message.data, self.block_size, self.unfit_workers)
+            batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
             if retained and not isinstance(batch, Refusal):
                 self._apply_batch(message, batch, again=True, hold=False)
 
@@ -343,8 +343,8 @@ class IndexState(SharedIndex):
 
     def _refuse(self, message: StreamMessage, refusal: Refusal) -> None:
         self.tally.refuse(refusal)
-        self.set_aside.append(
-            SetAside(message.subject, message.sequence, refusal, bytes(message.data[:_SET_ASIDE_BYTES]))
+        self.quarantined.append(
+            QuarantinedMessage(message.subject, message.sequence, refusal, bytes(message.data[:_QUARANTINED_BYTES]))
         )
         # Who sends one bad message may send thousands: the quarantine logs a subject once.
         self.quarantine.reject("nats", message.subject, Undecodable(refusal.reason, refusal.detail))
@@ -418,19 +418,19 @@ class IndexState(SharedIndex):
             self.incarnations.claim(rank, batch.incarnation)
             self._rank_tallies.setdefault(rank, RankTally()).verified = False
             self.on_suspect(rank, "incarnation")
-        self._set_aside(message, batch, "unconfirmed_incarnation", "neither worker nor registration confirms it")
+        self._quarantine(message, batch, "unconfirmed_incarnation", "neither worker nor registration confirms it")
         return False
 
-    def _set_aside(self, message: StreamMessage, batch: KvEventBatch, reason: str, detail: str) -> None:
+    def _quarantine(self, message: StreamMessage, batch: KvEventBatch, reason: str, detail: str) -> None:
         """Drops a batch whose claims are not confirmed. The worker's state has whatever is true of it."""
         self.tally.unconfirmed += len(batch.events) or 1
-        data = bytes(message.data[:_SET_ASIDE_BYTES])
-        self.set_aside.append(SetAside(message.subject, message.sequence, Refusal(reason, detail), data))
+        data = bytes(message.data[:_QUARANTINED_BYTES])
+        self.quarantined.append(QuarantinedMessage(message.subject, message.sequence, Refusal(reason, detail), data))
 
     def _retain(self, rank: Rank, message: StreamMessage, batch: KvEventBatch) -> bool:
         """Lets events wait for those that are missing before them, if somebody is there to fetch these.
 
-        Where the worker did not confirm the last gaps, they are set aside: the worker is asked a little later, and has
+        Where the worker did not confirm the last gaps, they are deferred: the worker is asked a little later, and has
         them if they are true.
         """
         asked = self._waiting_batches.get(rank)
@@ -439,11 +439,11 @@ class IndexState(SharedIndex):
             asked.retained = True
             return True
         if self.is_deferred(rank, "gap"):
-            self._set_aside(message, batch, "unconfirmed_event", "the worker did not confirm such ids shortly before")
+            self._quarantine(message, batch, "unconfirmed_event", "the worker did not confirm such ids shortly before")
             self._rank_tallies.setdefault(rank, RankTally()).verified = False
             self.on_suspect(rank, "gap")
             return True
-        if not self.may_be_resident(rank):
+        if not self.may_retain(rank):
             return False
         waiting = self._waiting_batches[rank] = Waiting(retained=True)
         self._keep_waiting(waiting, message)

@@ -19,7 +19,7 @@ _RANK_OF_SUBJECT = re.compile(r"\.([0-9a-f]{16})\.([0-9]{1,10})$")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a message is set aside."""
+    """Why a message is quarantined."""
 
     reason: str
     """One of ``unparsable``, ``subject``, ``rank``, ``block_size``, ``unfit_worker``."""
@@ -33,10 +33,10 @@ def rank_of_subject(subject: str) -> Rank | None:
     return (int(match.group(1), 16), int(match.group(2))) if match else None
 
 
-def screen(
+def validate(
     subject: str, data: bytes, block_size: int, unfit_workers: Container[int] = frozenset()
 ) -> KvEventBatch | Refusal:
-    """The batch in a message, or why it is set aside.
+    """The batch in a message, or why it is quarantined.
 
     Args:
         subject: Subject that the message came on.

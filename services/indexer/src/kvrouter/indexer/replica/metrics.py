@@ -80,7 +80,7 @@ class IndexerMetrics(Collector):
             "stream_checked_age_seconds": "Time since NATS last said how far the stream is; the pending messages are "
             "of that time. 0 before the first.",
             "stream_stopped": "Whether the stream takes no messages, such as for a full disk.",
-            "set_aside_messages": "Messages kept because they could not be applied; 64 at most.",
+            "quarantined_messages": "Messages kept because they could not be applied; 64 at most.",
         }
         labels = ["namespace", "component"]
         counts = {n: CounterMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in counters.items()}
@@ -127,5 +127,5 @@ class IndexerMetrics(Collector):
             levels["memory_bytes"].add_metric(of, sum(info.memory_bytes for info in ranks))
             levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
             levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))
-            levels["set_aside_messages"].add_metric(of, len(component.state.set_aside))
+            levels["quarantined_messages"].add_metric(of, len(component.state.quarantined))
         return [events, *counts.values(), *levels.values()]

@@ -67,7 +67,7 @@ class Resync:
         self.refetches = 0
         """Ranks that lacked events, which were fetched."""
         state.on_suspect = self._suspect
-        state.may_be_resident = self._may_be_resident
+        state.may_retain = self._may_retain
         state.is_deferred = self._is_deferred
         self.false_alarms = 0
         """Alarms that workers did not confirm."""
@@ -259,7 +259,7 @@ class Resync:
     def _is_deferred(self, rank: Rank, reason: str) -> bool:
         return self._wanted.deferred(rank, reason, time.monotonic())
 
-    def _may_be_resident(self, rank: Rank) -> bool:
+    def _may_retain(self, rank: Rank) -> bool:
         worker = self._workers.get(rank[0])
         return self._open and worker is not None and bool(worker.endpoint) and not self._wanted.failing(rank)
 

@@ -58,8 +58,8 @@ class LoadListener:
         pool = self._pools.get(name)
         refused = pool.reports.take(encoded, self._clock()) if pool is not None else "unknown_component"
         if refused:
-            self._metrics.reports_set_aside.labels(reason=refused).inc()
-            log.debug("load report set aside", reason=refused, of=str(name))
+            self._metrics.reports_quarantined.labels(reason=refused).inc()
+            log.debug("load_report.quarantined", reason=refused, of=str(name))
             if refused == "unparsable":
                 self._quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
 

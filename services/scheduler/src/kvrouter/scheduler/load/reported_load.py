@@ -55,7 +55,7 @@ class LoadReports:
         """Takes a report in as it came off the wire.
 
         Returns:
-            Why it was set aside: ``unparsable``, ``unknown_rank``, ``old``; empty if it counts.
+            Why it was quarantined: ``unparsable``, ``unknown_rank``, ``old``; empty if it counts.
         """
         try:
             report = decode_message(LoadReport, encoded)

@@ -22,8 +22,8 @@ class SyncMetrics:
             "Sync events of other Schedulers that came, heartbeats left out.",
             registry=registry,
         )
-        self.set_aside = Counter(
-            "kvrouter_scheduler_sync_set_aside",
+        self.quarantined = Counter(
+            "kvrouter_scheduler_sync_quarantined",
             "Sync messages, or bookings in them, that were not used, by reason.",
             ["reason"],
             registry=registry,

@@ -177,15 +177,15 @@ class _Channel:
                 return
             refusal = self._refusal(event)
             if refusal:
-                self._set_aside(refusal, message)
+                self._reject(refusal, message)
             else:
                 self._replicas.hear(event)
         except Undecodable as error:
             self._quarantine.reject("nats", message.subject, error)
-            self._set_aside("unparsable", message)
+            self._reject("unparsable", message)
         except Exception:
             # Whatever is wrong with one message, those that come after it are taken.
-            self._metrics.set_aside.labels(reason="internal").inc()
+            self._metrics.quarantined.labels(reason="internal").inc()
             log.exception("sync message failed", subject=message.subject)
         if self._replicas.pause() is not None:
             self._state_requested.set()
@@ -215,7 +215,7 @@ class _Channel:
 
     async def _take_request(self, message: Msg) -> None:
         if not message.reply or self._asked.full():
-            self._set_aside("state_request", message)
+            self._reject("state_request", message)
         else:
             self._asked.put_nowait(message.reply)
 
@@ -306,6 +306,6 @@ class _Channel:
                 # A reply subject can be anything.
                 log.info("state not sent", routed=str(self._component), cause=str(error))
 
-    def _set_aside(self, reason: str, message: Msg) -> None:
-        self._metrics.set_aside.labels(reason=reason).inc()
-        log.debug("sync message set aside", reason=reason, subject=message.subject)
+    def _reject(self, reason: str, message: Msg) -> None:
+        self._metrics.quarantined.labels(reason=reason).inc()
+        log.debug("replica.message_quarantined", reason=reason, subject=message.subject)

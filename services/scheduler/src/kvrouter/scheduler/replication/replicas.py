@@ -101,7 +101,7 @@ class Replicas:
         """A booking is held here, or by another owner here."""
         announced = self.announced(live_booking)
         if announced.ByteSize() > MAX_ANNOUNCED_BYTES:
-            self._set_aside("too_large")
+            self._quarantine("too_large")
             return
         self.own.put(live_booking.key, live_booking.session_id)
         self._announce(add_request=announced)
@@ -148,7 +148,7 @@ class Replicas:
         if not event.HasField("heartbeat"):
             self._metrics.received.inc()
         if found.is_known(event):
-            self._set_aside("duplicate")
+            self._quarantine("duplicate")
             return
         state_requested = found.state_requested
         for each in found.hear(event, now):
@@ -180,10 +180,10 @@ class Replicas:
                     for key in heard.owned.of_session(event.session_ended.session_id):
                         self.hear_let_go(heard, key)
                 case _:
-                    self._set_aside("unknown_event")
+                    self._quarantine("unknown_event")
         except KvRouterError as error:
-            self._set_aside(error.code.name.lower())
-            log.debug("sync event set aside", of=heard.scheduler[1], routed=str(self.component), cause=str(error))
+            self._quarantine(error.code.name.lower())
+            log.debug("replica.event_quarantined", of=heard.scheduler[1], routed=str(self.component), cause=str(error))
 
     def receive_owned(self, heard: Log, announced: AddRequest) -> Key:
         """A life holds a booking.
@@ -268,11 +268,11 @@ class Replicas:
         scheduler = (event.incarnation, event.scheduler_id)
         known = self._logs.get(scheduler)
         if known is None and len(self._logs) >= MAX_INCARNATIONS:
-            self._set_aside("too_many_replicas")
+            self._quarantine("too_many_replicas")
             return None
         verdict = self.incarnations.judge(event.scheduler_id, event.incarnation, now)
         if verdict is not Verdict.APPLY:
-            self._set_aside("old_incarnation" if verdict is Verdict.OLD else "unconfirmed_incarnation")
+            self._quarantine("old_incarnation" if verdict is Verdict.OLD else "unconfirmed_incarnation")
             return None
         return known or self._follow(scheduler)
 
@@ -377,5 +377,5 @@ class Replicas:
             **event,  # type: ignore[arg-type]  # one of the events
         )
 
-    def _set_aside(self, reason: str) -> None:
-        self._metrics.set_aside.labels(reason=reason).inc()
+    def _quarantine(self, reason: str) -> None:
+        self._metrics.quarantined.labels(reason=reason).inc()
