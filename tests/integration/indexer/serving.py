@@ -65,12 +65,12 @@ class Stack(Registered):
         return await answered(lambda: self.indexer.find_matches(request, deadline=soon()))
 
     async def follows(self, source: RankSource) -> None:
-        wanted = (source.worker_id, source.dp_rank, source.incarnation, source.next_event_id)
+        expected = (source.worker_id, source.dp_rank, source.incarnation, source.next_event_id)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 answer = await self.find([])
                 columns = (answer.worker_ids, answer.dp_ranks, answer.incarnations, answer.next_event_ids)
-                if wanted in zip(*columns, strict=True):
+                if expected in zip(*columns, strict=True):
                     return
                 await asyncio.sleep(0.01)
 

@@ -104,13 +104,13 @@ async def resident_blocks(index: ComponentIndex, worker_id: int) -> set[int]:
 
 async def agrees(index: ComponentIndex, worker: Worker, cache: Cache) -> None:
     """Waits until the index is where the worker is, then compares block by block."""
-    wanted = (worker.incarnation, cache.rank.stats().next_event_id)
+    expected = (worker.incarnation, cache.rank.stats().next_event_id)
     rank = (worker.config.worker_id, 0)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             at = await index.state.ask(lambda core: core.cursor(rank))
             partial = any(info.partial for info in await index.state.ranks() if info[:2] == rank)
-            if at == wanted and not partial:
+            if at == expected and not partial:
                 break
             await asyncio.sleep(0.02)
     assert await resident_blocks(index, worker.config.worker_id) == set(cache.table)

@@ -67,14 +67,14 @@ async def test_the_state_comes_back_from_snapshot_and_stream(
         await more(connection, sources, 5, 8)
         for source in sources:
             await follows(index, source)
-        wanted = await answers(index, 8)
+        expected = await answers(index, 8)
         stats = await index.stats()
         assert stats.snapshot_sequence == 15
     # What the snapshot covers is gone: only it can bring the first events back.
     await connection.jetstream().purge_stream(component.stream, seq=16)
     async with indexing(connection, component, "another", home=home(etcd_endpoint, "another")) as index:
         await until(lambda: index.ready)
-        assert await answers(index, 8) == wanted
+        assert await answers(index, 8) == expected
         assert index.state.tally.gaps == 0
         assert index.state.tally.batches == 9, "only what came after the snapshot was read again"
 
@@ -137,10 +137,10 @@ async def test_questions_are_answered_and_events_applied_while_one_is_written(
         go_on.set()
         ref, _ = await taking
         assert ref.stream_sequence == 15
-        wanted = await answers(index, 8)
+        expected = await answers(index, 8)
     async with indexing(connection, component, "another", home=home(etcd_endpoint, "another")) as index:
         await until(lambda: index.ready)
-        assert await answers(index, 8) == wanted
+        assert await answers(index, 8) == expected
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "future"])
@@ -156,7 +156,7 @@ async def test_one_that_cannot_be_used_gives_way_to_the_one_before(
         for source in sources:
             await follows(index, source)
         newest, _ = await index.snapshots.take(index.position)
-        wanted = await answers(index, 7)
+        expected = await answers(index, 7)
     store = await connection.jetstream().object_store(component.snapshot_bucket)
     data = (await store.get(newest.object_name)).data
     assert data
@@ -173,7 +173,7 @@ async def test_one_that_cannot_be_used_gives_way_to_the_one_before(
         await until(lambda: index.ready)
         assert index.snapshots
         assert index.snapshots.unusable == 1
-        assert await answers(index, 7) == wanted
+        assert await answers(index, 7) == expected
 
 
 async def test_a_stream_that_is_another_one_is_read_from_its_start(
@@ -329,10 +329,10 @@ async def test_events_go_on_while_a_snapshot_is_taken(
         await taking
         for source in sources:
             await follows(index, source)
-        wanted = await answers(index, 60)
+        expected = await answers(index, 60)
     async with indexing(connection, component, home=home(etcd_endpoint)) as index:
         await until(lambda: index.ready)
-        assert await answers(index, 60) == wanted
+        assert await answers(index, 60) == expected
 
 
 @pytest.mark.parametrize("value", [None, b"\xff"])

@@ -39,9 +39,9 @@ def test_a_claim_that_came_while_the_worker_was_asked_is_not_refuted_by_its_answ
     known = Incarnations()
     known.register({RANK: 5})
     known.claim(RANK, 9)
-    asked = known.claims(RANK)
+    requested = known.claims(RANK)
     known.claim(RANK, 10)
-    assert known.confirm(RANK, 5, asked) == [9]
+    assert known.confirm(RANK, 5, requested) == [9]
     assert known.judge(RANK, 9, 5) == Verdict.REFUTED
     assert known.judge(RANK, 10, 5) == Verdict.UNCONFIRMED
 

@@ -363,11 +363,11 @@ async def test_where_too_much_waits_only_the_newest_of_each_rank_does(monkeypatc
     assert fetched is not None
     await index.begin_repair(RANK)
     index.apply(batches[1:])
-    assert index.waiting_bytes == len(batches[-1].data)
+    assert index.pending_bytes == len(batches[-1].data)
     await index.replace_rank(fetched, "registered")
-    assert index.waiting_bytes == 0
+    assert index.pending_bytes == 0
     assert suspected == ["gap"], "what was let go is asked for"
     await index.begin_repair(RANK)
     index.apply(batches)
     await index.forget([RANK])
-    assert index.waiting_bytes == 0
+    assert index.pending_bytes == 0

@@ -58,7 +58,7 @@ def exceeds(at: float | None, now: float, limit: float) -> bool:
 
 @dataclass(slots=True)
 class _Schedule:
-    asked_at: float
+    requested_at: float
     spacing: float
     due: float
 
@@ -100,8 +100,8 @@ class SilenceWatch:
             if now < schedule.due:
                 continue
             found.append(rank)
-            news = known.news_at is not None and known.news_at >= schedule.asked_at
+            news = known.news_at is not None and known.news_at >= schedule.requested_at
             schedule.spacing = limit if news else min(schedule.spacing * 2, _MOST_LIMITS * limit)
-            schedule.asked_at, schedule.due = now, now + schedule.spacing * self._rng.uniform(*_JITTER)
+            schedule.requested_at, schedule.due = now, now + schedule.spacing * self._rng.uniform(*_JITTER)
         self._schedules = schedules
         return found

@@ -98,9 +98,9 @@ class Incarnations:
             claimed: The claims that were known before the worker was asked. What was claimed later may be true.
         """
         self._answered[rank] = (self._registered.get(rank), incarnation)
-        asked = set(claimed)
-        refuted = sorted(claim for claim in asked if claim != incarnation)
-        self._claims[rank] = tuple(claim for claim in self.claims(rank) if claim not in asked)
+        requested = set(claimed)
+        refuted = sorted(claim for claim in requested if claim != incarnation)
+        self._claims[rank] = tuple(claim for claim in self.claims(rank) if claim not in requested)
         known = self._refuted.get(rank, ())
         self._refuted[rank] = (*known, *(claim for claim in refuted if claim not in known))[-_MAX_CLAIMS:]
         return refuted

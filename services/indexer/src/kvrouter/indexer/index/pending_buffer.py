@@ -20,7 +20,7 @@ class _Sized(Protocol):
 _M = TypeVar("_M", bound=_Sized)
 
 
-class Waiting(Generic[_M]):
+class PendingBuffer(Generic[_M]):
     """Messages in order. Beyond the bound the oldest go: the state that is fetched contains them most likely."""
 
     def __init__(self, *, retained: bool, max_bytes: int = MAX_BYTES) -> None:
@@ -28,7 +28,7 @@ class Waiting(Generic[_M]):
         self.retained = retained
         self.dropped = 0
         """Messages that went for the bound."""
-        self.asked = 0
+        self.requested = 0
         """Oldest messages that came before the worker was asked: its answer knows what they say, or they are untrue."""
         self._messages: deque[_M] = deque()
         self.bytes = 0
@@ -43,12 +43,12 @@ class Waiting(Generic[_M]):
         while self.bytes > (0 if crowded else self._max_bytes) and len(self._messages) > 1:
             self.bytes -= len(self._messages.popleft().data)
             self.dropped += 1
-            self.asked = max(0, self.asked - 1)
+            self.requested = max(0, self.requested - 1)
         return self.bytes - before
 
-    def mark_asked(self) -> None:
+    def mark_requested(self) -> None:
         """Notes that the worker is asked now."""
-        self.asked = len(self._messages)
+        self.requested = len(self._messages)
 
     def messages(self) -> list[_M]:
         """What is kept, oldest first."""

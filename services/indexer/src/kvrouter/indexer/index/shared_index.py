@@ -36,12 +36,12 @@ class SharedIndex:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._lock = Lock()
-        self._waiting = 0
+        self._pending = 0
 
     @contextmanager
     def applying(self) -> Iterator[PrefixIndex]:
         """The index to one thread, for the time of one message; not on the loop."""
-        if self._waiting:
+        if self._pending:
             # The lock is not fair: without a pause the waiting thread seldom gets it.
             time.sleep(_STEP_BACK_SECONDS)
         with self._lock:
@@ -63,11 +63,11 @@ class SharedIndex:
             with self._lock:
                 return task(self._index)
 
-        self._waiting += 1
+        self._pending += 1
         try:
             return await asyncio.to_thread(locked)
         finally:
-            self._waiting -= 1
+            self._pending -= 1
 
     async def ranks(self) -> list[RankInfo]:
         """The ranks of the index: cheaper than ``figures``, whose cost may grow with the blocks."""

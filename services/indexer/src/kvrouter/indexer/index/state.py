@@ -12,7 +12,7 @@ from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.event_counts import RankTally, Tally
 from kvrouter.indexer.index.incarnations import Incarnations, Verdict
 from kvrouter.indexer.index.membership import NewIncarnation
-from kvrouter.indexer.index.pending_buffer import MAX_ALL_BYTES, Waiting
+from kvrouter.indexer.index.pending_buffer import MAX_ALL_BYTES, PendingBuffer
 from kvrouter.indexer.index.repair import PERSISTENT_DRIFT, Repair, repair_after
 from kvrouter.indexer.index.shared_index import SharedIndex
 from kvrouter.indexer.index.validation import Refusal, validate
@@ -93,8 +93,8 @@ class IndexState(SharedIndex):
         """From publishing to applying, of the newest batch."""
         self._partial: set[Rank] = set()
         self._rank_tallies: dict[Rank, RankTally] = {}
-        self._waiting_batches: dict[Rank, Waiting[StreamMessage]] = {}
-        self.waiting_bytes = 0
+        self._pending_batches: dict[Rank, PendingBuffer[StreamMessage]] = {}
+        self.pending_bytes = 0
         """Of the batches that wait, or are kept, while their ranks are repaired."""
         self.on_suspect: Callable[[Rank, str], None] = _nobody
         """Called from any thread when a rank has to be compared with its worker, with the reason."""
@@ -154,7 +154,7 @@ class IndexState(SharedIndex):
         """Keeps the rank's events from here on, until the repair ends."""
 
         def begin(index: PrefixIndex) -> RepairStart:
-            self._waiting_batches.setdefault(rank, Waiting(retained=False)).mark_asked()
+            self._pending_batches.setdefault(rank, PendingBuffer(retained=False)).mark_requested()
             info = next((info for info in index.ranks() if info[:2] == rank), None)
             return RepairStart(info, self.incarnations.claims(rank))
 
@@ -192,8 +192,8 @@ class IndexState(SharedIndex):
 
         def replace(index: PrefixIndex) -> int:
             held = index.cursor(dump.rank)
-            waiting = self._waiting_batches.get(dump.rank)
-            holes = waiting is not None and waiting.dropped > 0
+            pending = self._pending_batches.get(dump.rank)
+            holes = pending is not None and pending.dropped > 0
             blocks = self._load(dump)
             self._confirm(dump.rank, dump.cursor[0], claims)
             self._finish(dump.rank, reason)
@@ -266,14 +266,14 @@ class IndexState(SharedIndex):
             tally.evidence.news_at = tally.evidence.compared_at
         if news or reason not in ("silent", "behind"):
             tally.resynced_unix_ns, tally.resync_reason = time.time_ns(), reason
-        waiting = self._waiting_batches.get(rank)
-        asked = waiting.asked if waiting is not None else 0
+        pending = self._pending_batches.get(rank)
+        requested = pending.requested if pending is not None else 0
         unknown = 0
-        for place, message in enumerate(self._take_waiting(rank)):
+        for place, message in enumerate(self._take_pending(rank)):
             batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
             if isinstance(batch, Refusal):
                 continue
-            if place < asked and self._is_ahead(rank, batch):
+            if place < requested and self._is_ahead(rank, batch):
                 unknown += 1
                 self._quarantine(message, batch, "unconfirmed_event", "the worker has not reached these event ids")
             else:
@@ -288,22 +288,22 @@ class IndexState(SharedIndex):
 
     def _give_up(self, rank: Rank) -> None:
         self._rank_tallies.setdefault(rank, RankTally()).verified = False
-        waiting = self._waiting_batches.get(rank)
-        retained = waiting is not None and waiting.retained
-        for message in self._take_waiting(rank):
+        pending = self._pending_batches.get(rank)
+        retained = pending is not None and pending.retained
+        for message in self._take_pending(rank):
             batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
             if retained and not isinstance(batch, Refusal):
                 self._apply_batch(message, batch, again=True, hold=False)
 
-    def _take_waiting(self, rank: Rank) -> list[StreamMessage]:
-        waiting = self._waiting_batches.pop(rank, None)
-        if waiting is None:
+    def _take_pending(self, rank: Rank) -> list[StreamMessage]:
+        pending = self._pending_batches.pop(rank, None)
+        if pending is None:
             return []
-        self.waiting_bytes -= waiting.bytes
-        return waiting.messages()
+        self.pending_bytes -= pending.bytes
+        return pending.messages()
 
-    def _keep_waiting(self, waiting: Waiting[StreamMessage], message: StreamMessage) -> None:
-        self.waiting_bytes += waiting.add(message, crowded=self.waiting_bytes >= MAX_ALL_BYTES)
+    def _keep_pending(self, pending: PendingBuffer[StreamMessage], message: StreamMessage) -> None:
+        self.pending_bytes += pending.add(message, crowded=self.pending_bytes >= MAX_ALL_BYTES)
 
     def rank_tally(self, rank: Rank) -> RankTally:
         """What was counted of a rank."""
@@ -334,7 +334,7 @@ class IndexState(SharedIndex):
                 dropped = index.remove_rank(rank)
                 self._partial.discard(rank)
                 self._rank_tallies.pop(rank, None)
-                self._take_waiting(rank)
+                self._take_pending(rank)
                 self.incarnations.forget(rank)
                 self._log.info("rank is gone", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
@@ -353,12 +353,12 @@ class IndexState(SharedIndex):
         self, message: StreamMessage, batch: KvEventBatch, *, again: bool = False, hold: bool = True
     ) -> None:
         rank = (batch.worker_id, batch.dp_rank)
-        waiting = self._waiting_batches.get(rank)
-        if waiting is not None:
-            self._keep_waiting(waiting, message)
-            if waiting.retained:
+        pending = self._pending_batches.get(rank)
+        if pending is not None:
+            self._keep_pending(pending, message)
+            if pending.retained:
                 return
-        if not self._is_admitted(message, batch, kept=waiting is not None):
+        if not self._is_admitted(message, batch, kept=pending is not None):
             return
         # Each round moves the cursor past one gap, and a batch has no more gaps than events, plus one at its end.
         for _ in range(len(batch.events) + 2):
@@ -433,10 +433,10 @@ class IndexState(SharedIndex):
         Where the worker did not confirm the last gaps, they are deferred: the worker is asked a little later, and has
         them if they are true.
         """
-        asked = self._waiting_batches.get(rank)
-        if asked is not None:
+        requested = self._pending_batches.get(rank)
+        if requested is not None:
             # It is kept already, and applied again when the worker has answered.
-            asked.retained = True
+            requested.retained = True
             return True
         if self.is_deferred(rank, "gap"):
             self._quarantine(message, batch, "unconfirmed_event", "the worker did not confirm such ids shortly before")
@@ -445,8 +445,8 @@ class IndexState(SharedIndex):
             return True
         if not self.may_retain(rank):
             return False
-        waiting = self._waiting_batches[rank] = Waiting(retained=True)
-        self._keep_waiting(waiting, message)
+        pending = self._pending_batches[rank] = PendingBuffer(retained=True)
+        self._keep_pending(pending, message)
         self._rank_tallies.setdefault(rank, RankTally()).verified = False
         self.on_suspect(rank, "gap")
         return True

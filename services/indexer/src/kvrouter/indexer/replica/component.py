@@ -95,9 +95,9 @@ class ComponentIndex:
         self._changed = asyncio.Event()
         self._transport_read = asyncio.Event()
         # Where all workers use Core NATS, JetStream need not be there.
-        self._stream_wanted = asyncio.Event()
+        self._stream_requested = asyncio.Event()
         if descriptor.default_transport != Transport.TRANSPORT_CORE_NATS:
-            self._stream_wanted.set()
+            self._stream_requested.set()
 
     @property
     def applied_record(self) -> AppliedRecord | None:
@@ -141,7 +141,7 @@ class ComponentIndex:
         dropped = await self.snapshots.reset(even_if_others_live=even_if_others_live) if self.snapshots else (0, 0)
         await self.state.forget([(info.worker_id, info.dp_rank) for info in await self.state.ranks()])
         for rank in self.resync.ranks():
-            self.resync.want(rank, "reset")
+            self.resync.request(rank, "reset")
         return dropped
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
@@ -151,7 +151,7 @@ class ComponentIndex:
         self.state.incarnations.register(self._registered())
         self.resync.update_workers(workers)
         if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
-            self._stream_wanted.set()
+            self._stream_requested.set()
         self._changed.set()
 
     async def stats(self) -> ComponentStats:
@@ -189,8 +189,8 @@ class ComponentIndex:
 
     async def _read_stream(self) -> None:
         # A stream that is wanted later is not the one that was to be reset.
-        at_start = self._stream_wanted.is_set()
-        await self._stream_wanted.wait()
+        at_start = self._stream_requested.is_set()
+        await self._stream_requested.wait()
         position = await self.snapshots.restore(may_reset=at_start) if self.snapshots else None
         heed_cancellation()
         if position is not None:
@@ -199,13 +199,13 @@ class ComponentIndex:
 
     async def _take_snapshots(self) -> None:
         if self.snapshots is not None:
-            await self._stream_wanted.wait()
+            await self._stream_requested.wait()
             await self._transport_read.wait()
             await self.snapshots.keep_taking(self.position)
 
     async def _keep_stream_working(self) -> None:
         if self.stream_repair is not None:
-            await self._stream_wanted.wait()
+            await self._stream_requested.wait()
             await self._transport_read.wait()
             await self.stream_repair.run(self._durable_rank_is_silent)
 
@@ -215,7 +215,7 @@ class ComponentIndex:
 
     async def _become_ready(self) -> None:
         await self.core_nats.subscribed.wait()
-        if self._stream_wanted.is_set():
+        if self._stream_requested.is_set():
             await self.ingest.wait_caught_up()
             if self.snapshots and any(info.partial or not info.next_event_id for info in await self.state.ranks()):
                 # What another replica has kept meanwhile costs no worker anything.
@@ -246,7 +246,7 @@ class ComponentIndex:
         """Has workers asked whose registration contradicts the index."""
         await self.state.mark_unverified(ranks)
         for rank in ranks:
-            self.resync.want(rank, "incarnation")
+            self.resync.request(rank, "incarnation")
 
     def _compare_silent_ranks(self) -> None:
         """Asks for a comparison of ranks whose heartbeats are missing, once what the transport keeps was read."""
@@ -254,7 +254,7 @@ class ComponentIndex:
             return
         limits = {rank: self._silence_limit(rank) for rank in self.resync.ranks()}
         for rank in self._silence.due(limits, lambda rank: self.state.rank_tally(rank).evidence, time.monotonic()):
-            self.resync.want(rank, "silent")
+            self.resync.request(rank, "silent")
         silent = self._silence.silent
         if silent and not self._silence_logged:
             self._log.warning(

@@ -71,7 +71,7 @@ class IndexerMetrics(Collector):
             "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since, or stale.",
             "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
             "resyncs_backing_off": "Ranks whose repair waits after no answer, a false alarm or persistent drift.",
-            "waiting_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
+            "pending_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
             "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
             "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
             "silent_ranks": "Ranks without an event or a heartbeat for several heartbeat intervals.",
@@ -118,7 +118,7 @@ class IndexerMetrics(Collector):
             levels["stream_checked_age_seconds"].add_metric(of, age(progress.checked_at, now) or 0.0)
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
             levels["resyncs_backing_off"].add_metric(of, component.resync.backing_off)
-            levels["waiting_bytes"].add_metric(of, component.state.waiting_bytes)
+            levels["pending_bytes"].add_metric(of, component.state.pending_bytes)
             levels["live_queue_messages"].add_metric(of, component.core_nats.queued)
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))

@@ -19,7 +19,7 @@ from enum import Enum, auto
 import structlog
 from kvrouter.core import InvalidDump, Rank
 from kvrouter.indexer.index.state import IndexState, RankDump
-from kvrouter.indexer.resync.resync_queue import Wanted
+from kvrouter.indexer.resync.resync_queue import ResyncQueue
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -57,7 +57,7 @@ class Resync:
         self._slots = slots
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._ranks: list[Rank] = []
-        self._wanted = Wanted()
+        self._resync_queue = ResyncQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._open = False
@@ -75,32 +75,32 @@ class Resync:
     @property
     def backing_off(self) -> int:
         """Ranks that wait because a try failed, an alarm was false, or their worker contradicts itself."""
-        return self._wanted.backing_off()
+        return self._resync_queue.backing_off()
 
     def repair_of(self, rank: Rank) -> RankRepair | None:
         """What is being done about a rank; None if nothing is."""
-        reason = self._wanted.reason(rank)
+        reason = self._resync_queue.reason(rank)
         if not reason:
             return None
-        attempts = max(self._wanted.failures(rank), self._wanted.false_alarms(rank))
-        return RankRepair(reason, attempts, under_way=self._wanted.active(rank))
+        attempts = max(self._resync_queue.failures(rank), self._resync_queue.false_alarms(rank))
+        return RankRepair(reason, attempts, under_way=self._resync_queue.active(rank))
 
     def forgive(self) -> None:
         """Ends the back-off of ranks about which no false alarm has come for a while."""
-        for rank, reason, count in self._wanted.forgive(time.monotonic()):
+        for rank, reason, count in self._resync_queue.forgive(time.monotonic()):
             if reason != "behind":
                 self._log.info("alarms ceased", worker_id=rank[0], dp_rank=rank[1], reason=reason, false_alarms=count)
 
     @property
     def pending(self) -> int:
         """Ranks that wait or are being repaired."""
-        return len(self._wanted)
+        return len(self._resync_queue)
 
     @property
     def waits_for_workers(self) -> bool:
         """Whether a registered rank is neither compared with its worker nor known to be out of reach."""
         return any(
-            not self._state.rank_tally(rank).verified and self._wanted.failures(rank) < _UNANSWERED
+            not self._state.rank_tally(rank).verified and self._resync_queue.failures(rank) < _UNANSWERED
             for rank in self.ranks()
         )
 
@@ -116,11 +116,11 @@ class Resync:
         for rank in self._ranks:
             known, worker = before.get(rank[0]), workers[rank[0]]
             if known is not worker and (known is None or _incarnation(known) != _incarnation(worker)):
-                self.want(rank, "registered")
+                self.request(rank, "registered")
 
-    def want(self, rank: Rank, reason: str) -> None:
+    def request(self, rank: Rank, reason: str) -> None:
         """Asks for a rank's repair."""
-        self._wanted.add(rank, reason, time.monotonic())
+        self._resync_queue.add(rank, reason, time.monotonic())
         self._wake.set()
 
     async def repair_now(self, rank: Rank, reason: str) -> bool:
@@ -148,18 +148,18 @@ class Resync:
         async with asyncio.TaskGroup() as group:
             while True:
                 self._wake.clear()
-                while (taken := self._wanted.take(time.monotonic())) is not None:
+                while (taken := self._resync_queue.take(time.monotonic())) is not None:
                     await self._slots.acquire()
                     group.create_task(self._repair_in_turn(*taken), name=f"repair {taken[0]}")
                 try:
-                    async with asyncio.timeout(self._wanted.pause(time.monotonic())):
+                    async with asyncio.timeout(self._resync_queue.pause(time.monotonic())):
                         await self._wake.wait()
                 except TimeoutError:
                     continue
 
     async def _repair_in_turn(self, rank: Rank, reason: str) -> None:
         outcome = _Outcome.FAILED
-        failures = self._wanted.failures(rank)
+        failures = self._resync_queue.failures(rank)
         try:
             outcome = await self._repair(rank, reason)
         finally:
@@ -167,20 +167,20 @@ class Resync:
             if outcome is _Outcome.UNFOUNDED:
                 self._note_false_alarm(rank, reason)
             elif outcome is _Outcome.POSTPONED:
-                self._wanted.postponed(rank, time.monotonic())
+                self._resync_queue.postponed(rank, time.monotonic())
             elif outcome is _Outcome.REPAIRED or rank not in set(self.ranks()):
-                self._wanted.done(rank)
+                self._resync_queue.done(rank)
             else:
-                self._wanted.failed(rank, time.monotonic())
+                self._resync_queue.failed(rank, time.monotonic())
             if failures and outcome is not _Outcome.FAILED:
                 self._log.info("worker answers again", worker_id=rank[0], dp_rank=rank[1], failures=failures)
             self._wake.set()
 
     def _note_false_alarm(self, rank: Rank, reason: str) -> None:
-        pause = self._wanted.unfounded(rank, reason, time.monotonic())
+        pause = self._resync_queue.unfounded(rank, reason, time.monotonic())
         self.false_alarms += 1
         # Messages that come late or twice raise alarms too; they are no news.
-        if reason != "behind" and self._wanted.false_alarms(rank) == 1:
+        if reason != "behind" and self._resync_queue.false_alarms(rank) == 1:
             self._log.warning(
                 "alarm not confirmed by the worker",
                 worker_id=rank[0],
@@ -194,7 +194,7 @@ class Resync:
         try:
             outcome = await self._fetch(rank, reason, forced=forced)
         except (KvRouterError, InvalidDump, StateTooLarge) as error:
-            if not self._wanted.failing(rank):
+            if not self._resync_queue.failing(rank):
                 self._log.warning(
                     "worker's state not fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason, error=str(error)
                 )
@@ -225,7 +225,7 @@ class Resync:
                         self.refetches += 1
                         self._log.info("events fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)
                     return _outcome(reason, founded=bool(batches) and not refuted)
-            if not self._wanted.may_fetch_state(rank, time.monotonic()) and not forced:
+            if not self._resync_queue.may_fetch_state(rank, time.monotonic()) and not forced:
                 return _Outcome.POSTPONED
             dump = await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         if not self._is_still(rank, worker):
@@ -254,14 +254,14 @@ class Resync:
         """As ``want``, from any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self.want, rank, reason)
+            loop.call_soon_threadsafe(self.request, rank, reason)
 
     def _is_deferred(self, rank: Rank, reason: str) -> bool:
-        return self._wanted.deferred(rank, reason, time.monotonic())
+        return self._resync_queue.deferred(rank, reason, time.monotonic())
 
     def _may_retain(self, rank: Rank) -> bool:
         worker = self._workers.get(rank[0])
-        return self._open and worker is not None and bool(worker.endpoint) and not self._wanted.failing(rank)
+        return self._open and worker is not None and bool(worker.endpoint) and not self._resync_queue.failing(rank)
 
     def ranks(self) -> list[Rank]:
         """Registered ranks that report their cache and can be asked."""

@@ -30,7 +30,7 @@ _REMEMBERED = 4096  # fetches; more only if so many are within that time
 
 
 @dataclass(slots=True)
-class _Want:
+class _Resync:
     reason: str
     due: float
     failures: int = 0
@@ -46,23 +46,23 @@ class _FalseAlarms:
     until: float
 
 
-class Wanted:
+class ResyncQueue:
     """Ranks that wait for repair. Times are seconds of one monotonic clock."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
-        self._wants: dict[Rank, _Want] = {}
+        self._resyncs: dict[Rank, _Resync] = {}
         self._queue: list[tuple[float, Rank]] = []
         # A heap of when ranks are due. An entry that its rank's want does not confirm is skipped, and so is one of a
         # rank under repair, which is queued again when that ends.
-        self._active: dict[Rank, _Want] = {}
+        self._active: dict[Rank, _Resync] = {}
         self._state_fetched: dict[Rank, float] = {}
         self._false_alarms: dict[tuple[Rank, str], _FalseAlarms] = {}
 
     def __len__(self) -> int:
         """Ranks that wait or are being repaired, without those whose worker contradicts itself."""
-        waiting = {rank for rank, want in self._wants.items() if want.reason != PERSISTENT_DRIFT}
-        return len(waiting | self._active.keys())
+        pending = {rank for rank, pending_resync in self._resyncs.items() if pending_resync.reason != PERSISTENT_DRIFT}
+        return len(pending | self._active.keys())
 
     def add(self, rank: Rank, reason: str, now: float) -> None:
         """A rank needs repair: at once, unless it failed before or the reason was a false alarm of late.
@@ -70,14 +70,14 @@ class Wanted:
         A rank that waits keeps its first reason, unless the new one is due sooner.
         """
         due = self._due(rank, reason, now)
-        want = self._wants.get(rank)
-        if want is None:
-            self._queue_up(rank, _Want(reason, due, fresh=reason == "registered"))
+        pending_resync = self._resyncs.get(rank)
+        if pending_resync is None:
+            self._queue_up(rank, _Resync(reason, due, fresh=reason == "registered"))
         elif reason == "registered":
             # The worker is back: what failed before says nothing.
-            self._queue_up(rank, _Want(want.reason, now, fresh=True))
-        elif not want.failures and due < want.due:
-            self._queue_up(rank, _Want(reason, due, fresh=want.fresh))
+            self._queue_up(rank, _Resync(pending_resync.reason, now, fresh=True))
+        elif not pending_resync.failures and due < pending_resync.due:
+            self._queue_up(rank, _Resync(reason, due, fresh=pending_resync.fresh))
 
     def take(self, now: float) -> tuple[Rank, str] | None:
         """The next rank to repair, and why; None if none is due.
@@ -88,7 +88,7 @@ class Wanted:
         if due is None or due > now:
             return None
         _, rank = heapq.heappop(self._queue)
-        self._active[rank] = self._wants.pop(rank)
+        self._active[rank] = self._resyncs.pop(rank)
         return rank, self._active[rank].reason
 
     def pause(self, now: float) -> float | None:
@@ -102,8 +102,8 @@ class Wanted:
 
     def failures(self, rank: Rank) -> int:
         """Tries at a rank that failed in a row."""
-        want = self._wants.get(rank) or self._active.get(rank)
-        return want.failures if want is not None else 0
+        pending_resync = self._resyncs.get(rank) or self._active.get(rank)
+        return pending_resync.failures if pending_resync is not None else 0
 
     def false_alarms(self, rank: Rank) -> int:
         """The most alarms for one reason that the rank's worker did not confirm, in a row."""
@@ -120,14 +120,18 @@ class Wanted:
 
     def reason(self, rank: Rank) -> str:
         """Why the rank waits or is being repaired; empty if it is not."""
-        want = self._active.get(rank) or self._wants.get(rank)
-        return want.reason if want is not None else ""
+        pending_resync = self._active.get(rank) or self._resyncs.get(rank)
+        return pending_resync.reason if pending_resync is not None else ""
 
     def backing_off(self) -> int:
         """Ranks that wait because a try failed, an alarm was false, or their worker contradicts itself."""
         return sum(
-            bool(want.failures or want.reason == PERSISTENT_DRIFT or (rank, want.reason) in self._false_alarms)
-            for rank, want in self._wants.items()
+            bool(
+                pending_resync.failures
+                or pending_resync.reason == PERSISTENT_DRIFT
+                or (rank, pending_resync.reason) in self._false_alarms
+            )
+            for rank, pending_resync in self._resyncs.items()
         )
 
     def may_fetch_state(self, rank: Rank, now: float) -> bool:
@@ -143,8 +147,8 @@ class Wanted:
     def done(self, rank: Rank) -> None:
         """A rank was repaired. What was asked for meanwhile stays."""
         self._active.pop(rank, None)
-        if rank in self._wants:
-            self._queue_up(rank, self._wants[rank])
+        if rank in self._resyncs:
+            self._queue_up(rank, self._resyncs[rank])
 
     def unfounded(self, rank: Rank, reason: str, now: float) -> float:
         """The worker was asked, and did not confirm the reason. Returns the seconds until it is asked for that again.
@@ -152,24 +156,24 @@ class Wanted:
         What was asked for meanwhile for the same reason waits as well.
         """
         pause = self._note_false_alarm(rank, reason, now)
-        want = self._wants.get(rank)
-        if want is not None and want.reason == reason and not want.fresh:
-            want.due = now + pause
+        pending_resync = self._resyncs.get(rank)
+        if pending_resync is not None and pending_resync.reason == reason and not pending_resync.fresh:
+            pending_resync.due = now + pause
         self.done(rank)
         return pause
 
     def failed(self, rank: Rank, now: float) -> None:
         """A rank was not repaired; it waits for the next try, unless its worker has registered meanwhile."""
-        want = self._active.pop(rank, None)
-        if want is None:
+        pending_resync = self._active.pop(rank, None)
+        if pending_resync is None:
             return
-        meanwhile = self._wants.get(rank)
+        meanwhile = self._resyncs.get(rank)
         if meanwhile is not None and meanwhile.fresh:
             self._queue_up(rank, meanwhile)
             return
-        want.failures += 1
-        want.due = now + self._pause(want.failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
-        self._queue_up(rank, want)
+        pending_resync.failures += 1
+        pending_resync.due = now + self._pause(pending_resync.failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        self._queue_up(rank, pending_resync)
 
     def forgive(self, now: float) -> list[tuple[Rank, str, int]]:
         """Forgets false alarms that a quiet time has followed. Returns rank, reason and how many there were."""
@@ -178,12 +182,12 @@ class Wanted:
 
     def postponed(self, rank: Rank, now: float) -> None:
         """A rank needs its worker's whole state, which was fetched a moment ago: it waits for the spacing to end."""
-        want = self._active.pop(rank, None)
-        if want is not None:
-            meanwhile = self._wants.get(rank)
-            want.fresh = want.fresh or (meanwhile is not None and meanwhile.fresh)
-            want.due = max(now, self._state_fetched.get(rank, now) + _STATE_SPACING_SECONDS)
-            self._queue_up(rank, want)
+        pending_resync = self._active.pop(rank, None)
+        if pending_resync is not None:
+            meanwhile = self._resyncs.get(rank)
+            pending_resync.fresh = pending_resync.fresh or (meanwhile is not None and meanwhile.fresh)
+            pending_resync.due = max(now, self._state_fetched.get(rank, now) + _STATE_SPACING_SECONDS)
+            self._queue_up(rank, pending_resync)
 
     def _due(self, rank: Rank, reason: str, now: float) -> float:
         if reason == PERSISTENT_DRIFT:
@@ -207,15 +211,15 @@ class Wanted:
     def _pause(self, count: int, first: float, longest: float) -> float:
         return min(longest, first * 2.0 ** min(count - 1, 16)) * self._rng.uniform(0.5, 1.5)
 
-    def _queue_up(self, rank: Rank, want: _Want) -> None:
-        self._wants[rank] = want
-        heapq.heappush(self._queue, (want.due, rank))
+    def _queue_up(self, rank: Rank, pending_resync: _Resync) -> None:
+        self._resyncs[rank] = pending_resync
+        heapq.heappush(self._queue, (pending_resync.due, rank))
 
     def _next_due(self) -> float | None:
         while self._queue:
             due, rank = self._queue[0]
-            want = self._wants.get(rank)
-            if want is not None and want.due == due and rank not in self._active:
+            pending_resync = self._resyncs.get(rank)
+            if pending_resync is not None and pending_resync.due == due and rank not in self._active:
                 return due
             heapq.heappop(self._queue)
         return None

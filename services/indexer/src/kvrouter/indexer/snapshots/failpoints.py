@@ -14,8 +14,8 @@ _VARIABLE = "KVROUTER_FAILPOINT"
 
 def reach(name: str) -> None:
     """The process has come to the place of this name."""
-    wanted = os.environ.get(_VARIABLE, "")
-    if wanted == name:
+    resync_queue = os.environ.get(_VARIABLE, "")
+    if resync_queue == name:
         os.kill(os.getpid(), signal.SIGKILL)
-    if wanted == f"{name}:pause":
+    if resync_queue == f"{name}:pause":
         os.kill(os.getpid(), signal.SIGSTOP)
