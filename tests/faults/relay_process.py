@@ -23,7 +23,7 @@ from .rig import worker_config
 
 
 async def relay(port: int, settings: dict[str, Any]) -> None:
-    config = worker_config(**(settings | {"spill_path": Path(settings["spill_path"])}))
+    config = worker_config(**(settings | {"journal_path": Path(settings["journal_path"])}))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     oldest = json.loads(await reader.readline())["oldest"]
     known = positions(config).get(0, NO_POSITION)

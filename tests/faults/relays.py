@@ -24,12 +24,12 @@ class RelayedNode(EngineNode):
         """Of each relay that came."""
         self.oldest = 0
         """Number of the oldest message that can be repeated."""
-        self.spill_path = rig.directory / f"spill-{worker_id}"
+        self.journal_path = rig.directory / f"journal-{worker_id}"
         self._settings = {
             "worker_id": worker_id,
             "etcd": rig.etcd.endpoint,
             "nats": rig.nats.url,
-            "spill_path": str(self.spill_path),
+            "journal_path": str(self.journal_path),
             "engine_incarnation": "one",
         }
         self._messages: list[list[list[Any]]] = []

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from kvrouter.devtools.system.servers import NatsServer
-from kvrouter.net.etcd import TakenOver
+from kvrouter.net.etcd import KeyTaken
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.events_pb2 import BlocksRemoved, KvEvent, KvEventBatch
@@ -157,7 +157,7 @@ async def test_of_two_workers_with_one_id_the_later_counts(rig: Rig) -> None:
     await rig.agree(one)
     async with rig.node(1) as node:
         node.serve(5)
-        with pytest.raises(TakenOver):
+        with pytest.raises(KeyTaken):
             await ending
         node.serve(5)
         await rig.agree(one)

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 
 import pytest
 from kvrouter.devtools.system.servers import EtcdServer
-from kvrouter.net.etcd import TakenOver, connect
+from kvrouter.net.etcd import KeyTaken, connect
 from kvrouter.publisher import worker as worker_module
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
 from kvrouter.publisher.registration import begin_incarnation
@@ -181,7 +181,7 @@ async def test_the_former_self_of_a_worker_ends(namespace: str, etcd_endpoint: s
     ended = asyncio.Event()
 
     async def former(entered: asyncio.Event) -> None:
-        with contextlib.suppress(TakenOver):
+        with contextlib.suppress(KeyTaken):
             async with running(settings, EchoEngine()) as worker:
                 await worker.registered()
                 entered.set()
@@ -222,7 +222,7 @@ async def test_of_two_that_start_at_one_moment_the_later_stays(
 
     monkeypatch.setattr(worker_module, "_settle", slow)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(_taken_over(earlier()))
+        ending = tasks.create_task(_key_taken(earlier()))
         await begun.wait()
         monkeypatch.undo()
         async with running(settings, EchoEngine()) as later:
@@ -239,8 +239,8 @@ async def test_of_two_that_start_at_one_moment_the_later_stays(
             assert after.mod_revision == before.mod_revision, "the earlier one's was never there"
 
 
-async def _taken_over(registering: Coroutine[None, None, None]) -> None:
-    with pytest.raises(TakenOver):
+async def _key_taken(registering: Coroutine[None, None, None]) -> None:
+    with pytest.raises(KeyTaken):
         await registering
 
 
@@ -258,7 +258,7 @@ async def test_a_worker_whose_successor_came_and_went_ends(namespace: str, etcd_
                 await client.revoke_lease(found.lease)
             await asyncio.Event().wait()
 
-    with pytest.raises(TakenOver):
+    with pytest.raises(KeyTaken):
         await outlive_a_successor()
 
 

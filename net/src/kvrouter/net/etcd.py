@@ -54,7 +54,7 @@ class EtcdAway(Exception):
     """None of the etcd endpoints answers."""
 
 
-class TakenOver(Exception):
+class KeyTaken(Exception):
     """Another process registered under the same key: two live processes have one identity."""
 
     def __init__(self, key: str) -> None:
@@ -305,7 +305,7 @@ class LeasedKeys:
                 and found.lease not in self._leases
                 and self._is_later(key, found.value, value)
             ):
-                raise TakenOver(key)
+                raise KeyTaken(key)
             # Only the key as it was read is replaced, so that a process that registers meanwhile is seen.
             revision = 0 if found is None else found.mod_revision
             written, _responses = await client.transaction(
@@ -316,7 +316,7 @@ class LeasedKeys:
             if written:
                 self._owned.add(key)
                 return
-        raise TakenOver(key)
+        raise KeyTaken(key)
 
     def _is_later(self, key: str, theirs: bytes, ours: bytes) -> bool:
         """Whether a value of another process has the better right to a key."""

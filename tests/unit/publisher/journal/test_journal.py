@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvrouter.core import local_hashes
 from kvrouter.publisher.errors import UnknownParent
 from kvrouter.publisher.events.rank_state import RankState, state_chunks
-from kvrouter.publisher.journal import journal as spill_module
-from kvrouter.publisher.journal.journal import NO_POSITION, Head, Recovered, Spill, SpillPlace, Unusable, recover
+from kvrouter.publisher.journal import journal as journal_module
+from kvrouter.publisher.journal.journal import NO_POSITION, Head, Journal, JournalPath, Recovered, Unusable, recover
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
@@ -33,8 +33,8 @@ class Kept:
 
     def __init__(self, path: Path, recovered: Recovered | None = None) -> None:
         self.state = recovered.state if recovered else RankState(HEAD.incarnation)
-        self.spill = Spill(SpillPlace(path, HEAD, recovered), self.state, threading.RLock())
-        self.spill._write()
+        self.journal = Journal(JournalPath(path, HEAD, recovered), self.state, threading.RLock())
+        self.journal._write()
 
     def message(self, rng: random.Random, position: int) -> None:
         events = []
@@ -52,21 +52,21 @@ class Kept:
                 events += self.state.removed(rng.sample(held, min(len(held), 3)), tier)
             else:
                 events += self.state.cleared(rng.choice([Tier.TIER_UNSPECIFIED, tier]))
-        self.spill.add(events, position)
+        self.journal.add(events, position)
 
 
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 1))
 def test_a_file_that_is_cut_anywhere_gives_the_last_whole_message(
     tmp_path_factory: pytest.TempPathFactory, seed: int, share: float
 ) -> None:
-    path = tmp_path_factory.mktemp("spill") / "rank.spill"
+    path = tmp_path_factory.mktemp("journal") / "rank.journal"
     rng = random.Random(seed)
     kept = Kept(path)
     first = path.stat().st_size
     sizes = {first: (NO_POSITION, content(kept.state))}
     for position in range(30):
         kept.message(rng, position)
-        kept.spill._write()
+        kept.journal._write()
         sizes[path.stat().st_size] = (position, content(kept.state))
     cut = first + int(share * (path.stat().st_size - first))
     path.write_bytes(path.read_bytes()[:cut])
@@ -77,19 +77,19 @@ def test_a_file_that_is_cut_anywhere_gives_the_last_whole_message(
     again = Kept(path, found)
     for position in range(found.position + 1, found.position + 10):
         again.message(rng, position)
-    again.spill._write()
+    again.journal._write()
     last = recover(path, HEAD)
     assert (last.position, content(last.state)) == (found.position + 9, content(again.state))
 
 
 @given(seed=st.integers(0, 2**32))
 def test_a_file_that_is_damaged_anywhere_is_not_used(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    path = tmp_path_factory.mktemp("spill") / "rank.spill"
+    path = tmp_path_factory.mktemp("journal") / "rank.journal"
     rng = random.Random(seed)
     kept = Kept(path)
     for position in range(10):
         kept.message(rng, position)
-    kept.spill._write()
+    kept.journal._write()
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
@@ -99,7 +99,7 @@ def test_a_file_that_is_damaged_anywhere_is_not_used(tmp_path_factory: pytest.Te
 
 @pytest.mark.parametrize("field", ["worker_id", "dp_rank", "block_size", "engine_incarnation"])
 def test_a_file_of_something_else_is_not_used(tmp_path: Path, field: str) -> None:
-    path = tmp_path / "rank.spill"
+    path = tmp_path / "rank.journal"
     Kept(path)
     assert recover(path, HEAD).head == HEAD
     other: dict[str, object] = {field: "other" if field == "engine_incarnation" else 8}
@@ -112,14 +112,14 @@ def test_a_file_of_something_else_is_not_used(tmp_path: Path, field: str) -> Non
 def test_the_file_is_written_anew_when_the_log_outgrows_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill_module, "_LEAST_LOG_BYTES", 2000)
-    path = tmp_path / "rank.spill"
+    monkeypatch.setattr(journal_module, "_LEAST_LOG_BYTES", 2000)
+    path = tmp_path / "rank.journal"
     kept = Kept(path)
     rng = random.Random(1)
     largest = 0
     for position in range(500):
         kept.message(rng, position)
-        kept.spill._write()
+        kept.journal._write()
         largest = max(largest, path.stat().st_size)
     assert largest < 15_000
     found = recover(path, HEAD)
@@ -129,14 +129,14 @@ def test_the_file_is_written_anew_when_the_log_outgrows_the_state(
 def test_a_disk_that_is_too_slow_gets_the_state_instead_of_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill_module, "_MAX_QUEUE_BYTES", 1000)
-    path = tmp_path / "rank.spill"
+    monkeypatch.setattr(journal_module, "_MAX_QUEUE_BYTES", 1000)
+    path = tmp_path / "rank.journal"
     kept = Kept(path)
     rng = random.Random(1)
     for position in range(200):
         kept.message(rng, position)
-        assert kept.spill.queued_bytes <= 2000
-    kept.spill._write()
+        assert kept.journal.queued_bytes <= 2000
+    kept.journal._write()
     found = recover(path, HEAD)
     assert (found.position, content(found.state)) == (199, content(kept.state))
 
@@ -144,7 +144,7 @@ def test_a_disk_that_is_too_slow_gets_the_state_instead_of_the_log(
 async def test_a_file_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.write_text("in the way")
-    publisher = publisher_at(place / "rank.spill")
+    publisher = publisher_at(place / "rank.journal")
     running = asyncio.create_task(publisher.keep())
     with publisher.reporting(1):
         publisher.stored(token_ids=[1, 2], engine_hashes=[5])
@@ -160,12 +160,12 @@ def publisher_at(path: Path, recovered: Recovered | None = None) -> RankPublishe
         dp_rank=0,
         incarnation=HEAD.incarnation,
         block_size=BLOCK,
-        spill=SpillPlace(path, HEAD, recovered),
+        journal=JournalPath(path, HEAD, recovered),
     )
 
 
 async def test_a_message_counts_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "rank.spill"
+    path = tmp_path / "rank.journal"
     publisher = publisher_at(path)
     publisher.stored(token_ids=[9, 9], engine_hashes=[4])  # is in the state that the file begins with
     running = asyncio.create_task(publisher.keep())

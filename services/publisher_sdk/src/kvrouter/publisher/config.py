@@ -105,12 +105,12 @@ class WorkerConfig:
     flush_seconds: float = 5.0
     """Time that events have to be sent when the worker stops, 0 or more."""
 
-    spill_path: Path | None = None
+    journal_path: Path | None = None
     """Directory in which each rank's state is kept, for a relay: a process of its own beside the engine, that may die
     and start again while the engine lives. None keeps nothing; then each start begins a new incarnation."""
 
     engine_incarnation: str = ""
-    """Names the life of the engine's cache, such as its process id and start time; with ``spill_path`` only. What is
+    """Names the life of the engine's cache, such as its process id and start time; with ``journal_path`` only. What is
     kept of another life is not used."""
 
     def __post_init__(self) -> None:
@@ -132,9 +132,9 @@ class WorkerConfig:
                 raise InvalidConfig(f"{name} is {value}: it must be from {low} to {high}")
         if not 0 < self.heartbeat_seconds <= 86_400:
             raise InvalidConfig(f"heartbeat_seconds is {self.heartbeat_seconds}: it must be above 0, up to 86400")
-        if (self.spill_path is None) != (not self.engine_incarnation):
+        if (self.journal_path is None) != (not self.engine_incarnation):
             raise InvalidConfig(
-                "spill_path and engine_incarnation go together: a journal belongs to one incarnation of the engine"
+                "journal_path and engine_incarnation go together: a journal belongs to one incarnation of the engine"
             )
         if not self.model:
             raise InvalidConfig("model is empty: name the model as clients ask for it")

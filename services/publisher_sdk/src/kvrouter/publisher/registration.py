@@ -7,7 +7,7 @@ from collections.abc import Callable
 import aetcd
 import structlog
 from kvrouter.net.decoding import Undecodable, decode_message
-from kvrouter.net.etcd import TakenOver
+from kvrouter.net.etcd import KeyTaken
 from kvrouter.net.registry_entries import read_descriptor
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.v1.common_pb2 import Role
@@ -106,7 +106,7 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     found = await client.get(name)
     recorded = 0 if found is None else _incarnation(found.value)
     if recorded > incarnation:
-        raise TakenOver(component.worker_key(worker_id))
+        raise KeyTaken(component.worker_key(worker_id))
     if recorded < incarnation:
         # One that another life writes in this moment stays, and is looked at again with the next renewal.
         await _put_incarnation(client, name, 0 if found is None else found.mod_revision, incarnation)

@@ -102,7 +102,7 @@ class Worker:
                 copy_counting=config.copy_counting,
                 buffer_events=config.buffer_events,
                 buffer_bytes=config.buffer_bytes,
-                spill=kept.get(rank),
+                journal=kept.get(rank),
             )
             for rank in sorted(config.ranks)
         }
@@ -269,7 +269,7 @@ async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
         TakenOver: another process registered the same worker; out of the body.
-        InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``spill_path``.
+        InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``journal_path``.
     """
     with claimed(config):
         recovered = await asyncio.to_thread(recover_worker, config)

@@ -176,7 +176,7 @@ def _unpacked(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 @dataclass(frozen=True, slots=True)
-class SpillPlace:
+class JournalPath:
     """Where a rank's state is kept, and what was found there."""
 
     path: Path
@@ -184,12 +184,12 @@ class SpillPlace:
     recovered: Recovered | None
 
 
-class Spill:
+class Journal:
     """Keeps the file of one rank. ``add`` may be called from any thread that holds the rank's lock; ``run`` writes."""
 
     def __init__(
         self,
-        place: SpillPlace,
+        place: JournalPath,
         state: RankState,
         lock: threading.RLock,
         unsent: Callable[[], Iterable[NumberedEvent]] = tuple,
@@ -254,7 +254,7 @@ class Spill:
                 try:
                     written = await asyncio.to_thread(self._write)
                 except OSError as error:
-                    log.error("spill given up", path=str(self._path), error=str(error))
+                    log.error("journal.abandoned", path=str(self._path), error=str(error))
                     self.failed = True
                     with contextlib.suppress(OSError):
                         self._path.unlink(missing_ok=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 import structlog
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.publisher.journal.journal import Head, Recovered, SpillPlace, Unusable, recover
+from kvrouter.publisher.journal.journal import Head, JournalPath, Recovered, Unusable, recover
 
 log = structlog.get_logger(__name__)
 
 
 def _place(config: WorkerConfig, directory: Path, dp_rank: int) -> Path:
-    return directory / f"{config.component.namespace}-{config.component.name}-{config.worker_id:016x}-{dp_rank}.spill"
+    return directory / f"{config.component.namespace}-{config.component.name}-{config.worker_id:016x}-{dp_rank}.journal"
 
 
 def _head(config: WorkerConfig, dp_rank: int, incarnation: int) -> Head:
@@ -27,11 +27,11 @@ def _head(config: WorkerConfig, dp_rank: int, incarnation: int) -> Head:
 
 def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
     """What the files of a worker have, by rank; empty unless all ranks are in one incarnation of this engine's life."""
-    if config.spill_path is None:
+    if config.journal_path is None:
         return {}
     found = {}
     for rank in config.ranks:
-        place = _place(config, config.spill_path, rank)
+        place = _place(config, config.journal_path, rank)
         try:
             found[rank] = recover(place, _head(config, rank, 0))
         except Unusable as error:
@@ -52,17 +52,17 @@ def positions(config: WorkerConfig) -> dict[int, int]:
 
 def discard(config: WorkerConfig) -> None:
     """Deletes the files of a worker."""
-    if config.spill_path is not None:
+    if config.journal_path is not None:
         for rank in config.ranks:
-            _place(config, config.spill_path, rank).unlink(missing_ok=True)
+            _place(config, config.journal_path, rank).unlink(missing_ok=True)
 
 
-def places(config: WorkerConfig, incarnation: int, found: Mapping[int, Recovered]) -> dict[int, SpillPlace]:
+def places(config: WorkerConfig, incarnation: int, found: Mapping[int, Recovered]) -> dict[int, JournalPath]:
     """Where the ranks of a worker are kept in an incarnation; empty if they are not to be."""
-    if config.spill_path is None:
+    if config.journal_path is None:
         return {}
     return {
-        rank: SpillPlace(_place(config, config.spill_path, rank), _head(config, rank, incarnation), found.get(rank))
+        rank: JournalPath(_place(config, config.journal_path, rank), _head(config, rank, incarnation), found.get(rank))
         for rank in config.ranks
     }
 
@@ -74,18 +74,18 @@ def claimed(config: WorkerConfig) -> Iterator[None]:
     Raises:
         InvalidConfig: another process has them, or the directory cannot be made.
     """
-    if config.spill_path is None:
+    if config.journal_path is None:
         yield
         return
-    place = _place(config, config.spill_path, min(config.ranks)).with_suffix(".lock")
+    place = _place(config, config.journal_path, min(config.ranks)).with_suffix(".lock")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         lock = place.open("w")
     except OSError as error:
-        raise InvalidConfig(f"spill_path: {error}") from None
+        raise InvalidConfig(f"journal_path: {error}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InvalidConfig(f"spill_path: another process keeps worker {config.worker_id} there") from None
+            raise InvalidConfig(f"journal_path: another process keeps worker {config.worker_id} there") from None
         yield

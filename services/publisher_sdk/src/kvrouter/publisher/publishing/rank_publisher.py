@@ -15,7 +15,7 @@ from kvrouter.publisher.errors import EventsGone, InvalidEvent
 from kvrouter.publisher.events.batches import MAX_BATCH_BYTES, encode_batch
 from kvrouter.publisher.events.event_log import EventLog
 from kvrouter.publisher.events.rank_state import CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
-from kvrouter.publisher.journal.journal import NO_POSITION, Spill, SpillPlace
+from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
@@ -58,7 +58,7 @@ class RankStats:
     waiting_reason: str
     """Why, as the last try said; empty where none waits."""
     unkept_bytes: int
-    """Bytes that wait to be written to the spill file, 32 MiB at most; 0 where there is none."""
+    """Bytes that wait to be written to the journal, 32 MiB at most; 0 where there is none."""
 
 
 class RankPublisher:
@@ -79,11 +79,11 @@ class RankPublisher:
         copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED,
         buffer_events: int = 200_000,
         buffer_bytes: int = 32 << 20,
-        spill: SpillPlace | None = None,
+        journal: JournalPath | None = None,
     ) -> None:
         """``buffer_events`` and ``buffer_bytes`` bound the events kept, be it to send or to serve them again.
 
-        ``spill`` says where the state is kept on disk, and what was found there.
+        ``journal`` says where the state is kept on disk, and what was found there.
         """
         self.dp_rank = dp_rank
         """The data parallel rank."""
@@ -94,11 +94,11 @@ class RankPublisher:
         self._block_size = block_size
         self._copy_counting = copy_counting
         self._lock = threading.RLock()
-        found = spill.recovered if spill else None
+        found = journal.recovered if journal else None
         self._state = found.state if found else RankState(incarnation, copy_counting)
         self._log = EventLog(buffer_events, buffer_bytes)
         self._log.extend(found.tail if found else ())
-        self._spill = Spill(spill, self._state, self._lock, self._unsent) if spill else None
+        self._journal = Journal(journal, self._state, self._lock, self._unsent) if journal else None
         self._reported: list[NumberedEvent] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = asyncio.Event()
@@ -198,8 +198,8 @@ class RankPublisher:
             self._commit(events, NO_POSITION)
 
     def _commit(self, events: list[NumberedEvent], position: int) -> None:
-        if self._spill is not None:
-            self._spill.add(events, position)
+        if self._journal is not None:
+            self._journal.add(events, position)
         idle = not self._log.unsent
         self._log.extend(events)
         if idle and events and self._loop is not None:
@@ -253,13 +253,13 @@ class RankPublisher:
 
     async def keep(self) -> None:
         """Keeps the state in its file until cancelled; returns at once where there is none."""
-        if self._spill is not None:
-            await self._spill.run()
+        if self._journal is not None:
+            await self._journal.run()
 
     async def kept(self) -> None:
         """Waits until all that was recorded is in the file, if there is one: nobody is to know more than it."""
-        if self._spill is not None:
-            await self._spill.kept()
+        if self._journal is not None:
+            await self._journal.kept()
 
     async def flush(self) -> None:
         """Waits until all that was recorded is sent, which takes for ever where ``run`` does not run."""
@@ -285,7 +285,7 @@ class RankPublisher:
                 unsent_bytes=self._log.unsent_bytes,
                 waiting_seconds=time.monotonic() - self._waits_since if self._waits_since is not None else 0.0,
                 waiting_reason=self._waits_for,
-                unkept_bytes=self._spill.queued_bytes if self._spill else 0,
+                unkept_bytes=self._journal.queued_bytes if self._journal else 0,
             )
 
     async def _recorded_within(self, seconds: float) -> bool:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import structlog
 import uvloop
 from kvrouter import core
-from kvrouter.net.etcd import InvalidEndpoint, TakenOver
+from kvrouter.net.etcd import InvalidEndpoint, KeyTaken
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.listening import BindFailed
@@ -25,7 +25,7 @@ class StartRefused(Exception):
     """A process cannot run as it is configured. The message says why and what to do."""
 
 
-_EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, TakenOver)
+_EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, KeyTaken)
 """Failures whose message says all; a traceback would only hide it."""
 
 
