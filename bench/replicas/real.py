@@ -76,7 +76,7 @@ class Case:
 
     schedulers: int
     sync: bool = False
-    spread: bool = False
+    sharded: bool = False
 
     @property
     def words(self) -> str:
@@ -84,7 +84,7 @@ class Case:
         if self.schedulers == 1:
             return "one Scheduler"
         return f"{self.schedulers} replicas, {'sync' if self.sync else 'no sync'}" + (
-            ", spread by prefix" if self.spread else ""
+            ", sharded by prefix" if self.sharded else ""
         )
 
 
@@ -94,8 +94,8 @@ CASES = (
     Case(2, sync=True),
     Case(4),
     Case(4, sync=True),
-    Case(4, spread=True),
-    Case(4, sync=True, spread=True),
+    Case(4, sharded=True),
+    Case(4, sync=True, sharded=True),
 )
 
 
@@ -185,7 +185,7 @@ async def play(
     began = time.monotonic() + 0.1
 
     def replica(request: Arrival) -> Scheduler:
-        if not case.spread:
+        if not case.sharded:
             return schedulers[deal.randrange(case.schedulers)]
         hashes = b"".join(each.to_bytes(8, "little") for each in request.hashes)
         return schedulers[split.shard(sequence_hashes(hashes)) % case.schedulers]
@@ -252,7 +252,7 @@ async def running(url: str, etcd: str, namespace: str, logs: Path, *, sync: bool
         for number in range(REPLICAS):
             arguments = [sys.executable, "-m", "kvrouter.scheduler", "--nats", url, "--etcd", etcd]
             arguments += ["--namespace", namespace, "--instance-id", f"scheduler-{number}", "--http-bind", ""]
-            arguments += ["--no-assume-kv-reuse", "--spread-lag-ms", "0", *(["--replica-sync"] if sync else [])]
+            arguments += ["--no-assume-kv-reuse", "--overload-lag-ms", "0", *(["--replica-sync"] if sync else [])]
             command = Command(f"{namespace}-{number}", arguments, os.environ)
             process = await ManagedProcess.start(command, logs)
             stack.push_async_callback(process.stop, 5.0)

@@ -37,7 +37,7 @@ class Case:
 
     schedulers: int
     sync: Sync | None = None
-    spread: bool = False
+    sharded: bool = False
 
     @property
     def words(self) -> str:
@@ -47,7 +47,7 @@ class Case:
         known = "no sync" if self.sync is None else f"sync, {self.sync.lag_s * 1e3:g} ms late"
         if self.sync is not None and self.sync.loss:
             known += f", {self.sync.loss:.0%} lost and repaired {self.sync.repair_s * 1e3:g} ms after"
-        return f"{self.schedulers} replicas, {known}{', spread by prefix' if self.spread else ''}"
+        return f"{self.schedulers} replicas, {known}{', sharded by prefix' if self.sharded else ''}"
 
 
 CASES: Sequence[Case] = (
@@ -58,8 +58,8 @@ CASES: Sequence[Case] = (
     Case(4, LAG),
     Case(4, LOSSY),
     Case(4, FAR),
-    Case(4, spread=True),
-    Case(4, LAG, spread=True),
+    Case(4, sharded=True),
+    Case(4, LAG, sharded=True),
 )
 
 
@@ -80,7 +80,7 @@ def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) ->
         event_lag_s=0.05,
         schedulers=case.schedulers,
         sync=case.sync,
-        spread=case.spread,
+        sharded=case.sharded,
         regret=False,
     )
     return figures(simulate(load, setting, prompts), slo_ttft_s=SLO_TTFT_S, slo_itl_s=SLO_ITL_S)

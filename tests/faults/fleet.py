@@ -47,7 +47,7 @@ _TREE = Path(__file__).parents[2]
 _COMMON = ("--lease-seconds", str(LEASE_SECONDS))
 _OPTIONS = {
     "frontend": ("--port", "0", "--worker-probe-seconds", "0.5"),
-    "scheduler": ("--http-bind", "", "--session-grace-seconds", "5", "--spread-lag-ms", "0"),
+    "scheduler": ("--http-bind", "", "--session-grace-seconds", "5", "--overload-lag-ms", "0"),
     "indexer": ("--http-bind", "", "--worker-grace-seconds", "1", "--compare-seconds", "5"),
     "worker": (
         *("--http-bind", "", "--block-size", str(BLOCK_SIZE), "--num-blocks", "384", "--stream-interval", "4"),

@@ -94,7 +94,7 @@ async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_t
 
 
 async def test_the_spread_load_of_a_killed_scheduler_joins_what_the_other_has(processes: Processes) -> None:
-    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.5, frontend=("--spread",))
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.5, frontend=("--sharding",))
     frontend = processes.frontend("frontend-0")
     running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(100)]
     try:

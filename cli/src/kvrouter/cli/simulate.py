@@ -86,8 +86,8 @@ def simulate_command(
     schedulers: Annotated[
         int, typer.Option(min=1, help="Replicas of the Scheduler; each decides on a part of the requests, at random.")
     ] = 1,
-    spread: Annotated[
-        bool, typer.Option(help="Deal requests to the replicas by prompt prefix, as a Frontend with --spread does.")
+    sharding: Annotated[
+        bool, typer.Option(help="Deal requests to the replicas by prompt prefix, as a Frontend with --sharding does.")
     ] = False,
     sync_lag_ms: Annotated[
         float | None,
@@ -146,8 +146,10 @@ def simulate_command(
         ]
     except ValueError as error:
         raise WrongUsage(_in_options(str(error))) from None
-    if schedulers == 1 and (spread or sync_lag_ms is not None):
-        raise WrongUsage(f"{'--spread' if spread else '--sync-lag-ms'} is between replicas: add --schedulers 2 or more")
+    if schedulers == 1 and (sharding or sync_lag_ms is not None):
+        raise WrongUsage(
+            f"{'--sharding' if sharding else '--sync-lag-ms'} is between replicas: add --schedulers 2 or more"
+        )
     plan = Plan(
         workload=_workload(trace, requests, seed, of_model),
         setting=Setting(
@@ -157,7 +159,7 @@ def simulate_command(
             restarts=[_restart(text, workers) for text in restart or []],
             schedulers=schedulers,
             sync=_sync(sync_lag_ms, sync_loss, sync_repair_ms),
-            spread=spread,
+            sharded=sharding,
             regret=regret,
         ),
         policies=policies,

@@ -53,7 +53,7 @@ class Plan:
             "slo_itl_s": self.slo_itl_s,
             "temperature": self.temperature,
             "schedulers": setting.schedulers,
-            "spread": setting.spread,
+            "sharded": setting.sharded,
             "sync": asdict(setting.sync) if setting.sync is not None else None,
             "engine_model": IMPLEMENTATION,
         }

@@ -37,7 +37,7 @@ class Setting:
     """Replicas of the Scheduler, each with decisions of its own."""
     sync: Sync | None = None
     """How replicas learn of each other's bookings; None: never."""
-    spread: bool = False
+    sharded: bool = False
     """Whether requests are dealt to the replicas by prompt prefix; otherwise at random."""
     regret: bool = True
     """Whether each choice is compared with the others in hindsight; it costs a third of the time or so."""
@@ -69,7 +69,7 @@ class _Run:
             lambda: self._fleet.now,
             count=setting.schedulers,
             sync=setting.sync,
-            spread=setting.spread,
+            sharded=setting.sharded,
             seed=setting.seed,
             calibration_error=setting.calibration_error,
         )

@@ -55,7 +55,7 @@ async def test_one_scheduler_decides_for_all(nats_url: str, etcd_endpoint: str, 
 async def test_spread_requests_meet_by_prefix_and_are_freed_where_they_were_booked(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
-    async with running_system(nats_url, etcd_endpoint, namespace, schedulers=2, spread=True) as system:
+    async with running_system(nats_url, etcd_endpoint, namespace, schedulers=2, sharding=True) as system:
         await system.start_worker(1, **SLOW)
         for document in range(1, 7):
             before = await system.booked()
@@ -83,5 +83,5 @@ async def test_advice_spreads_what_comes_next(
         asked = [asyncio.create_task(generated(system, prompt(rng.randrange(1, 1000), 0))) for _ in range(60)]
         assert min(await until_booked(system, lambda booked: sum(booked) == 60)) >= 5
         links: SchedulerLinks = system.frontend._links
-        assert links.spread_components == 1
+        assert links.sharded_components == 1
         await end(system, asked)

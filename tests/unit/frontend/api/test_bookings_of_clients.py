@@ -51,7 +51,7 @@ class Frozen(Knowing):
 
 def frontend(*known: bool | None) -> FrontendService:
     links: Any = SimpleNamespace(
-        schedulers=lambda: [Knowing(each) for each in known], live_bookings=0, spread_components=0
+        schedulers=lambda: [Knowing(each) for each in known], live_bookings=0, sharded_components=0
     )
     return served(links)
 
@@ -91,7 +91,7 @@ async def test_one_that_is_frozen_delays_a_release_by_heartbeats_only(
 ) -> None:
     monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_SECONDS", 0.02)
     schedulers = [Frozen(), Knowing(known)]
-    links: Any = SimpleNamespace(schedulers=lambda: schedulers, live_bookings=0, spread_components=0)
+    links: Any = SimpleNamespace(schedulers=lambda: schedulers, live_bookings=0, sharded_components=0)
     releasing = served(links).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(600))
     if known:
         assert (await releasing).known

@@ -99,7 +99,7 @@ class Refusing:
                 if self.refusals >= len(self.selected):
                     response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
                 else:
-                    response.select.CopyFrom(SelectWorkerResponse(spread_advised=True))
+                    response.select.CopyFrom(SelectWorkerResponse(sharding_advised=True))
             elif request.HasField("heartbeat"):
                 response.heartbeat.CopyFrom(request.heartbeat)
             yield response
@@ -192,7 +192,7 @@ async def test_one_that_it_does_not_have_after_a_while_is_refused(monkeypatch: p
 async def test_advice_to_spread_is_passed_on() -> None:
     scheduler, advised = Refusing(0), asyncio.Event()
     scheduler.opened.set()
-    async with linked(scheduler, on_spread_advised=advised.set) as link:
+    async with linked(scheduler, on_sharding_advised=advised.set) as link:
         await link.select(selection(), deadline=Deadline.never())
     assert advised.is_set()
 

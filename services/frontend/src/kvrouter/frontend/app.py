@@ -40,7 +40,7 @@ async def running(
         runtime.directory,
         schedulers,
         instance_id=runtime.instance_id,
-        spread=settings.spread,
+        sharding=settings.sharding,
         heartbeat_timeout_seconds=settings.scheduler_heartbeat_timeout_seconds,
     )
     pool = WorkerPool()

@@ -62,8 +62,8 @@ class FrontendMetrics:
             "kvrouter_frontend_output_tokens", "Tokens generated and passed on.", registry=registry
         )
         self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings that are not freed.", registry=registry)
-        self.spread_components = Gauge(
-            "kvrouter_frontend_spread_components",
+        self.sharded_components = Gauge(
+            "kvrouter_frontend_sharded_components",
             "Components whose requests are split over several Schedulers.",
             registry=registry,
         )

@@ -46,7 +46,7 @@ class FrontendSettings(RoutingSettings):
         description="Longest pause within the body of an HTTP request, seconds; an upload that goes on is not cut off.",
     )
     max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most tokens that a request may ask for.")
-    spread: bool | None = Field(
+    sharding: bool | None = Field(
         default=None,
         description="Whether each component's requests are split over its Schedulers by prompt prefix; where it is not"
         " said, while the Scheduler says that it cannot keep up.",

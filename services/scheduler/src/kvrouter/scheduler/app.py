@@ -17,7 +17,7 @@ from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.metrics import RankFigures
-from kvrouter.scheduler.load.overload import KeepingUp
+from kvrouter.scheduler.load.overload import OverloadDetector
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.report_listener import LoadListener
 from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
@@ -75,7 +75,7 @@ async def running(
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
-    keeping_up = KeepingUp(settings.spread_lag_ms)
+    overload = OverloadDetector(settings.overload_lag_ms)
     if settings.ignored_options():
         log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
     sync = link = None
@@ -111,7 +111,7 @@ async def running(
         predictions=predictions,
         affinity=affinity,
         max_queued_requests=settings.max_queued_requests,
-        is_behind=lambda: keeping_up.behind,
+        is_behind=lambda: overload.behind,
     )
     bookings = BookingUpdates(booking_leases, pools, metrics, clock)
     sessions = Sessions(
@@ -125,7 +125,7 @@ async def running(
     listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
-    _show_sizes(metrics, booking_leases, decisions, affinity, predictions, keeping_up)
+    _show_sizes(metrics, booking_leases, decisions, affinity, predictions, overload)
     runtime.registry.register(RankFigures(pools))
     status = Status(
         pools,
@@ -153,7 +153,7 @@ async def running(
     tasks = [
         runtime.spawn(remote_indexers.run(), "indexers"),
         runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
-        runtime.spawn(keeping_up.run(), "keeping up"),
+        runtime.spawn(overload.run(), "overload detection"),
     ]
     if shared is not None:
         tasks.append(runtime.spawn(shared.run(), "thresholds"))
@@ -180,11 +180,11 @@ def _show_sizes(
     decisions: Decisions,
     affinity: Affinity,
     predictions: Predictions | None,
-    keeping_up: KeepingUp,
+    overload: OverloadDetector,
 ) -> None:
     """Has the metrics of what is kept read where it is kept, when they are asked for."""
-    metrics.late_ms.set_function(lambda: keeping_up.late_ms)
-    metrics.behind.set_function(lambda: keeping_up.behind)
+    metrics.late_ms.set_function(lambda: overload.late_ms)
+    metrics.behind.set_function(lambda: overload.behind)
     metrics.bookings.set_function(lambda: len(booking_leases))
     metrics.sessions.set_function(lambda: booking_leases.sessions)
     metrics.decisions.set_function(lambda: len(decisions))

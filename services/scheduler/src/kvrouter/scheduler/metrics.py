@@ -45,7 +45,7 @@ class SchedulerMetrics:
             registry=registry,
         )
         self.behind = Gauge(
-            "kvrouter_scheduler_spread_advised",
+            "kvrouter_scheduler_sharding_advised",
             "Whether clients are told to spread their requests over all Schedulers.",
             registry=registry,
         )

@@ -104,7 +104,7 @@ class SchedulerSettings(RoutingSettings):
         description="Most requests of a component that mode forecast holds for a worker with room; one more is refused."
         " 0 holds none: they wait in the engines.",
     )
-    spread_lag_ms: float = Field(
+    overload_lag_ms: float = Field(
         default=20.0,
         ge=0,
         allow_inf_nan=False,

@@ -44,7 +44,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Dispersion:
     """Quantiles and mean."""
 
     p50: float
@@ -53,10 +53,10 @@ class Spread:
     mean: float
 
 
-def spread(ordered: Sequence[float], scale: float = 1.0) -> Spread:
+def spread(ordered: Sequence[float], scale: float = 1.0) -> Dispersion:
     """Of sorted values, each multiplied by ``scale``; quantiles are interpolated linearly."""
     if not ordered:
-        return Spread(math.nan, math.nan, math.nan, math.nan)
+        return Dispersion(math.nan, math.nan, math.nan, math.nan)
 
     def quantile(share: float) -> float:
         position = share * (len(ordered) - 1)
@@ -64,7 +64,7 @@ def spread(ordered: Sequence[float], scale: float = 1.0) -> Spread:
         high = min(low + 1, len(ordered) - 1)
         return (ordered[low] + (ordered[high] - ordered[low]) * (position - low)) * scale
 
-    return Spread(quantile(0.5), quantile(0.9), quantile(0.99), math.fsum(ordered) / len(ordered) * scale)
+    return Dispersion(quantile(0.5), quantile(0.9), quantile(0.99), math.fsum(ordered) / len(ordered) * scale)
 
 
 @dataclass(slots=True)
@@ -106,8 +106,8 @@ class Figures:
     """Share of the prompt tokens that came out of a cache."""
     readmitted_reuse: float
     """The same, counting also what requests find of themselves after a preemption; may be above ``reuse``."""
-    ttft_ms: Spread
-    itl_ms: Spread
+    ttft_ms: Dispersion
+    itl_ms: Dispersion
     within_slo: int
     """Requests whose time to first token and mean time between tokens kept to their objectives."""
     goodput_per_s: float

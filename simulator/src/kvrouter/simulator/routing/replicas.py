@@ -92,19 +92,19 @@ class Schedulers:
         *,
         count: int,
         sync: Sync | None,
-        spread: bool,
+        sharded: bool,
         seed: int,
         calibration_error: float,
     ) -> None:
         """``clock`` tells virtual seconds; without ``sync`` replicas learn nothing of each other.
 
-        ``spread``: by prompt prefix instead of at random.
+        ``sharded``: by prompt prefix instead of at random.
         """
         self._clock = clock
         self._hearing_at: float | None = None
         self._deal, self._losses = Random(seed), Random(seed + 1)
         self._loss = sync.loss if sync is not None else 0.0
-        self._split = PrefixSplit() if spread else None
+        self._split = PrefixSplit() if sharded else None
         self._home: dict[int, int] = {}
         self._routers = [
             Router(

@@ -84,7 +84,7 @@ class FrontendService:
         self._metrics = metrics
         self._recorder = recorder
         metrics.live_bookings.set_function(lambda: links.live_bookings)
-        metrics.spread_components.set_function(lambda: links.spread_components)
+        metrics.sharded_components.set_function(lambda: links.sharded_components)
 
     def ready(self) -> bool:
         """Whether requests can be routed."""

@@ -1,4 +1,4 @@
-"""The links to the Schedulers of every component: one, or one for each shard while the component is spread."""
+"""The links to the Schedulers of every component: one, or one for each shard while the component is sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
-from kvrouter.frontend.scheduler_client.sharding import Spreading
+from kvrouter.frontend.scheduler_client.sharding import Sharding
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
@@ -17,12 +17,12 @@ from kvrouter.runtime.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
 
 _WHOLE = 0
-"""Shard of a component that is not spread."""
+"""Shard of a component that is not sharded."""
 
 
 class _Component:
-    def __init__(self, spread: bool | None) -> None:
-        self.spreading = Spreading(spread)
+    def __init__(self, sharding: bool | None) -> None:
+        self.sharding = Sharding(sharding)
         self.split = PrefixSplit()
         self.links: dict[int, SchedulerLink] = {}
 
@@ -36,7 +36,7 @@ class SchedulerLinks:
         source: SchedulerSource,
         *,
         instance_id: str,
-        spread: bool | None = None,
+        sharding: bool | None = None,
         heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,7 +46,7 @@ class SchedulerLinks:
             directory: The components that are discovered.
             source: Where their Schedulers are found.
             instance_id: Id of this Frontend.
-            spread: Whether requests are split: always, never, or None for when a Scheduler advises it.
+            sharding: Whether requests are split: always, never, or None for when a Scheduler advises it.
             heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
             clock: Seconds.
         """
@@ -56,7 +56,7 @@ class SchedulerLinks:
         # A Frontend that is restarted under its id owns none of its former bookings: its sessions are others.
         self._session_prefix = f"{instance_id}.{secrets.token_hex(4)}"
         self._heartbeat_timeout = heartbeat_timeout_seconds
-        self._spread = spread
+        self._sharded = sharding
         self._clock = clock
         self._components: dict[ComponentName, _Component] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -67,9 +67,9 @@ class SchedulerLinks:
         return sum(link.live_bookings for component in self._components.values() for link in component.links.values())
 
     @property
-    def spread_components(self) -> int:
+    def sharded_components(self) -> int:
         """Components whose requests are split."""
-        return sum(self._is_spread(component) for component in self._components.values())
+        return sum(self._is_sharded(component) for component in self._components.values())
 
     def ready(self) -> bool:
         """Whether every component with workers has a session."""
@@ -89,7 +89,7 @@ class SchedulerLinks:
         """
         component = self._component(name)
         shard = _WHOLE
-        if self._is_spread(component):
+        if self._is_sharded(component):
             shard = component.split.shard(sequence_hashes, conversation_id)
         return self._link(name, shard)
 
@@ -133,15 +133,15 @@ class SchedulerLinks:
     def _component(self, name: ComponentName) -> _Component:
         component = self._components.get(name)
         if component is None:
-            component = self._components[name] = _Component(self._spread)
+            component = self._components[name] = _Component(self._sharded)
         return component
 
     def _has_session(self, name: ComponentName) -> bool:
         link = self._component(name).links.get(_WHOLE)
         return link is not None and link.ready
 
-    def _is_spread(self, component: _Component) -> bool:
-        return component.spreading.active(self._clock()) and self._source.count() > 1
+    def _is_sharded(self, component: _Component) -> bool:
+        return component.sharding.active(self._clock()) and self._source.count() > 1
 
     def _link(self, name: ComponentName, shard: int) -> SchedulerLink:
         component = self._component(name)
@@ -156,7 +156,7 @@ class SchedulerLinks:
                 client_name=self._instance_id,
                 shard=shard,
                 heartbeat_timeout_seconds=self._heartbeat_timeout,
-                on_spread_advised=lambda: component.spreading.advise(self._clock()),
+                on_sharding_advised=lambda: component.sharding.advise(self._clock()),
             )
             self._group.create_task(link.run(), name=f"scheduler-link {name} {shard}")
         return link

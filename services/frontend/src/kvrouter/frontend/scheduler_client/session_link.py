@@ -78,7 +78,7 @@ class SchedulerLink:
         client_name: str,
         shard: int = 0,
         heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
-        on_spread_advised: Callable[[], None] = lambda: None,
+        on_sharding_advised: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects nothing yet.
 
@@ -89,10 +89,10 @@ class SchedulerLink:
             client_name: Name of the Frontend, for logs.
             shard: Part of the component's requests.
             heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
-            on_spread_advised: Is called when a Scheduler says that it cannot keep up.
+            on_sharding_advised: Is called when a Scheduler says that it cannot keep up.
         """
         self._component = component
-        self._on_spread_advised = on_spread_advised
+        self._on_sharding_advised = on_sharding_advised
         self._young_until = time.monotonic() + _YOUNG_SECONDS
         self._choice = SchedulerChoice(component, source, shard)
         self._session_id = session_id
@@ -147,8 +147,8 @@ class SchedulerLink:
                             raise
                         await asyncio.sleep(_REASSERT_SECONDS)
                         continue
-                    if selected.spread_advised:
-                        self._on_spread_advised()
+                    if selected.sharding_advised:
+                        self._on_sharding_advised()
                     return selected
         except asyncio.CancelledError:
             if sent:

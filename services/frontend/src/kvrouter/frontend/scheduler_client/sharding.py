@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 
 FIRST_S = 60.0
-"""Seconds of spreading after the last advice."""
+"""Seconds of sharding after the last advice."""
 
 LONGEST_S = 3600.0
 """Most that they grow to."""
 
 
-class Spreading:
-    """Whether one component is spread. Pure: it is handed every event, with its time in seconds."""
+class Sharding:
+    """Whether one component is sharded. Pure: it is handed every event, with its time in seconds."""
 
     def __init__(self, requested: bool | None) -> None:
         """``wanted``: always, never, or None for when it is advised."""

@@ -294,7 +294,7 @@ class Selector:
         request_context, key, candidate = booking_context.request_context, booking_context.key, chosen.row.candidate
         pool, decision_id = request_context.pool, self._decisions.next_id()
         response = answer(booking_context, chosen, decision_id, queued_seconds)
-        response.spread_advised = self._is_behind()
+        response.sharding_advised = self._is_behind()
         if key is not None:
             if not book(pool, key, request_context.prompt, chosen):
                 return self._booked_meanwhile(booking_context, key)

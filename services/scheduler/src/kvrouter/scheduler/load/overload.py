@@ -17,7 +17,7 @@ SECONDS = 2.0
 """Time that the mean reaches back, seconds."""
 
 
-class KeepingUp:
+class OverloadDetector:
     """The verdict. ``sample`` is pure; ``run`` measures."""
 
     def __init__(self, limit_ms: float) -> None:
