@@ -110,7 +110,7 @@ async def test_at_load_kv_routing_finds_more_cached_than_round_robin(tmp_path: P
         assert len(run.balance.tokens_by_rank) == options.workers
     assert kv.hit_rate > round_robin.hit_rate
     assert (options.results / "picture.png").read_bytes().startswith(b"\x89PNG")
-    written = json.loads((options.results / "figures.json").read_text())
+    written = json.loads((options.results / "statistics.json").read_text())
     assert [run["mode"] for run in written["runs"]] == ["round-robin", "kv"]
     text = console.export_text()
     assert "prompt tokens found in a cache" in text

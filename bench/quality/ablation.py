@@ -114,8 +114,8 @@ def run(spec: str, parts: Sequence[str], condition: str, trace: Path) -> None:
     for part in ("nothing", *filter(None, parts)):
         with PARTS[part]() if part in PARTS else nullcontext():
             row = measure(cell, workload, prompts)
-        figures = f"mean {row['mean']:9,.1f}  p99 {row['p99']:9,.0f}  within SLO {row['slo']:.1%}"
-        print(f"{spec:14} without {part:18} {figures}", flush=True)
+        run_statistics = f"mean {row['mean']:9,.1f}  p99 {row['p99']:9,.0f}  within SLO {row['slo']:.1%}"
+        print(f"{spec:14} without {part:18} {run_statistics}", flush=True)
 
 
 if __name__ == "__main__":

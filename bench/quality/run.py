@@ -130,22 +130,22 @@ def side_by_side(theirs: Sequence[Mapping[str, Any]], ours: Sequence[Run]) -> li
         peer.setdefault((row["load"], row["policy"]), []).append(row)
     own: dict[tuple[float, str], list[Mapping[str, float]]] = {}
     for run in ours:
-        ttft = run.figures.ttft_ms
-        figures = {
-            "reuse": run.figures.reuse,
+        ttft = run.statistics.ttft_ms
+        run_statistics = {
+            "reuse": run.statistics.reuse,
             "p50": ttft.p50,
             "p90": ttft.p90,
             "p99": ttft.p99,
             "mean": ttft.mean,
         }
-        own.setdefault((run.load, run.policy), []).append(figures | {"within_slo": run.figures.within_slo})
+        own.setdefault((run.load, run.policy), []).append(run_statistics | {"within_slo": run.statistics.within_slo})
     rows = [
-        Row(load, policy, middle(peer[load, policy]) if (load, policy) in peer else None, middle(figures))
-        for (load, policy), figures in own.items()
+        Row(load, policy, middle(peer[load, policy]) if (load, policy) in peer else None, middle(run_statistics))
+        for (load, policy), run_statistics in own.items()
     ]
     only_theirs = [
-        Row(load, policy, middle(figures), dict.fromkeys(COLUMNS, float("nan")))
-        for (load, policy), figures in peer.items()
+        Row(load, policy, middle(run_statistics), dict.fromkeys(COLUMNS, float("nan")))
+        for (load, policy), run_statistics in peer.items()
         if (load, policy) not in own
     ]
     return sorted([*rows, *only_theirs], key=lambda row: row.load)
@@ -154,10 +154,10 @@ def side_by_side(theirs: Sequence[Mapping[str, Any]], ours: Sequence[Run]) -> li
 def show(rows: Sequence[Row]) -> None:
     print(f"{'load':5}{'policy':18}{'whose':7}" + "".join(f"{name:>11}" for name in COLUMNS))
     for row in rows:
-        for whose, figures in (("peer", row.peer), ("ours", row.ours)):
-            if figures is None or figures["mean"] != figures["mean"]:
+        for whose, run_statistics in (("peer", row.peer), ("ours", row.ours)):
+            if run_statistics is None or run_statistics["mean"] != run_statistics["mean"]:
                 continue
-            cells = [f"{figures['reuse']:11.1%}", *(f"{figures[name]:11,.0f}" for name in COLUMNS[1:])]
+            cells = [f"{run_statistics['reuse']:11.1%}", *(f"{run_statistics[name]:11,.0f}" for name in COLUMNS[1:])]
             print(f"x{row.load:<4g}{row.policy:18}{whose:7}" + "".join(cells))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.simulator.plan import routing_options
-from kvrouter.simulator.results.outcome import figures
+from kvrouter.simulator.results.outcome import run_statistics
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads import traces
 from kvrouter.simulator.workloads.generators import generate
@@ -123,7 +123,7 @@ def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
     started = time.process_time()
     setting = CONDITIONS[cell.condition].setting(TRAFFIC[cell.traffic].engines)
     setting = replace(setting, options=routing_options(cell.policy), seed=cell.seed)
-    summed = figures(simulate(workload.faster(cell.load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
+    summed = run_statistics(simulate(workload.faster(cell.load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
     return {
         "key": cell.key,
         "mean": summed.ttft_ms.mean,
@@ -161,13 +161,13 @@ class Entry:
 
     rows: Sequence[Mapping[str, float]]
 
-    def middle(self, figure: str) -> float:
+    def middle(self, statistic: str) -> float:
         """Median."""
-        return median(row[figure] for row in self.rows)
+        return median(row[statistic] for row in self.rows)
 
-    def ends(self, figure: str) -> tuple[float, float]:
+    def ends(self, statistic: str) -> tuple[float, float]:
         """Least and greatest."""
-        values = [row[figure] for row in self.rows]
+        values = [row[statistic] for row in self.rows]
         return min(values), max(values)
 
 

@@ -146,7 +146,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunStatistics:
     """A run."""
 
     fullest: float
@@ -177,7 +177,7 @@ class Lag:
 
 async def play(
     schedulers: Sequence[Scheduler], case: Case, requests: Sequence[Arrival], seed: int, lag: Lag
-) -> Figures:
+) -> RunStatistics:
     """Plays requests against the first so many Schedulers."""
     deal, split, workers = Random(seed), PrefixSplit(), Workers()
     waits: list[float] = []
@@ -220,7 +220,7 @@ async def play(
             group.create_task(one(number, request))
     await until_empty(schedulers, agree=case.sync)
     waits.sort()
-    return Figures(
+    return RunStatistics(
         fmean(workers.fullest), fmean(workers.queues), fmean(waits) * 1e3, waits[int(0.99 * (len(waits) - 1))] * 1e3
     )
 
@@ -295,7 +295,7 @@ async def register(etcd: str, name: ComponentName) -> None:
             await client.put(name.worker_key(worker_id).encode(), registration.SerializeToString())
 
 
-def table(runs: Mapping[Case, Sequence[Figures]]) -> str:
+def table(runs: Mapping[Case, Sequence[RunStatistics]]) -> str:
     """Markdown: a row for each case, medians with the least and the most."""
 
     def cell(values: Sequence[float], shape: str) -> str:
@@ -315,7 +315,7 @@ def table(runs: Mapping[Case, Sequence[Figures]]) -> str:
 
 async def measure(patterns: Sequence[str], rounds: int, seconds: float) -> None:
     """Runs all, a round after the other, and prints a table for each pattern."""
-    runs: dict[str, dict[Case, list[Figures]]] = {name: {case: [] for case in CASES} for name in patterns}
+    runs: dict[str, dict[Case, list[RunStatistics]]] = {name: {case: [] for case in CASES} for name in patterns}
     with tempfile.TemporaryDirectory() as scratch:
         async with AsyncExitStack() as stack:
             root = Path(scratch)
@@ -332,8 +332,8 @@ async def measure(patterns: Sequence[str], rounds: int, seconds: float) -> None:
                 for name in patterns:
                     requests = arrivals(name, seconds, seed)
                     for case in CASES:
-                        figures = await play(synced if case.sync else alone, case, requests, seed, lag)
-                        runs[name][case].append(figures)
+                        run_statistics = await play(synced if case.sync else alone, case, requests, seed, lag)
+                        runs[name][case].append(run_statistics)
     for name, found in runs.items():
         print(f"\n{name}, medians of {rounds} rounds (least - most)\n\n{table(found)}", flush=True)
     print(f"\n{lag.words()}", flush=True)

@@ -15,7 +15,7 @@ from statistics import median
 
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator.results.outcome import Figures, figures
+from kvrouter.simulator.results.outcome import RunStatistics, run_statistics
 from kvrouter.simulator.routing.replicas import Sync
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads import traces
@@ -71,7 +71,7 @@ def workload(name: str) -> Workload:
         return traces.read(path).faster(2.0)
 
 
-def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) -> Figures:
+def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) -> RunStatistics:
     """One run."""
     setting = Setting(
         ENGINES,
@@ -83,10 +83,10 @@ def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) ->
         sharded=case.sharded,
         regret=False,
     )
-    return figures(simulate(load, setting, prompts), slo_ttft_s=SLO_TTFT_S, slo_itl_s=SLO_ITL_S)
+    return run_statistics(simulate(load, setting, prompts), slo_ttft_s=SLO_TTFT_S, slo_itl_s=SLO_ITL_S)
 
 
-def table(runs: Mapping[tuple[str, Case], Sequence[Figures]]) -> str:
+def table(runs: Mapping[tuple[str, Case], Sequence[RunStatistics]]) -> str:
     """Markdown: a row for each case, with each policy's figures."""
     lines = ["| who decides |" + "".join(f" {name}: fullest / mean | queue | TTFT mean | p99 |" for name in POLICIES)]
     lines.append("|---|" + "---|" * 4 * len(POLICIES))

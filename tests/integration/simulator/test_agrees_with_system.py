@@ -23,7 +23,7 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator.results.outcome import Figures, figures
+from kvrouter.simulator.results.outcome import RunStatistics, run_statistics
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.workload import Prompts, Request, Workload
 from kvrouter.v1 import frontend_pb2
@@ -52,12 +52,12 @@ def trace(requests: int = 84) -> list[TraceRequest]:
     ]
 
 
-def simulated(mode: str, seed: int) -> Figures:
+def simulated(mode: str, seed: int) -> RunStatistics:
     requests = [Request(r.arrival_ms / 1e3, r.input_length, r.output_length, r.pieces) for r in trace()]
     workload = Workload("documents", requests, PIECE_TOKENS)
     engines = [EngineConfig(num_blocks=BLOCKS, block_size=BLOCK_SIZE, hash_seed=number) for number in range(ENGINES)]
     setting = Setting(engines, RoutingOptions(mode), seed, event_lag_s=0.005, regret=False)
-    return figures(simulate(workload, setting, Prompts(workload, BLOCK_SIZE)), slo_ttft_s=2.0, slo_itl_s=0.05)
+    return run_statistics(simulate(workload, setting, Prompts(workload, BLOCK_SIZE)), slo_ttft_s=2.0, slo_itl_s=0.05)
 
 
 async def played(stack: Stack, mode: str) -> list[RequestRecord]:

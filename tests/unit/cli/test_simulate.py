@@ -20,28 +20,35 @@ def invoke(*arguments: str) -> str:
 
 
 def test_policies_side_by_side_as_table_json_and_picture(tmp_path: Path) -> None:
-    figures, picture = tmp_path / "f.json", tmp_path / "p.png"
+    run_statistics, picture = tmp_path / "f.json", tmp_path / "p.png"
     shown = invoke(
-        "--compare", "round-robin,kv:4,forecast", "--seeds", "2", "--json", str(figures), "--picture", str(picture)
+        "--compare",
+        "round-robin,kv:4,forecast",
+        "--seeds",
+        "2",
+        "--json",
+        str(run_statistics),
+        "--picture",
+        str(picture),
     )
     for words in ("round-robin", "kv:4", "forecast", "medians of 2 seeds", "goodput", "output tokens per second"):
         assert words in shown
     assert "failed by a restart" not in shown
     assert "knee" not in shown
-    runs = json.loads(figures.read_text())["runs"]
+    runs = json.loads(run_statistics.read_text())["runs"]
     assert [(run["policy"], run["seed"]) for run in runs[:3]] == [("round-robin", 0), ("round-robin", 1), ("kv:4", 0)]
-    assert all(run["figures"]["requests"] == 60 for run in runs)
+    assert all(run["statistics"]["requests"] == 60 for run in runs)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_finds_the_knee(tmp_path: Path) -> None:
-    figures, picture = tmp_path / "f.json", tmp_path / "p.svg"
+    run_statistics, picture = tmp_path / "f.json", tmp_path / "p.svg"
     arguments = ("--compare", "forecast,random", "--sweep", "0.2,9", "--slo-ttft-ms", "700", "--picture", str(picture))
-    shown = invoke(*arguments, "--json", str(figures))
+    shown = invoke(*arguments, "--json", str(run_statistics))
     assert "x0.2 " in shown
     assert "x9 " in shown
-    document = json.loads(figures.read_text())
-    within = {(run["policy"], run["load"]): run["figures"]["within_slo"] for run in document["runs"]}
+    document = json.loads(run_statistics.read_text())
+    within = {(run["policy"], run["load"]): run["statistics"]["within_slo"] for run in document["runs"]}
     assert within["forecast", 0.2] >= 54 > within["forecast", 9], "the objective lies between: there is a knee"
     assert 0.2 <= document["knees"]["forecast"] < 9
     assert "knee (fewer than 90% within their objectives): forecast x" in shown

@@ -9,7 +9,7 @@ import pytest
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator.results.outcome import Figures, figures
+from kvrouter.simulator.results.outcome import RunStatistics, run_statistics
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.generators import generate
 from kvrouter.simulator.workloads.workload import Prompts
@@ -27,9 +27,9 @@ def test_forecast_needs_no_weight_to_beat_the_best(traffic: str, load: float, mo
     workload = generate(traffic, 700)
     prompts = Prompts(workload, 16)
 
-    def run(options: RoutingOptions) -> Figures:
+    def run(options: RoutingOptions) -> RunStatistics:
         setting = Setting(ENGINES, options, regret=False)
-        return figures(simulate(workload.faster(load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
+        return run_statistics(simulate(workload.faster(load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
 
     ours = run(RoutingOptions("forecast"))
     weighted = [run(RoutingOptions("kv", overlap_score_weight=weight)) for weight in (1.0, 4.0, 64.0)]

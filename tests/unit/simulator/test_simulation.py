@@ -11,7 +11,7 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.engines import fleet
-from kvrouter.simulator.results.outcome import Figures, Outcome, figures, spread
+from kvrouter.simulator.results.outcome import Outcome, RunStatistics, run_statistics, spread
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.workload import Prompts, Request, Workload
 
@@ -104,8 +104,8 @@ def test_figures_add_up() -> None:
     assert summary.readmitted_reuse >= summary.reuse
     assert summary.imbalance >= 1
     assert summary.ttft_ms.p50 <= summary.ttft_ms.p90 <= summary.ttft_ms.p99
-    assert figures(outcome, slo_ttft_s=0, slo_itl_s=1).within_slo == 0
-    assert figures(outcome, slo_ttft_s=1e9, slo_itl_s=1e9).within_slo == len(outcome.served)
+    assert run_statistics(outcome, slo_ttft_s=0, slo_itl_s=1).within_slo == 0
+    assert run_statistics(outcome, slo_ttft_s=1e9, slo_itl_s=1e9).within_slo == len(outcome.served)
 
 
 def test_regret_is_left_out_where_it_is_not_wanted() -> None:
@@ -118,5 +118,5 @@ def test_quantiles_are_interpolated() -> None:
     assert values.p90 == pytest.approx(37)
 
 
-def summed(outcome: Outcome) -> Figures:
-    return figures(outcome, slo_ttft_s=2.0, slo_itl_s=0.05)
+def summed(outcome: Outcome) -> RunStatistics:
+    return run_statistics(outcome, slo_ttft_s=2.0, slo_itl_s=0.05)

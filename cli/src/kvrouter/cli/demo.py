@@ -14,7 +14,7 @@ from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.probes import event_counts, faulty, histogram_quantile
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
-from kvrouter.devtools.replay.statistics import RunFigures, SystemCounts, run_figures
+from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
@@ -43,11 +43,11 @@ class DemoOptions:
     blocks: int
     block_size: int
     results: Path
-    """Directory for the picture, the figures and the logs; made where it is missing."""
+    """Directory for the picture, the statistics and the logs; made where it is missing."""
 
 
-async def demo(options: DemoOptions, console: Console) -> list[RunFigures]:
-    """Runs every mode and prints, writes and draws the figures.
+async def demo(options: DemoOptions, console: Console) -> list[RunStatistics]:
+    """Runs every mode and prints, writes and draws the statistics.
 
     Raises:
         ProcessDied, StackFailed, StartFailed, BinaryMissing: a system did not come up, or did not stay up.
@@ -55,14 +55,14 @@ async def demo(options: DemoOptions, console: Console) -> list[RunFigures]:
     """
     options.results.mkdir(parents=True, exist_ok=True)
     runs = [await _run(mode, options, console) for mode in options.modes]
-    figures = [run.figures for run in runs]
-    write_json(options.results / "figures.json", figures, options.trace_name)
+    run_statistics = [run.statistics for run in runs]
+    write_json(options.results / "statistics.json", run_statistics, options.trace_name)
     draw(options.results / "picture.png", runs)
-    print_report(console, figures)
+    print_report(console, run_statistics)
     console.print()
-    for what, name in (("picture", "picture.png"), ("figures", "figures.json"), ("logs", "logs")):
+    for what, name in (("picture", "picture.png"), ("statistics", "statistics.json"), ("logs", "logs")):
         console.print(f"{what}: {options.results / name}", highlight=False, soft_wrap=True)
-    return figures
+    return run_statistics
 
 
 async def _run(mode: str, options: DemoOptions, console: Console) -> DrawnRun:
@@ -101,7 +101,7 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
         events_faulty=faulty(events) if events is not None else None,
         step_late_p99_ms=late_s * 1000 if late_s is not None else None,
     )
-    figures = run_figures(
+    run_statistics = statistics_of_run(
         result,
         mode=mode,
         workers=options.workers,
@@ -109,4 +109,4 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
         time_scale=options.time_scale,
         counts=counts,
     )
-    return DrawnRun(figures, result.records)
+    return DrawnRun(run_statistics, result.records)

@@ -91,7 +91,7 @@ def demo_command(
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
     mode: Annotated[list[str] | None, typer.Option(help="Way of routing; several are run one after another.")] = None,
-    results: Annotated[Path, typer.Option(help="Directory for the picture, the figures and the logs.")] = Path(
+    results: Annotated[Path, typer.Option(help="Directory for the picture, the statistics and the logs.")] = Path(
         "demo-results"
     ),
 ) -> None:
@@ -108,8 +108,8 @@ def demo_command(
         block_size=block_size,
         results=results,
     )
-    figures = run_interruptibly(demo(options, Console()))
-    if not all(run.valid and not run.errors for run in figures):
+    run_statistics = run_interruptibly(demo(options, Console()))
+    if not all(run.valid and not run.errors for run in run_statistics):
         raise typer.Exit(1)
 
 
@@ -159,7 +159,7 @@ def replay_command(
         float, typer.Option(help="Clock factor of the running engines: engine seconds in one second of the wall.")
     ] = 1.0,
     mode: Annotated[str | None, typer.Option(help="Way of routing; the Scheduler's own where it is not given.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the figures.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the statistics.")] = None,
 ) -> None:
     """Replay a trace against a system that is running."""
     if mode is not None:
@@ -174,8 +174,8 @@ def replay_command(
         mode=mode,
         results=results,
     )
-    figures = run_interruptibly(replay_running(command, Console()))
-    if figures.errors or not figures.valid:
+    run_statistics = run_interruptibly(replay_running(command, Console()))
+    if run_statistics.errors or not run_statistics.valid:
         raise typer.Exit(1)
 
 

@@ -15,7 +15,7 @@ from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.probes import event_counts, faulty
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
-from kvrouter.devtools.replay.statistics import RunFigures, SystemCounts, run_figures
+from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
@@ -44,11 +44,11 @@ class ReplayCommand:
     mode: str | None
     """Routing mode that requests ask for; None for the Scheduler's own."""
     results: Path | None
-    """Directory for a picture and the figures; None for none."""
+    """Directory for a picture and the statistics; None for none."""
 
 
-async def replay_running(command: ReplayCommand, console: Console) -> RunFigures:
-    """Replays, prints and, where asked to, writes the figures.
+async def replay_running(command: ReplayCommand, console: Console) -> RunStatistics:
+    """Replays, prints and, where asked to, writes the statistics.
 
     Raises:
         CommandFailed: the target does not answer, or does not serve the model.
@@ -66,7 +66,7 @@ async def replay_running(command: ReplayCommand, console: Console) -> RunFigures
         events_applied=after.applied - before.applied if before is not None and after is not None else None,
         events_faulty=faulty(after) - faulty(before) if before is not None and after is not None else None,
     )
-    figures = run_figures(
+    run_statistics = statistics_of_run(
         result,
         mode=mode,
         workers=model.workers,
@@ -74,14 +74,14 @@ async def replay_running(command: ReplayCommand, console: Console) -> RunFigures
         time_scale=command.time_scale,
         counts=counts,
     )
-    print_report(console, [figures])
+    print_report(console, [run_statistics])
     if command.results is not None:
         command.results.mkdir(parents=True, exist_ok=True)
-        write_json(command.results / "figures.json", [figures], command.trace_name)
-        draw(command.results / "picture.png", [DrawnRun(figures, result.records)])
-        for name in ("picture.png", "figures.json"):
+        write_json(command.results / "statistics.json", [run_statistics], command.trace_name)
+        draw(command.results / "picture.png", [DrawnRun(run_statistics, result.records)])
+        for name in ("picture.png", "statistics.json"):
             console.print(f"{command.results / name}", highlight=False, soft_wrap=True)
-    return figures
+    return run_statistics
 
 
 async def _model(frontend: Frontend, command: ReplayCommand) -> Model:

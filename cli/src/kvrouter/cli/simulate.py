@@ -106,7 +106,7 @@ def simulate_command(
     slo_ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token.")] = 2000,
     slo_itl_ms: Annotated[float, typer.Option(help="Objective for a request's mean time between tokens.")] = 50,
     regret: Annotated[bool, typer.Option(help="Compare each choice with the others in hindsight.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures of every run.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the statistics of every run.")] = None,
     picture: Annotated[Path | None, typer.Option(help="File for a picture: .png, .svg or .pdf.")] = None,
     save: Annotated[Path | None, typer.Option(help="File to write the workload to; nothing is run then.")] = None,
 ) -> None:
@@ -197,7 +197,7 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
             console.print(words, style="dim", highlight=False)
     if json_file is not None:
         report.write_json(json_file, plan.described(), runs)
-        console.print(f"figures: {json_file}", highlight=False)
+        console.print(f"statistics: {json_file}", highlight=False)
     if picture is not None:
         from kvrouter.simulator.results.charts import draw  # only here: it takes long to import
 

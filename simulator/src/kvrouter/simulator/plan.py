@@ -10,7 +10,7 @@ from typing import Any
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions
-from kvrouter.simulator.results.outcome import figures
+from kvrouter.simulator.results.outcome import run_statistics
 from kvrouter.simulator.results.report import Run
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.workload import Prompts, Workload
@@ -76,7 +76,7 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
                 started = time.perf_counter()
                 setting = replace(plan.setting, options=options[name], seed=seed)
                 outcome = simulate(workload, setting, prompts)
-                summed = figures(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
+                summed = run_statistics(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
                 runs.append(Run(name, load, seed, summed, time.perf_counter() - started))
                 waits[load, name] = sorted(request.ttft_s for request in outcome.served if not request.failed)
                 if console is not None and console.is_terminal:

@@ -7,11 +7,11 @@ from kvrouter.devtools.replay.open_loop import ReplayResult
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.report import print_report, write_json
-from kvrouter.devtools.replay.statistics import RunFigures, SystemCounts, run_figures
+from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
 from rich.console import Console
 
 
-def run(mode: str, ttft_ms: float, cached: int) -> tuple[RunFigures, list[RequestRecord]]:
+def run(mode: str, ttft_ms: float, cached: int) -> tuple[RunStatistics, list[RequestRecord]]:
     records = []
     for index in range(200):
         record = RequestRecord(index, index / 4, prompt_tokens=1000, ended_engine_s=index / 4 + 2)
@@ -20,12 +20,12 @@ def run(mode: str, ttft_ms: float, cached: int) -> tuple[RunFigures, list[Reques
         records.append(record)
     counts = SystemCounts(events_applied=1234, events_faulty=0, step_late_p99_ms=3.0)
     result = ReplayResult(records, wall_seconds=12.0, times_limited=0)
-    return run_figures(
+    return statistics_of_run(
         result, mode=mode, workers=8, block_size=16, time_scale=TimeScale(2.5, 4), counts=counts
     ), records
 
 
-def shown(*runs: RunFigures) -> str:
+def shown(*runs: RunStatistics) -> str:
     console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_report(console, runs)
     return console.export_text()
@@ -59,8 +59,8 @@ def test_an_invalid_run_cannot_be_overlooked() -> None:
 
 
 def test_json_names_the_trace_and_the_bounds(tmp_path: Path) -> None:
-    write_json(tmp_path / "figures.json", [run("kv", 500, 300)[0]], trace="a.jsonl")
-    written = json.loads((tmp_path / "figures.json").read_text())
+    write_json(tmp_path / "statistics.json", [run("kv", 500, 300)[0]], trace="a.jsonl")
+    written = json.loads((tmp_path / "statistics.json").read_text())
     assert written["trace"] == "a.jsonl"
     assert written["bounds"]["late_engine_ms_p99"] > 0
     assert written["runs"][0]["mode"] == "kv"
@@ -77,7 +77,7 @@ def test_hit_rate_over_time_follows_the_trace() -> None:
 
 
 def test_the_picture_is_a_png_also_of_an_empty_run(tmp_path: Path) -> None:
-    empty = run_figures(
+    empty = statistics_of_run(
         ReplayResult([], 0.0, 0), mode="kv", workers=8, block_size=16, time_scale=TimeScale(1, 1), counts=SystemCounts()
     )
     draw(tmp_path / "two.png", [DrawnRun(*run("round-robin", 900, 10)), DrawnRun(*run("kv", 300, 200))])

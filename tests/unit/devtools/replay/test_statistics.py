@@ -11,13 +11,13 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.statistics import (
     MAX_LATE_ENGINE_MS,
     MAX_STEP_LATE_MS,
-    RunFigures,
+    RunStatistics,
     SystemCounts,
     balance,
     expected_cached_tokens,
     hit_rate,
     quantiles,
-    run_figures,
+    statistics_of_run,
 )
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse
 
@@ -34,9 +34,11 @@ def record(
     return made
 
 
-def figures(records: list[RequestRecord], mode: str = "kv", step_late_p99_ms: float | None = None) -> RunFigures:
+def run_statistics(
+    records: list[RequestRecord], mode: str = "kv", step_late_p99_ms: float | None = None
+) -> RunStatistics:
     result = ReplayResult(records, wall_seconds=5.0, times_limited=0)
-    return run_figures(
+    return statistics_of_run(
         result,
         mode=mode,
         workers=2,
@@ -105,7 +107,7 @@ def test_records_take_pieces_as_they_come() -> None:
 
 
 def test_failed_requests_are_counted_by_code_and_nowhere_else() -> None:
-    run = figures([record(0), record(1, error="UNAVAILABLE", cached=None, ttft_ms=9e9)])
+    run = run_statistics([record(0), record(1, error="UNAVAILABLE", cached=None, ttft_ms=9e9)])
     assert run.errors == {"UNAVAILABLE": 1}
     assert (run.requests, run.completed) == (2, 1)
     assert run.ttft_ms.largest == 100.0
@@ -113,26 +115,26 @@ def test_failed_requests_are_counted_by_code_and_nowhere_else() -> None:
 
 
 def test_rates_are_per_engine_second_and_per_wall_second() -> None:
-    run = figures([record(index) for index in range(11)])
+    run = run_statistics([record(index) for index in range(11)])
     assert run.requests_per_engine_s == pytest.approx(11 / 2.0)
     assert run.requests_per_wall_s == pytest.approx(11 / 5.0)
 
 
 def test_prediction_is_judged_only_in_modes_that_predict() -> None:
     records = [record(0, predicted_overlap_blocks=2), record(1, predicted_overlap_blocks=3)]
-    assert figures(records).prediction_exact == 0.5
-    assert math.isnan(figures(records, mode="round-robin").prediction_exact)
+    assert run_statistics(records).prediction_exact == 0.5
+    assert math.isnan(run_statistics(records, mode="round-robin").prediction_exact)
 
 
 def test_a_late_run_is_invalid_and_says_why() -> None:
     on_time = [record(index) for index in range(100)]
-    assert figures(on_time).valid
+    assert run_statistics(on_time).valid
     late_ms = MAX_LATE_ENGINE_MS / 4.0 + 1  # the bound is in engine time, at clock factor 4
     late = [replace(one, late_wall_ms=late_ms) if one.index < 2 else one for one in on_time]
-    assert "sent late" in figures(late).invalid[0]
-    assert "steps ended late" in figures(on_time, step_late_p99_ms=MAX_STEP_LATE_MS + 1).invalid[0]
-    assert not figures([]).valid
-    limited = run_figures(
+    assert "sent late" in run_statistics(late).invalid[0]
+    assert "steps ended late" in run_statistics(on_time, step_late_p99_ms=MAX_STEP_LATE_MS + 1).invalid[0]
+    assert not run_statistics([]).valid
+    limited = statistics_of_run(
         ReplayResult(on_time, 5.0, times_limited=3),
         mode="kv", workers=2, block_size=16, time_scale=TimeScale(1, 1), counts=SystemCounts(),
     )  # fmt: skip
@@ -140,7 +142,7 @@ def test_a_late_run_is_invalid_and_says_why() -> None:
 
 
 def test_json_has_null_where_nothing_was_measured() -> None:
-    written = json.loads(json.dumps(figures([record(0)]).as_json(), allow_nan=False))
+    written = json.loads(json.dumps(run_statistics([record(0)]).as_json(), allow_nan=False))
     assert written["itl_ms"]["p50"] is None
     assert written["valid"] is True
     assert written["counts"] == {"events_applied": None, "events_faulty": None, "step_late_p99_ms": None}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.simulator.results.outcome import Figures, Outcome, figures
+from kvrouter.simulator.results.outcome import Outcome, RunStatistics, run_statistics
 from kvrouter.simulator.routing.replicas import HEARTBEAT_S, Link, Sync
 from kvrouter.simulator.routing.router import Announcement
 from kvrouter.simulator.simulation import Setting, simulate
@@ -99,14 +99,14 @@ def run(
     mode: str = "kv",
     seed: int = 0,
     workload: Workload = AT_ONCE,
-    spread: bool = False,
+    sharded: bool = False,
 ) -> Outcome:
-    setting = Setting(ENGINES, RoutingOptions(mode), seed, schedulers=schedulers, sync=sync, spread=spread)
+    setting = Setting(ENGINES, RoutingOptions(mode), seed, schedulers=schedulers, sync=sync, sharded=sharded)
     return simulate(workload, setting, PROMPTS)
 
 
-def summed(outcome: Outcome) -> Figures:
-    return figures(outcome, slo_ttft_s=2.0, slo_itl_s=0.05)
+def summed(outcome: Outcome) -> RunStatistics:
+    return run_statistics(outcome, slo_ttft_s=2.0, slo_itl_s=0.05)
 
 
 @pytest.mark.parametrize("sync", [None, Sync(0.005), Sync(0.05, loss=0.3)])
@@ -144,16 +144,16 @@ def test_what_comes_later_than_the_lag_is_known_and_what_is_lost_is_not() -> Non
     assert 1.04 * one.ttft_ms.mean < lossy.ttft_ms.mean < apart.ttft_ms.mean
 
 
-def test_requests_of_one_prompt_meet_at_one_replica_where_they_are_spread() -> None:
+def test_requests_of_one_prompt_meet_at_one_replica_where_they_are_sharded() -> None:
     """Of caches nothing is known here: only who booked a prompt before knows where it is."""
     requests = [Request(0.2 * number, 6000, 600, (number % 8,)) for number in range(32)]
     workload = Workload("again", requests, 6000)
 
-    def reuse(schedulers: int, *, spread: bool) -> float:
+    def reuse(schedulers: int, *, sharded: bool) -> float:
         options = RoutingOptions("forecast")
-        setting = Setting(ENGINES, options, event_lag_s=1e6, schedulers=schedulers, spread=spread)
+        setting = Setting(ENGINES, options, event_lag_s=1e6, schedulers=schedulers, sharded=sharded)
         return summed(simulate(workload, setting, Prompts(workload, 16))).reuse
 
-    one, spread, random = reuse(1, spread=False), reuse(4, spread=True), reuse(4, spread=False)
-    assert spread == pytest.approx(one, abs=0.1)
+    one, sharded, random = reuse(1, sharded=False), reuse(4, sharded=True), reuse(4, sharded=False)
+    assert sharded == pytest.approx(one, abs=0.1)
     assert random < one - 0.2

@@ -180,6 +180,6 @@ def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHea
     if not notes:
         return Text("ok", "green")
     state = Text(", ").join(Text(words, style) for words, style in notes)
-    # The column may shrink, so that the figures need not; its text is cut rather than wrapped.
+    # The column may shrink, so that the statistics need not; its text is cut rather than wrapped.
     state.no_wrap, state.overflow = True, "ellipsis"
     return state

@@ -106,7 +106,7 @@ class System:
         return found
 
     def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
-        """What the Indexers know of a component's ranks: the first ready one's figures, with the worst ages of all."""
+        """What the Indexers know of a component's ranks: the first ready one's statistics, with the worst ages of all."""
         found: dict[Rank, RankStats] = {}
         for stats in self._indexed(component):
             for rank in stats:

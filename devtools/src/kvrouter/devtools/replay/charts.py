@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrouter.devtools.replay.records import RequestRecord
-from kvrouter.devtools.replay.statistics import RunFigures, hit_rate
+from kvrouter.devtools.replay.statistics import RunStatistics, hit_rate
 
 _COLORS = ("#8a8f98", "#0b7a75", "#b5541c", "#5b4b8a")
 _WINDOWS = 12  # spans of time in which hit rates are averaged: some 70 requests each in the demo
@@ -18,7 +18,7 @@ _WINDOWS = 12  # spans of time in which hit rates are averaged: some 70 requests
 class DrawnRun:
     """A run to draw."""
 
-    figures: RunFigures
+    statistics: RunStatistics
     records: Sequence[RequestRecord]
 
 
@@ -47,7 +47,7 @@ def draw(path: Path, runs: Sequence[DrawnRun]) -> None:
 
     figure = Figure(figsize=(12.5, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    first = runs[0].figures
+    first = runs[0].statistics
     figure.suptitle(
         f"{first.requests:,} requests on {first.workers} workers, load factor {first.load:g}, "
         f"clock factor {first.clock:g}",
@@ -55,19 +55,19 @@ def draw(path: Path, runs: Sequence[DrawnRun]) -> None:
     )
     times, rates = figure.subplots(1, 2)
     for run, color in zip(runs, _COLORS, strict=False):
-        name = run.figures.mode if run.figures.valid else f"{run.figures.mode} (INVALID)"
+        name = run.statistics.mode if run.statistics.valid else f"{run.statistics.mode} (INVALID)"
         waits = sorted(record.ttft_ms for record in run.records if record.ttft_ms is not None)
-        median = run.figures.ttft_ms.p50
+        median = run.statistics.ttft_ms.p50
         times.step(
             waits,
             [(place + 1) / len(waits) for place in range(len(waits))],
             where="post",
             color=color,
             linewidth=2,
-            label=f"{name}: half within {_duration(median)}, 99% within {_duration(run.figures.ttft_ms.p99)}",
+            label=f"{name}: half within {_duration(median)}, 99% within {_duration(run.statistics.ttft_ms.p99)}",
         )
         moments, values = hit_rate_over_time(run.records)
-        rates.plot(moments, values, color=color, linewidth=2, label=f"{name}: {run.figures.hit_rate:.1%} overall")
+        rates.plot(moments, values, color=color, linewidth=2, label=f"{name}: {run.statistics.hit_rate:.1%} overall")
     times.set_xscale("log")
     times.set_title("Time to first token (further left is better)")
     times.set_xlabel("engine time")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrouter.devtools.replay.statistics import MAX_LATE_ENGINE_MS, MAX_STEP_LATE_MS, RunFigures
+from kvrouter.devtools.replay.statistics import MAX_LATE_ENGINE_MS, MAX_STEP_LATE_MS, RunStatistics
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -18,7 +18,7 @@ from rich.text import Text
 @dataclass(frozen=True, slots=True)
 class _Row:
     name: str
-    value: Callable[[RunFigures], float | None]
+    value: Callable[[RunStatistics], float | None]
     form: Callable[[float], str]
     lower_is_better: bool | None = None
     """None where a ratio says nothing."""
@@ -72,8 +72,8 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
 )
 
 
-def settings_line(run: RunFigures) -> str:
-    """The settings that a run's figures depend on."""
+def settings_line(run: RunStatistics) -> str:
+    """The settings that a run's statistics depend on."""
     arrivals = "as" if run.load == 1 else f"{run.load:g} times as fast as"
     time_scale = (
         "engine time is wall time." if run.clock == 1 else f"{run.clock:g} engine seconds pass in a second of the wall."
@@ -84,7 +84,7 @@ def settings_line(run: RunFigures) -> str:
     )
 
 
-def report(runs: Sequence[RunFigures]) -> RenderableType:
+def report(runs: Sequence[RunStatistics]) -> RenderableType:
     """The table: one column for each run, and with two runs a column that compares the second with the first."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     table.add_column("")
@@ -106,8 +106,8 @@ def report(runs: Sequence[RunFigures]) -> RenderableType:
     return Group(*parts)
 
 
-def write_json(path: Path, runs: Sequence[RunFigures], trace: str) -> None:
-    """Writes the figures of all runs to a file."""
+def write_json(path: Path, runs: Sequence[RunStatistics], trace: str) -> None:
+    """Writes the statistics of all runs to a file."""
     document = {
         "trace": trace,
         "bounds": {"late_engine_ms_p99": MAX_LATE_ENGINE_MS, "step_late_ms_p99": MAX_STEP_LATE_MS},
@@ -116,7 +116,7 @@ def write_json(path: Path, runs: Sequence[RunFigures], trace: str) -> None:
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def print_report(console: Console, runs: Sequence[RunFigures]) -> None:
+def print_report(console: Console, runs: Sequence[RunStatistics]) -> None:
     """Prints the table."""
     console.print()
     console.print(report(runs))
@@ -138,7 +138,7 @@ def _comparison(row: _Row, first: float | None, second: float | None) -> Text:
     return Text(words, style="green" if better else "yellow")
 
 
-def _remarks(runs: Sequence[RunFigures]) -> list[Text]:
+def _remarks(runs: Sequence[RunStatistics]) -> list[Text]:
     remarks = []
     for run in runs:
         remarks += [
@@ -152,7 +152,7 @@ def _remarks(runs: Sequence[RunFigures]) -> list[Text]:
         remarks.append(
             Text(
                 f"Valid: requests left and engine steps ended within {MAX_LATE_ENGINE_MS:.0f} engine ms of when they "
-                "were due (p99), so the figures are the system's, not the machine's."
+                "were due (p99), so the statistics are the system's, not the machine's."
                 if all(run.counts.step_late_p99_ms is not None for run in runs)
                 else f"Valid: requests left within {MAX_LATE_ENGINE_MS:.0f} engine ms of when they were due (p99)."
             )

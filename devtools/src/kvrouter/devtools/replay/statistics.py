@@ -59,8 +59,8 @@ class SystemCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFigures:
-    """One run in figures; times of engines in engine time, those of the router in wall time."""
+class RunStatistics:
+    """One run in statistics; times of engines in engine time, those of the router in wall time."""
 
     mode: str
     workers: int
@@ -96,11 +96,11 @@ class RunFigures:
 
     @property
     def valid(self) -> bool:
-        """Whether the figures mean anything."""
+        """Whether the statistics mean anything."""
         return not self.invalid
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values; what could not be measured is null."""
+        """The statistics as JSON values; what could not be measured is null."""
         return {"valid": self.valid, **_without_nan(asdict(self))}
 
 
@@ -149,16 +149,16 @@ def balance(records: Sequence[RequestRecord], workers: int) -> Balance:
     return Balance(named, deviation / mean, max(loads) / mean)
 
 
-def run_figures(
+def statistics_of_run(
     result: ReplayResult, *, mode: str, workers: int, block_size: int, time_scale: TimeScale, counts: SystemCounts
-) -> RunFigures:
-    """All figures of a run."""
+) -> RunStatistics:
+    """All statistics of a run."""
     records = result.records
     completed = [record for record in records if record.completed]
     late_wall = quantiles(record.late_wall_ms for record in records)
     late_engine = quantiles(record.late_wall_ms * time_scale.clock for record in records)
     span = max((record.ended_engine_s or 0.0 for record in records), default=0.0)
-    return RunFigures(
+    return RunStatistics(
         mode=mode,
         workers=workers,
         load=time_scale.load,

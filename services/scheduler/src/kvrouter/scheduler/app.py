@@ -16,7 +16,7 @@ from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.updates import BookingUpdates
-from kvrouter.scheduler.load.metrics import RankFigures
+from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.load.overload import OverloadDetector
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.report_listener import LoadListener
@@ -126,7 +126,7 @@ async def running(
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     _show_sizes(metrics, booking_leases, decisions, affinity, predictions, overload)
-    runtime.registry.register(RankFigures(pools))
+    runtime.registry.register(RankLoadMetrics(pools))
     status = Status(
         pools,
         booking_leases,

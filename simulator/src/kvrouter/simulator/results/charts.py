@@ -30,11 +30,11 @@ def draw(path: Path, title: str, runs: Sequence[Run], waits_s: Mapping[tuple[flo
     colors = dict(zip(dict.fromkeys(run.policy for run in runs), _COLORS * len(runs), strict=False))
     if len({run.load for run in runs}) > 1:
         left, right = figure.subplots(1, 2)
-        _over_load(left, runs, colors, lambda run: run.figures.ttft_ms.mean / 1e3)
+        _over_load(left, runs, colors, lambda run: run.statistics.ttft_ms.mean / 1e3)
         left.set_yscale("log")
         left.set_title("Mean time to first token (lower is better)")
         _in_durations(left.yaxis)
-        _over_load(right, runs, colors, lambda run: run.figures.good_share)
+        _over_load(right, runs, colors, lambda run: run.statistics.good_share)
         right.set_title("Requests within their objectives (higher is better)")
         right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         right.set_ylim(0, 1.02)
@@ -43,9 +43,9 @@ def draw(path: Path, title: str, runs: Sequence[Run], waits_s: Mapping[tuple[flo
     else:
         parts = figure.subplot_mosaic([["waits", "reuse"], ["waits", "good"]], width_ratios=[1.5, 1])
         _distribution(parts["waits"], waits_s, colors)
-        _bars(parts["reuse"], runs, colors, lambda run: run.figures.reuse)
+        _bars(parts["reuse"], runs, colors, lambda run: run.statistics.reuse)
         parts["reuse"].set_title("Prompt tokens found in a cache (higher is better)")
-        _bars(parts["good"], runs, colors, lambda run: run.figures.good_share)
+        _bars(parts["good"], runs, colors, lambda run: run.statistics.good_share)
         parts["good"].set_title("Requests within their objectives (higher is better)")
         drawn = list(parts.values())
     for axes in drawn:

@@ -1,4 +1,4 @@
-"""What came of a run, and the figures that sum it up."""
+"""What came of a run, and the statistics that sum it up."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunStatistics:
     """A run in numbers."""
 
     requests: int
@@ -138,8 +138,8 @@ class Figures:
         return self.within_slo / max(self.requests, 1)
 
 
-def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures:
-    """The figures of a run; not a number where nothing was served."""
+def run_statistics(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> RunStatistics:
+    """The statistics of a run; not a number where nothing was served."""
     served = [request for request in outcome.served if not request.failed]
     regrets = [request.regret_ms for request in served if not math.isnan(request.regret_ms)]
     ttft = sorted(request.ttft_s for request in served)
@@ -147,7 +147,7 @@ def figures(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> Figures
     span = max((request.ended_at for request in served), default=math.nan)
     prompt_tokens = sum(request.prompt_tokens for request in served)
     busy, peaks = outcome.totals.busy_seconds, outcome.peaks
-    return Figures(
+    return RunStatistics(
         requests=len(served),
         reuse=_ratio(sum(request.cached_tokens for request in served), prompt_tokens),
         readmitted_reuse=_ratio(outcome.totals.reused_tokens, prompt_tokens),

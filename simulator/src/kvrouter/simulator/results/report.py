@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from kvrouter.simulator.results.knee import KNEE_SHARE, knee
-from kvrouter.simulator.results.outcome import Figures
+from kvrouter.simulator.results.outcome import RunStatistics
 from rich import box
 from rich.table import Table
 
@@ -23,12 +23,12 @@ class Run:
     policy: str
     load: float
     seed: int
-    figures: Figures
+    statistics: RunStatistics
     wall_s: float
     """Time that the simulation itself took."""
 
 
-Figure = tuple[str, Callable[[Figures], float], str]
+Figure = tuple[str, Callable[[RunStatistics], float], str]
 """Name, value, and format."""
 
 _BRIEF: Sequence[Figure] = (
@@ -114,8 +114,8 @@ def _by_load(runs: Sequence[Run]) -> Table:
     return drawn
 
 
-def _cells(groups: Iterable[Sequence[Run]], value: Callable[[Figures], float], shape: str) -> list[str]:
-    middles = [median(value(run.figures) for run in group) for group in groups]
+def _cells(groups: Iterable[Sequence[Run]], value: Callable[[RunStatistics], float], shape: str) -> list[str]:
+    middles = [median(value(run.statistics) for run in group) for group in groups]
     return ["-" if math.isnan(middle) else format(middle, shape) for middle in middles]
 
 
@@ -123,7 +123,7 @@ def knees(runs: Sequence[Run]) -> dict[str, float]:
     """The knee of each policy over the loads that were run; empty if there is one load only."""
     shares: dict[str, list[tuple[float, float]]] = {}
     for (load, policy), group in sorted(grouped(runs).items()):
-        share = median(run.figures.good_share for run in group)
+        share = median(run.statistics.good_share for run in group)
         shares.setdefault(policy, []).append((load, share))
     order = dict.fromkeys(run.policy for run in runs)
     return {policy: knee(shares[policy]) for policy in order if len(shares[policy]) > 1}
@@ -151,7 +151,7 @@ def grouped(runs: Sequence[Run]) -> Mapping[tuple[float, str], list[Run]]:
 
 
 def write_json(path: Path, setting: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Writes the figures of all runs; what is no number is null, as is a knee beyond the loads.
+    """Writes the statistics of all runs; what is no number is null, as is a knee beyond the loads.
 
     Raises OSError if the file cannot be written.
     """

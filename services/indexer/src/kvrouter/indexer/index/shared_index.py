@@ -22,7 +22,7 @@ _STEP_BACK_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class IndexSize:
     """Size of the index and of its ranks at one moment."""
 
     blocks: int
@@ -73,12 +73,12 @@ class SharedIndex:
         """The ranks of the index: cheaper than ``figures``, whose cost may grow with the blocks."""
         return await self.ask(lambda index: index.ranks())
 
-    async def figures(self) -> Figures:
+    async def size(self) -> IndexSize:
         """Size of the index and of its ranks."""
 
-        def read(index: PrefixIndex) -> Figures:
+        def read(index: PrefixIndex) -> IndexSize:
             stats = index.stats()
-            return Figures(stats.blocks, stats.memory_bytes, index.ranks())
+            return IndexSize(stats.blocks, stats.memory_bytes, index.ranks())
 
         return await self.work(read)
 

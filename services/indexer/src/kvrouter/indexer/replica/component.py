@@ -156,22 +156,22 @@ class ComponentIndex:
 
     async def stats(self) -> ComponentStats:
         """Figures of the component, as of this moment."""
-        figures = await self.state.figures()
+        size = await self.state.size()
         progress = self.ingest.progress
         snapshot = self.snapshots.current if self.snapshots else SnapshotRef()
         return ComponentStats(
             component=Component(namespace=self.name.namespace, name=self.name.name),
             ready=self.ready,
             transport=self.descriptor.default_transport or Transport.TRANSPORT_DURABLE,
-            blocks=figures.blocks,
-            memory_bytes=figures.memory_bytes,
+            blocks=size.blocks,
+            memory_bytes=size.memory_bytes,
             applied_stream_sequence=progress.applied,
             last_stream_sequence=progress.last_sequence,
             lag_seconds=self.state.lag_seconds,
             snapshot_sequence=snapshot.stream_sequence,
             snapshot_age_seconds=max(0.0, time.time() - snapshot.taken_unix_ns / 1e9) if snapshot.object_name else 0.0,
             events=self.state.tally.event_counts(),
-            ranks=[self._rank_stats(info) for info in figures.ranks],
+            ranks=[self._rank_stats(info) for info in size.ranks],
             stream_checked_age_seconds=age(progress.checked_at, time.monotonic()),
             stream_error=self.stream_repair.error if self.stream_repair else "",
         )

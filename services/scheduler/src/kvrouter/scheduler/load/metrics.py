@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 _LABELS = ("component", "worker_id", "dp_rank")
 
 
-class RankFigures(Collector):
+class RankLoadMetrics(Collector):
     """Active blocks, prefill tokens and requests of every rank that is registered or has bookings."""
 
     def __init__(self, pools: Pools) -> None:
