@@ -93,13 +93,13 @@ async def test_schedulers_are_followed_as_they_go_and_come(etcd_endpoint: str, n
             await one.register(1)
             await two.knows(lambda found: 1 in found)
             await two.select(selecting("a"))
-            seen = await until(sources, lambda system: sum(each.status is not None for each in system.schedulers) == 2)
-            leading, _ = seen.components()[component]
+            view = await until(sources, lambda system: sum(each.status is not None for each in system.schedulers) == 2)
+            leading, _ = view.components()[component]
             assert leading.scheduler_id == "scheduler-2"
         await until(sources, lambda system: not system.schedulers)
         async with scheduling(component, etcd_endpoint, nats_url) as again:
-            seen = await until(sources, lambda system: any(each.status is not None for each in system.schedulers))
-            assert seen.schedulers[0].address == again.server.endpoint()
+            view = await until(sources, lambda system: any(each.status is not None for each in system.schedulers))
+            assert view.schedulers[0].address == again.server.endpoint()
 
 
 async def test_one_that_is_registered_twice_is_shown_once(etcd_endpoint: str, nats_url: str, namespace: str) -> None:
@@ -108,8 +108,8 @@ async def test_one_that_is_registered_twice_is_shown_once(etcd_endpoint: str, na
         first_life = ServiceRegistration(endpoint=stack.server.endpoint(), ready=True)
         await stack.put(service_key(namespace, "scheduler", "its-first-life"), first_life)
         async with open_sources(Where((), (), etcd_endpoint, namespace)) as sources:
-            seen = await until(sources, lambda system: bool(system.schedulers))
-            assert [each.address for each in seen.schedulers] == [stack.server.endpoint()]
+            view = await until(sources, lambda system: bool(system.schedulers))
+            assert [each.address for each in view.schedulers] == [stack.server.endpoint()]
 
 
 async def test_it_draws_again_and_again_and_ends_with_ctrl_c(etcd_endpoint: str, nats_url: str, namespace: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.cli.top.formatting import count, duration
 from kvrouter.cli.top.frame import frame
 from kvrouter.cli.top.hit_rates import HitRate, HitWindow
-from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
@@ -49,26 +49,26 @@ def pool(*ranks: RankStatus, name: str = "pool", **fields: Any) -> ComponentStat
     return ComponentStatus(component=component(name), model="m", mode="kv", ranks=ranks, **fields)
 
 
-def scheduler(*components: ComponentStatus, name: str = "s-1", **fields: Any) -> SchedulerSeen:
+def scheduler(*components: ComponentStatus, name: str = "s-1", **fields: Any) -> SchedulerView:
     known: dict[str, Any] = {"ready": True, "started_unix_ns": NOW_NS - 90 * 10**9}
     status = GetStatusResponse(scheduler_id=name, components=components, **(known | fields))
-    return SchedulerSeen(f"{name}:1", status)
+    return SchedulerView(f"{name}:1", status)
 
 
-def indexer(*ranks: RankStats, name: str = "i-1", ready: bool = True) -> IndexerSeen:
+def indexer(*ranks: RankStats, name: str = "i-1", ready: bool = True) -> IndexerView:
     stats = ComponentStats(component=component(), ready=ready, blocks=sum(each.blocks for each in ranks), ranks=ranks)
-    return IndexerSeen(f"{name}:1", GetStatsResponse(replica_id=name, components=[stats]))
+    return IndexerView(f"{name}:1", GetStatsResponse(replica_id=name, components=[stats]))
 
 
-def system(schedulers: Sequence[SchedulerSeen], indexers: Sequence[IndexerSeen] = (), note: str = "") -> System:
+def system(schedulers: Sequence[SchedulerView], indexers: Sequence[IndexerView] = (), note: str = "") -> System:
     return System(NOW, schedulers, indexers, note=note)
 
 
-def lines(seen: System, *, width: int = 160, height: int | None = None) -> list[str]:
-    hits = HitWindow(60)
-    hits.take(seen, 0.0)
+def lines(view: System, *, width: int = 160, height: int | None = None) -> list[str]:
+    hit_rates = HitWindow(60)
+    hit_rates.take(view, 0.0)
     out = io.StringIO()
-    Console(file=out, width=width).print(frame(seen, hits, width=width, height=height))
+    Console(file=out, width=width).print(frame(view, hit_rates, width=width, height=height))
     return out.getvalue().splitlines()
 
 
@@ -82,7 +82,9 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
         active_blocks=250,
         prefill_tokens=1234,
         active_requests=3,
-        hits=HitCounts(prompt_tokens=100, cached_tokens=60, predicted_prompt_tokens=100, predicted_cached_tokens=64),
+        cache_hits=HitCounts(
+            prompt_tokens=100, cached_tokens=60, predicted_prompt_tokens=100, predicted_cached_tokens=64
+        ),
     )
     known = RankStats(rank=Rank(worker_id=1), blocks=900, lag_seconds=0.0031, verified=True)
     found = lines(system([scheduler(pool(loaded, rank(2)), bookings=3, sessions=1)], [indexer(known)]))
@@ -142,14 +144,14 @@ def test_an_indexer_that_cannot_ask_nats_says_how_old_its_knowledge_is() -> None
     away = ComponentStats(
         component=component(), ready=True, stream_checked_age_seconds=70, stream_error="no space left on device"
     )
-    seen = IndexerSeen("i-1:1", GetStatsResponse(replica_id="i-1", components=[away]))
-    found = line(lines(system([scheduler(pool(rank(1)))], [seen])), "Indexer")
+    view = IndexerView("i-1:1", GetStatsResponse(replica_id="i-1", components=[away]))
+    found = line(lines(system([scheduler(pool(rank(1)))], [view])), "Indexer")
     assert "0 messages behind 1 min ago, pool: stream takes no messages" in found
 
 
 def test_without_an_indexer_cached_blocks_are_what_the_worker_reports() -> None:
     told = rank(1, reported=LoadReport(cached_blocks=77))
-    found = lines(system([scheduler(pool(told))], [IndexerSeen("i-1:1", failure="refused")]))
+    found = lines(system([scheduler(pool(told))], [IndexerView("i-1:1", failure="refused")]))
     assert line(found, "Indexer") == "Indexer   at i-1:1 does not answer: refused"
     assert line(found, "1:0").split()[-5] == "77"
     assert any("no Indexer is there" in each for each in lines(system([scheduler(pool(told))])))
@@ -193,7 +195,7 @@ def test_the_view_of_the_scheduler_that_decides_counts() -> None:
     new = Decision(component=component(), decided_unix_ns=NOW_NS)
     idle = scheduler(pool(rank(1)), name="s-1", decisions=[old])
     deciding = scheduler(pool(rank(1, active_requests=9)), name="s-2", decisions=[new])
-    away = SchedulerSeen("s-3:1", failure="refused")
+    away = SchedulerView("s-3:1", failure="refused")
     found = lines(system([idle, deciding, away]))
     assert line(found, "Scheduler at s-3:1") == "Scheduler at s-3:1 does not answer: refused"
     assert "load as s-2 sees it" in line(found, "ns/pool")
@@ -228,12 +230,12 @@ def test_each_component_has_its_ranks() -> None:
     ("seen", "words"),
     [
         (system([], note="etcd at e:1 does not answer"), ["etcd at e:1 does not answer"]),
-        (system([SchedulerSeen("s:1", failure="refused")]), ["no Scheduler answers"]),
+        (system([SchedulerView("s:1", failure="refused")]), ["no Scheduler answers"]),
         (system([scheduler()]), ["no worker is registered"]),
     ],
 )
-def test_an_absence_is_said(seen: System, words: list[str]) -> None:
-    found = lines(seen)
+def test_an_absence_is_said(view: System, words: list[str]) -> None:
+    found = lines(view)
     assert all(each in found for each in words)
 
 
@@ -252,7 +254,7 @@ def test_a_frame_fits_the_terminal(width: int, height: int) -> None:
     assert any(" of 100 " in each for each in found) == (height < 60 or len(found) < 100)
 
 
-def hits(prompt: int, cached: int) -> HitCounts:
+def hit_rates(prompt: int, cached: int) -> HitCounts:
     return HitCounts(
         prompt_tokens=prompt, cached_tokens=cached, predicted_prompt_tokens=prompt, predicted_cached_tokens=cached
     )
@@ -260,32 +262,35 @@ def hits(prompt: int, cached: int) -> HitCounts:
 
 def counted(*schedulers: tuple[str, int, HitCounts]) -> System:
     return system(
-        [scheduler(pool(rank(1, hits=sums)), name=name, started_unix_ns=start) for name, start, sums in schedulers]
+        [
+            scheduler(pool(rank(1, cache_hits=sums)), name=name, started_unix_ns=start)
+            for name, start, sums in schedulers
+        ]
     )
 
 
 def test_hit_rates_are_over_the_window_and_all_schedulers() -> None:
     window = HitWindow(60)
-    window.take(counted(("a", 1, hits(100, 100))), 0.0)
+    window.take(counted(("a", 1, hit_rates(100, 100))), 0.0)
     assert window.rate(POOL) == HitRate(1.0, 1.0)
-    window.take(counted(("a", 1, hits(200, 150)), ("b", 1, hits(100, 0))), 10.0)
+    window.take(counted(("a", 1, hit_rates(200, 150)), ("b", 1, hit_rates(100, 0))), 10.0)
     assert window.rates(POOL) == {(1, 0): HitRate(0.25, 0.25)}
-    window.take(counted(("a", 1, hits(200, 150)), ("b", 1, hits(100, 0))), 71.0)
+    window.take(counted(("a", 1, hit_rates(200, 150)), ("b", 1, hit_rates(100, 0))), 71.0)
     assert window.rate(POOL) == HitRate(None, None)
 
 
 def test_a_scheduler_that_restarts_counts_from_its_start() -> None:
     window = HitWindow(60)
-    window.take(counted(("a", 1, hits(1000, 1000))), 0.0)
-    window.take(system([SchedulerSeen("a:1", failure="refused")]), 1.0)
-    window.take(counted(("a", 2, hits(10, 5))), 2.0)
+    window.take(counted(("a", 1, hit_rates(1000, 1000))), 0.0)
+    window.take(system([SchedulerView("a:1", failure="refused")]), 1.0)
+    window.take(counted(("a", 2, hit_rates(10, 5))), 2.0)
     assert window.rate(POOL) == HitRate(0.5, 0.5)
 
 
 def test_a_rank_that_was_forgotten_in_between_counts_from_then() -> None:
     window = HitWindow(60)
-    window.take(counted(("a", 1, hits(1000, 1000))), 0.0)
-    window.take(counted(("a", 1, hits(10, 5))), 1.0)
+    window.take(counted(("a", 1, hit_rates(1000, 1000))), 0.0)
+    window.take(counted(("a", 1, hit_rates(10, 5))), 1.0)
     assert window.rate(POOL) == HitRate(0.5, 0.5)
 
 
@@ -299,8 +304,8 @@ def test_figures_in_words() -> None:
     assert count(2_100_000, short=False) == "2,100,000"
 
 
-def frontend(*workers: WorkerHealth, name: str = "f-1") -> FrontendSeen:
-    return FrontendSeen(f"{name}:1", GetWorkerHealthResponse(workers=workers))
+def frontend(*workers: WorkerHealth, name: str = "f-1") -> FrontendView:
+    return FrontendView(f"{name}:1", GetWorkerHealthResponse(workers=workers))
 
 
 def found_in(worker_id: int, state: WorkerHealthState, **fields: Any) -> WorkerHealth:
@@ -317,16 +322,16 @@ def test_workers_that_frontends_find_unhealthy_are_marked() -> None:
     )
     sound = found_in(2, WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY, calls=2)
     silent = found_in(1, WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)
-    seen = System(
+    view = System(
         NOW,
         [scheduler(pool(rank(1), rank(2), rank(3)))],
         frontends=[
             frontend(silent, failing),
             frontend(silent, sound, name="f-2"),
-            FrontendSeen("f-3:1", failure="refused"),
+            FrontendView("f-3:1", failure="refused"),
         ],
     )
-    found = lines(seen)
+    found = lines(view)
     assert "f-1:1  1 call at workers, 1 worker suspected, 1 worker backed off" in line(found, "Frontend")
     assert any("f-2:1  2 calls at workers, 1 worker suspected" in each for each in found)
     assert any("Frontend  at f-3:1 does not answer: refused" in each for each in found)

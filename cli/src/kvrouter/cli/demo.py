@@ -11,7 +11,7 @@ from typing import cast
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
 from kvrouter.devtools.replay.pacing import TimeScale
-from kvrouter.devtools.replay.probes import event_counts, faulty, histogram_quantile
+from kvrouter.devtools.replay.probes import event_counts, faulty_events, histogram_quantile
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
 from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
@@ -98,7 +98,7 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
     late_s = await histogram_quantile(stack.worker_metrics, STEP_LATENESS, 0.99)
     counts = SystemCounts(
         events_applied=events.applied if events is not None else None,
-        events_faulty=faulty(events) if events is not None else None,
+        events_faulty=faulty_events(events) if events is not None else None,
         step_late_p99_ms=late_s * 1000 if late_s is not None else None,
     )
     run_statistics = statistics_of_run(

@@ -12,7 +12,7 @@ from kvrouter.cli.errors import CommandFailed
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
 from kvrouter.devtools.replay.pacing import TimeScale
-from kvrouter.devtools.replay.probes import event_counts, faulty
+from kvrouter.devtools.replay.probes import event_counts, faulty_events
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
 from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
@@ -64,7 +64,9 @@ async def replay_running(command: ReplayCommand, console: Console) -> RunStatist
     after = await event_counts(command.indexer) if command.indexer is not None else None
     counts = SystemCounts(
         events_applied=after.applied - before.applied if before is not None and after is not None else None,
-        events_faulty=faulty(after) - faulty(before) if before is not None and after is not None else None,
+        events_faulty=faulty_events(after) - faulty_events(before)
+        if before is not None and after is not None
+        else None,
     )
     run_statistics = statistics_of_run(
         result,

@@ -188,7 +188,7 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
     console.print(title, highlight=False)
     console.print(report.table(runs))
     for words in (
-        report.knee_words(runs),
+        report.knee_text(runs),
         f"objectives: {plan.slo_ttft_s * 1e3:g} ms to the first token, {plan.slo_itl_s * 1e3:g} ms between tokens",
         f"medians of {len(plan.seeds)} seeds" if len(plan.seeds) > 1 else "",
         f"{sum(run.wall_s for run in runs):.1f} s, engine model: {IMPLEMENTATION}",

@@ -1,6 +1,6 @@
 import math
 
-from kvrouter.devtools.replay.probes import bucket_counts, faulty, quantile_bound
+from kvrouter.devtools.replay.probes import bucket_counts, faulty_events, quantile_bound
 from kvrouter.v1.indexer_pb2 import EventCounts
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -25,5 +25,5 @@ def test_what_was_not_observed_has_no_quantile() -> None:
 
 
 def test_duplicates_are_no_fault_and_losses_are() -> None:
-    assert faulty(EventCounts(applied=9, duplicates=3, fenced=1, unknown_removals=1)) == 0
-    assert faulty(EventCounts(gaps=1, unknown_parents=2, rejected=3, unparsable=4)) == 10
+    assert faulty_events(EventCounts(applied=9, duplicates=3, fenced=1, unknown_removals=1)) == 0
+    assert faulty_events(EventCounts(gaps=1, unknown_parents=2, rejected=3, unparsable=4)) == 10

@@ -23,19 +23,19 @@ _PIPE_WIDTH = 200
 class _Picture:
     """The frame for whatever size the terminal has when it is drawn."""
 
-    def __init__(self, system: System, hits: HitWindow, *, whole: bool) -> None:
+    def __init__(self, system: System, hit_rates: HitWindow, *, whole: bool) -> None:
         self._system = system
-        self._hits = hits
+        self._hit_rates = hit_rates
         self._whole = whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = None if self._whole else console.height
-        yield frame(self._system, self._hits, width=options.max_width, height=height)
+        yield frame(self._system, self._hit_rates, width=options.max_width, height=height)
 
 
 async def top(where: Where, interval_seconds: float) -> None:
     """Draws until it is cancelled."""
-    hits = HitWindow(_WINDOW_SECONDS)
+    hit_rates = HitWindow(_WINDOW_SECONDS)
     resized = asyncio.Event()
     loop = asyncio.get_running_loop()
     console = Console(highlight=False)
@@ -46,8 +46,8 @@ async def top(where: Where, interval_seconds: float) -> None:
                 while True:
                     due = time.monotonic() + interval_seconds
                     system = await sources.look()
-                    hits.take(system, time.monotonic())
-                    live.update(_Picture(system, hits, whole=False), refresh=True)
+                    hit_rates.take(system, time.monotonic())
+                    live.update(_Picture(system, hit_rates, whole=False), refresh=True)
                     while await _resized_before(resized, due):
                         live.refresh()
     finally:
@@ -62,11 +62,11 @@ async def top_once(where: Where) -> None:
     """
     async with open_sources(where) as sources:
         system = await sources.look()
-    hits = HitWindow(_WINDOW_SECONDS)
-    hits.take(system, time.monotonic())
+    hit_rates = HitWindow(_WINDOW_SECONDS)
+    hit_rates.take(system, time.monotonic())
     # A pipe is no reason to cut columns off.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    console.print(_Picture(system, hits, whole=True))
+    console.print(_Picture(system, hit_rates, whole=True))
     if not system.statuses:
         raise CommandFailed("no Scheduler answers")
 

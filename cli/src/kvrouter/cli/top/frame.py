@@ -9,7 +9,7 @@ from kvrouter.cli.top.decisions_table import decisions_table
 from kvrouter.cli.top.formatting import amount, duration
 from kvrouter.cli.top.hit_rates import HitWindow
 from kvrouter.cli.top.ranks_table import BACKED_OFF, queue_lines, ranks_table
-from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse
@@ -28,28 +28,28 @@ _TABLE_LINES = 4
 """Lines that a component takes besides its ranks: its own, the table's header and sum, and an empty one."""
 
 
-def frame(system: System, hits: HitWindow, *, width: int, height: int | None = None) -> Group:
+def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | None = None) -> Group:
     """The whole picture.
 
     Args:
         system: What was seen.
-        hits: What was found cached, that sight included.
+        hit_rates: Cache hit rates, this view included.
         width: Columns of the terminal.
         height: Its lines, which the frame is to fit into; None for every rank and the last decisions.
     """
     lines: list[RenderableType] = [*_head(system), Text()]
     components = system.components()
     ranks, decisions = _room([status for _, status in components.values()], len(lines), height)
-    for component, (seen_by, status) in components.items():
-        lines.append(_component_line(component, status, seen_by, system, hits))
+    for component, (viewed_by, status) in components.items():
+        lines.append(_component_line(component, status, viewed_by, system, hit_rates))
         lines.extend(_notes(status))
         lines.append(
             ranks_table(
                 status.ranks,
                 system.indexed(component),
                 system.worker_health(component),
-                hits.rates(component),
-                hits.rate(component),
+                hit_rates.rates(component),
+                hit_rates.rate(component),
                 width,
                 ranks,
             )
@@ -70,21 +70,21 @@ def _head(system: System) -> list[Text]:
     lines = [Text.assemble(("kvrouter top", "bold"), "  ", system.at.strftime("%H:%M:%S"))]
     if system.note:
         lines.append(Text(system.note, "yellow"))
-    lines.extend(_scheduler_line(seen, system.at) for seen in system.schedulers)
-    lines.extend(_indexer_line(seen) for seen in system.indexers)
-    lines.extend(_frontend_line(seen) for seen in system.frontends)
+    lines.extend(_scheduler_line(view, system.at) for view in system.schedulers)
+    lines.extend(_indexer_line(view) for view in system.indexers)
+    lines.extend(_frontend_line(view) for view in system.frontends)
     if not system.indexers and system.statuses:
         lines.append(Text("no Indexer is there: cached blocks are what the workers report", "yellow"))
     return lines
 
 
-def _scheduler_line(seen: SchedulerSeen, at: datetime) -> Text:
-    status = seen.status
+def _scheduler_line(view: SchedulerView, at: datetime) -> Text:
+    status = view.status
     if status is None:
-        return _away("Scheduler", seen.address, seen.failure)
+        return _away("Scheduler", view.address, view.failure)
     up = (at - datetime.fromtimestamp(status.started_unix_ns / 1e9, tz=UTC)).total_seconds()
     return Text.assemble(
-        *_who("Scheduler", status.scheduler_id, seen.address, ready=status.ready),
+        *_who("Scheduler", status.scheduler_id, view.address, ready=status.ready),
         f"  {amount(status.bookings, 'booking')}, {amount(status.sessions, 'session')}, up {duration(max(0.0, up))}",
         (_directory_note(status.directory_age_seconds), "red"),
     )
@@ -96,35 +96,35 @@ def _directory_note(age_seconds: float) -> str:
     return f", etcd silent for {duration(age_seconds)}: workers may have come or gone"
 
 
-def _indexer_line(seen: IndexerSeen) -> Text:
-    stats = seen.stats
+def _indexer_line(view: IndexerView) -> Text:
+    stats = view.stats
     if stats is None:
-        return _away("Indexer", seen.address, seen.failure)
+        return _away("Indexer", view.address, view.failure)
     components = stats.components
     behind = sum(max(0, each.last_stream_sequence - each.applied_stream_sequence) for each in components)
     text = f"  {sum(each.blocks for each in components):,} blocks, {amount(behind, 'message')} behind"
     counts = [each.events for each in components]
-    faulty = sum(each.gaps + each.unknown_parents + each.rejected + each.unparsable for each in counts)
+    faulty_events = sum(each.gaps + each.unknown_parents + each.rejected + each.unparsable for each in counts)
     ready = all(each.ready for each in components)
-    who = _who("Indexer", stats.replica_id, seen.address, ready=ready)
+    who = _who("Indexer", stats.replica_id, view.address, ready=ready)
     checked = max((each.stream_checked_age_seconds for each in components), default=0.0)
     return Text.assemble(
         *who,
         text,
         (f" {duration(checked)} ago" if checked > _CHECK_LATE_SECONDS else "", "red"),
-        (f", {faulty:,} faulty events" if faulty else "", "yellow"),
+        (f", {faulty_events:,} faulty events" if faulty_events else "", "yellow"),
         *((f", {each.component.name}: stream takes no messages", "red") for each in components if each.stream_error),
     )
 
 
-def _frontend_line(seen: FrontendSeen) -> Text:
-    if seen.health is None:
-        return _away("Frontend", seen.address, seen.failure)
-    calls = sum(each.calls for each in seen.health.workers)
-    text = Text(f"Frontend  at {seen.address}  {amount(calls, 'call')} at workers")
+def _frontend_line(view: FrontendView) -> Text:
+    if view.health is None:
+        return _away("Frontend", view.address, view.failure)
+    calls = sum(each.calls for each in view.health.workers)
+    text = Text(f"Frontend  at {view.address}  {amount(calls, 'call')} at workers")
     for words, count in (
-        ("suspected", seen.in_state(WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)),
-        ("backed off", seen.in_state(*BACKED_OFF)),
+        ("suspected", view.in_state(WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)),
+        ("backed off", view.in_state(*BACKED_OFF)),
     ):
         text.append(f", {amount(count, 'worker')} {words}" if count else "", "red")
     return text
@@ -144,7 +144,11 @@ def _away(kind: str, address: str, failure: str) -> Text:
 
 
 def _component_line(
-    component: ComponentName, status: ComponentStatus, seen_by: GetStatusResponse, system: System, hits: HitWindow
+    component: ComponentName,
+    status: ComponentStatus,
+    viewed_by: GetStatusResponse,
+    system: System,
+    hit_rates: HitWindow,
 ) -> Text:
     text = Text.assemble((str(component), "bold"), f"  model {status.model}, mode {status.mode}")
     thresholds = status.thresholds
@@ -156,8 +160,8 @@ def _component_line(
     if limits:
         text.append(f", busy above {' or '.join(limits)}")
     if len(system.statuses) > 1:
-        text.append(f", load as {seen_by.scheduler_id} sees it")
-    span = f"over the last {hits.seconds:.0f} s" if hits.spans else "since the start"
+        text.append(f", load as {viewed_by.scheduler_id} sees it")
+    span = f"over the last {hit_rates.seconds:.0f} s" if hit_rates.spans else "since the start"
     text.append(f"; hit rates {span}", "dim")
     return text
 

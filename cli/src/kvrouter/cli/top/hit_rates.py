@@ -72,15 +72,20 @@ class HitWindow:
 
 def _sums(system: System) -> dict[_Key, _Sums]:
     return {
-        (status.scheduler_id, status.started_unix_ns, name_of(each.component), rank_of(rank.rank)): _of(rank.hits)
+        (status.scheduler_id, status.started_unix_ns, name_of(each.component), rank_of(rank.rank)): _of(rank.cache_hits)
         for status in system.statuses
         for each in status.components
         for rank in each.ranks
     }
 
 
-def _of(hits: HitCounts) -> _Sums:
-    return (hits.prompt_tokens, hits.cached_tokens, hits.predicted_prompt_tokens, hits.predicted_cached_tokens)
+def _of(hit_rates: HitCounts) -> _Sums:
+    return (
+        hit_rates.prompt_tokens,
+        hit_rates.cached_tokens,
+        hit_rates.predicted_prompt_tokens,
+        hit_rates.predicted_cached_tokens,
+    )
 
 
 def _plus(sums: _Sums, others: _Sums, sign: int = 1) -> _Sums:

@@ -13,7 +13,7 @@ from typing import cast
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from kvrouter.cli.top.system_view import FrontendSeen, IndexerSeen, SchedulerSeen, System
+from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
@@ -60,12 +60,12 @@ class Sources:
         """What the system is like at this moment. Those who are away are told, and cost no more than a deadline."""
         schedulers, indexers, frontends = map(self.addresses, ("scheduler", "indexer", "frontend"))
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
-        seen_schedulers, seen_indexers, seen_frontends = await asyncio.gather(
+        scheduler_views, indexer_views, frontend_views = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
             asyncio.gather(*(self._ask_frontend(address) for address in frontends)),
         )
-        return System(datetime.now(UTC).astimezone(), seen_schedulers, seen_indexers, seen_frontends, self.note)
+        return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self.note)
 
     def addresses(self, kind: str) -> list[str]:
         """Addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``."""
@@ -90,29 +90,29 @@ class Sources:
         """Closes every connection."""
         await self._close(list(self._channels))
 
-    async def _ask_scheduler(self, address: str) -> SchedulerSeen:
+    async def _ask_scheduler(self, address: str) -> SchedulerView:
         scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))
         request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_HELD)
         try:
-            return SchedulerSeen(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
+            return SchedulerView(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
         except KvRouterError as error:
-            return SchedulerSeen(address, failure=_why(error))
+            return SchedulerView(address, failure=_why(error))
 
-    async def _ask_indexer(self, address: str) -> IndexerSeen:
+    async def _ask_indexer(self, address: str) -> IndexerView:
         indexer = cast(Indexer, self._stub(_INDEXER, address))
         try:
             stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
-            return IndexerSeen(address, stats)
+            return IndexerView(address, stats)
         except KvRouterError as error:
-            return IndexerSeen(address, failure=_why(error))
+            return IndexerView(address, failure=_why(error))
 
-    async def _ask_frontend(self, address: str) -> FrontendSeen:
+    async def _ask_frontend(self, address: str) -> FrontendView:
         frontend = cast(Frontend, self._stub(_FRONTEND, address))
         try:
             health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
-            return FrontendSeen(address, health)
+            return FrontendView(address, health)
         except KvRouterError as error:
-            return FrontendSeen(address, failure=_why(error))
+            return FrontendView(address, failure=_why(error))
 
     def _stub(self, descriptor: ServiceDescriptor, address: str) -> object:
         channel = self._channels.get(address)

@@ -28,7 +28,7 @@ def name_of(message: Component) -> ComponentName:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSeen:
+class SchedulerView:
     """A Scheduler."""
 
     address: str
@@ -40,7 +40,7 @@ class SchedulerSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexerSeen:
+class IndexerView:
     """An Indexer."""
 
     address: str
@@ -49,7 +49,7 @@ class IndexerSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendSeen:
+class FrontendView:
     """A Frontend."""
 
     address: str
@@ -68,16 +68,16 @@ class System:
     """A system at one moment."""
 
     at: datetime
-    schedulers: Sequence[SchedulerSeen] = ()
-    indexers: Sequence[IndexerSeen] = ()
-    frontends: Sequence[FrontendSeen] = ()
+    schedulers: Sequence[SchedulerView] = ()
+    indexers: Sequence[IndexerView] = ()
+    frontends: Sequence[FrontendView] = ()
     note: str = ""
     """What is wrong with finding them; empty if nothing is."""
 
     @property
     def statuses(self) -> list[GetStatusResponse]:
         """What the Schedulers answered that did."""
-        return [seen.status for seen in self.schedulers if seen.status is not None]
+        return [view.status for view in self.schedulers if view.status is not None]
 
     def components(self) -> dict[ComponentName, tuple[GetStatusResponse, ComponentStatus]]:
         """The components that any Scheduler knows, in order of name, with the Scheduler whose view of it counts.
@@ -99,14 +99,14 @@ class System:
     def worker_health(self, component: ComponentName) -> dict[int, list[WorkerHealth]]:
         """What each Frontend that answered says of a component's workers, by worker id."""
         found: dict[int, list[WorkerHealth]] = {}
-        for seen in self.frontends:
-            for each in () if seen.health is None else seen.health.workers:
+        for view in self.frontends:
+            for each in () if view.health is None else view.health.workers:
                 if name_of(each.component) == component:
                     found.setdefault(each.worker_id, []).append(each)
         return found
 
     def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
-        """What the Indexers know of a component's ranks: the first ready one's statistics, with the worst ages of all."""
+        """What the Indexers know of a component's ranks: the first ready one's counts, the worst ages of all."""
         found: dict[Rank, RankStats] = {}
         for stats in self._indexed(component):
             for rank in stats:
@@ -121,9 +121,9 @@ class System:
     def _indexed(self, component: ComponentName) -> list[Iterable[RankStats]]:
         components = [
             each
-            for seen in self.indexers
-            if seen.stats is not None
-            for each in seen.stats.components
+            for view in self.indexers
+            if view.stats is not None
+            for each in view.stats.components
             if name_of(each.component) == component
         ]
         return [each.ranks for each in sorted(components, key=lambda each: not each.ready)]

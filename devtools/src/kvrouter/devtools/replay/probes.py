@@ -37,7 +37,7 @@ async def event_counts(indexer_target: str) -> EventCounts | None:
     return total
 
 
-def faulty(counts: EventCounts) -> int:
+def faulty_events(counts: EventCounts) -> int:
     """Events that a sound run does not have: each meant blocks that the index lacks."""
     return counts.gaps + counts.unknown_parents + counts.rejected + counts.unparsable
 

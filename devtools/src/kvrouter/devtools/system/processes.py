@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_LEASH = Path(__file__).with_name("exec_with_parent.py")
+_EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 _TAIL_BYTES = 16_384
 
 
@@ -55,7 +55,7 @@ class ManagedProcess:
         log_file = log_directory / f"{command.name}.log"
         with log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-ISs", str(_LEASH), str(os.getpid()), *command.arguments),
+                *(sys.executable, "-ISs", str(_EXEC_WITH_PARENT), str(os.getpid()), *command.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -129,7 +129,7 @@ def knees(runs: Sequence[Run]) -> dict[str, float]:
     return {policy: knee(shares[policy]) for policy in order if len(shares[policy]) > 1}
 
 
-def knee_words(runs: Sequence[Run]) -> str:
+def knee_text(runs: Sequence[Run]) -> str:
     """The knees in a line; empty if there is one load only."""
     loads = [run.load for run in runs]
 

@@ -116,7 +116,7 @@ def _rank_status(
         active_requests=load.requests,
         reported=report,
         report_age_seconds=pool.reports.age_seconds(rank, now),
-        hits=pool.hits.of(rank),
+        cache_hits=pool.cache_hits.of(rank),
         queued_requests=waiting,
     )
     if candidate is not None:

@@ -141,7 +141,7 @@ class BookingUpdates:
             self._metrics.audit(predicted, cached_tokens // block_size)
         pool = self._pools.get(live_booking.component)
         if pool is not None:
-            pool.hits.add(
+            pool.cache_hits.add(
                 booking.rank,
                 prompt_tokens=booking.prompt_tokens,
                 cached_tokens=min(cached_tokens, booking.prompt_tokens),

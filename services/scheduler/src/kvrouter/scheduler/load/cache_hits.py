@@ -18,7 +18,7 @@ class _Counts:
     predicted_cached_tokens: int = 0
 
 
-class Hits:
+class CacheHits:
     """Sums over the requests of one component whose worker told what it found cached."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from kvrouter.core import Rank
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
-from kvrouter.scheduler.load.cache_hits import Hits
+from kvrouter.scheduler.load.cache_hits import CacheHits
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
@@ -42,7 +42,7 @@ class Pool:
         self.name = view.name
         self.booked_load = BookedLoad(view.descriptor.block_size, accounting, clock=clock)
         self.reports = LoadReports(report_age_seconds)
-        self.hits = Hits()
+        self.cache_hits = CacheHits()
         self.previous: dict[str, Rank] = {}
         """The rank that each policy chose last, by the policy's name."""
         self.worker_set = WorkerSet(())
@@ -57,7 +57,7 @@ class Pool:
         self.view = view
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
         self.booked_load.set_ranks(self.worker_set.ranks)
-        self.hits.set_ranks(self.worker_set.ranks)
+        self.cache_hits.set_ranks(self.worker_set.ranks)
         self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
 
     @property
