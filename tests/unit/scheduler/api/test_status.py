@@ -61,7 +61,7 @@ async def test_hits_are_summed_as_predicted_and_as_told() -> None:
     for request_id, cached in (("a", 3 * BLOCK), ("b", 0), ("says nothing", None)):
         await parts.select(selecting(request_id))
         parts.bookings.free(FreeRequest(booking=BookingKey(request_id=request_id), cached_tokens=cached))
-    hits = ranks(parts)[0].hits
+    hits = ranks(parts)[0].cache_hits
     assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (2, 8 * BLOCK, 3 * BLOCK)
     # The block of the last token is computed even where it is cached.
     assert (hits.predicted_prompt_tokens, hits.predicted_cached_tokens) == (8 * BLOCK, 6 * BLOCK)
@@ -71,7 +71,7 @@ async def test_hits_are_told_where_nothing_was_predicted() -> None:
     parts = Parts(view(worker(1)), options=RoutingOptions(mode="random"))
     await parts.select(selecting("a"))
     parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a"), cached_tokens=2 * BLOCK))
-    hits = ranks(parts)[0].hits
+    hits = ranks(parts)[0].cache_hits
     assert (hits.requests, hits.cached_tokens, hits.predicted_prompt_tokens) == (1, 2 * BLOCK, 0)
 
 
