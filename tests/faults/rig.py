@@ -47,12 +47,12 @@ FULL = os.environ.get("KVROUTER_FAULTS") == "full"
 """Whether scenarios run in their long form."""
 COMPONENT = ComponentName("faults", "pool")
 NAMED = Component(namespace=COMPONENT.namespace, name=COMPONENT.name)
-TAKEN = '"event": "snapshot taken"'
+TAKEN = '"event": "snapshot.taken"'
 """What a log has where a snapshot was taken."""
 OBSERVED = (
-    *("restored", "snapshot taken", "snapshot unusable", "no snapshot taken", "states reset"),
-    *("alarm not confirmed by the worker", "incarnations refuted by the worker"),
-    *("events fetched", "rank resynced", "rank dropped", "rank begins a life", "rank is gone"),
+    *("snapshot.restored", "snapshot.taken", "snapshot.unusable", "snapshot.skipped", "snapshot.states_reset"),
+    *("rank.alarm_unconfirmed", "rank.incarnations_refuted"),
+    *("resync.events_fetched", "rank.resynced", "rank.dropped", "rank.incarnation_started", "rank.removed"),
 )
 """Events of a log that a report counts."""
 Held = set[tuple[int, int, int, int]]

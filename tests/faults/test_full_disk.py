@@ -60,7 +60,7 @@ async def test_the_stream_takes_messages_again_when_the_disk_has_space(rig: Rig,
         await rig.agree(one)
     assert not await write_error(js, COMPONENT.stream)
     assert (await js.stream_info(COMPONENT.stream)).config.max_bytes == MAX_BYTES, "the operator's limit stays"
-    assert "stream takes no messages" in one.log()
+    assert "stream.stopped" in one.log()
     assert not (await one.stats()).stream_error
 
 

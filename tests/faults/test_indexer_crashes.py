@@ -72,5 +72,5 @@ async def test_a_snapshot_that_cannot_be_used_gives_way_to_the_one_before(rig: R
         await one.start()
         await rig.agree(one)
         log = one.log()[before:]
-        assert "snapshot unusable" in log
+        assert "snapshot.unusable" in log
         assert names[0] in next(line for line in log.splitlines() if '"event": "restored"' in line)

@@ -23,8 +23,8 @@ async def test_a_relay_that_is_killed_goes_on_with_its_incarnation(rig: Rig) -> 
     await rig.serve(5)
     await rig.agree(one)
     assert len(set(node.incarnations)) == 1
-    assert one.log().count("rank begins a life") == 1
-    assert "rank dropped" not in one.log()
+    assert one.log().count("rank.incarnation_started") == 1
+    assert "rank.dropped" not in one.log()
 
 
 @pytest.mark.parametrize("fault", ["gone", "damaged"])

@@ -74,8 +74,8 @@ async def test_a_replica_that_was_away_for_longer_than_the_stream_keeps_takes_th
     await rig.serve(5)
     await rig.agree(away, one)
     assert '"event": "restored"' in away.log()[before:]
-    assert "rank dropped" not in away.log()[before:]
-    assert "rank resynced" not in away.log()[before:], "no worker was asked for its state"
+    assert "rank.dropped" not in away.log()[before:]
+    assert "rank.resynced" not in away.log()[before:], "no worker was asked for its state"
 
 
 async def test_a_third_replica_restores_everything_while_the_others_are_down(rig: Rig) -> None:

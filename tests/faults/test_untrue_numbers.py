@@ -54,7 +54,7 @@ async def test_forged_events_cost_no_block(rig: Rig, transport: Transport) -> No
         await rig.serve(3, 0.02)
     await rig.until(lambda: _unconfirmed(one, 3 * rounds))
     await rig.agree(one)
-    for words in ("rank dropped", "rank begins a life", "rank resynced"):
+    for words in ("rank.dropped", "rank.incarnation_started", "rank.resynced"):
         assert words not in one.log()[before:]
     await one.kill()
     await one.start()
@@ -111,7 +111,7 @@ async def test_clocks_that_jump_while_they_serve(rig: Rig) -> None:
             set_clock(clock, seconds)
             await rig.serve(10, 0.01)
             await rig.agree(one, two)
-    assert "rank dropped" not in one.log() + two.log()
+    assert "rank.dropped" not in one.log() + two.log()
     await one.kill()
     await one.start()
     await rig.agree(one)

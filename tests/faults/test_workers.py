@@ -42,7 +42,7 @@ async def test_leases_that_lapse_cost_no_blocks(rig: Rig) -> None:
         await node.worker.registered()
     await rig.serve(10, 0.02)
     await rig.agree(one)
-    for words in ("rank dropped", "rank is gone", "rank begins a life", "rank resynced"):
+    for words in ("rank.dropped", "rank.removed", "rank.incarnation_started", "rank.resynced"):
         assert words not in one.log()[before:]
 
 

@@ -134,7 +134,7 @@ async def test_a_watch_notices_an_etcd_that_hangs(namespace: str, own_etcd: Etcd
         following = asyncio.ensure_future(anext(changes))
         with capture_logs() as logged:
             own_etcd.pause()
-            await eventually(lambda: any(line["event"] == "watch interrupted" for line in logged))
+            await eventually(lambda: any(line["event"] == "etcd.watch_interrupted" for line in logged))
         own_etcd.resume()
         assert await following == Snapshot({})
 
@@ -150,7 +150,7 @@ async def test_a_watch_says_when_etcd_was_heard_though_nothing_changes(namespace
         await eventually(lambda: len(contacts) > 3)
         with capture_logs() as logged:
             own_etcd.pause()
-            await eventually(lambda: any(line["event"] == "watch interrupted" for line in logged))
+            await eventually(lambda: any(line["event"] == "etcd.watch_interrupted" for line in logged))
         heard = len(contacts)
         own_etcd.resume()
         assert await following == Snapshot({})

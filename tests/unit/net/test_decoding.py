@@ -42,7 +42,7 @@ def test_an_entry_is_counted_each_time_and_logged_once_until_it_heals() -> None:
         quarantine.reject("etcd", "/a", error)
     assert counts == {("etcd", "not_utf8"): 6}
     events = [entry["event"] for entry in logs]
-    assert events == ["entry quarantined", "entry released from quarantine", "entry quarantined"]
+    assert events == ["entry.quarantined", "entry.released", "entry.quarantined"]
     assert quarantine.size == 1
 
 
@@ -68,4 +68,4 @@ def test_a_full_quarantine_counts_and_does_not_grow(monkeypatch: pytest.MonkeyPa
         for number in range(10):
             quarantine.reject("nats", f"s.{number}", Undecodable("not_protobuf", "x"))
     assert (quarantine.size, counted) == (3, 10)
-    assert [entry["event"] for entry in logs].count("entry quarantined") == 3
+    assert [entry["event"] for entry in logs].count("entry.quarantined") == 3

@@ -93,14 +93,14 @@ class Quarantine:
             return
         self._entries[source, name] = error.reason
         if known is None:
-            log.warning("entry quarantined", source=source, name=name, reason=error.reason, detail=str(error))
+            log.warning("entry.quarantined", source=source, name=name, reason=error.reason, detail=str(error))
             if len(self._entries) == _MAX_ENTRIES:
-                log.warning("quarantine full: further entries are counted and not logged", entries=_MAX_ENTRIES)
+                log.warning("quarantine.full", entries=_MAX_ENTRIES)
 
     def release(self, source: str, name: str) -> None:
         """Notes that an entry can be decoded, or is gone."""
         if self._entries.pop((source, name), None) is not None:
-            log.info("entry released from quarantine", source=source, name=name)
+            log.info("entry.released", source=source, name=name)
 
     def release_missing(self, source: str, prefix: str, present: Container[str]) -> None:
         """Releases the entries below a prefix that are not among those ``present``."""

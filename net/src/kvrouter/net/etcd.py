@@ -215,7 +215,7 @@ class LeasedKeys:
                         await self._hold(client)
                 except AWAY as error:
                     if not self._failures:
-                        log.warning("etcd is away", endpoints=self._endpoints, error=str(error))
+                        log.warning("etcd.unreachable", endpoints=self._endpoints, error=str(error))
                     self._failures += 1
                     if time.monotonic() >= self._expires:
                         self._registered.clear()
@@ -231,7 +231,7 @@ class LeasedKeys:
             await self._write(client)
             await self._check_companions(client)
             if self._failures:
-                log.info("etcd is back", endpoints=self._endpoints, failures=self._failures)
+                log.info("etcd.reachable", endpoints=self._endpoints, failures=self._failures)
                 self._failures = 0
             # ``_write`` clears the event that ``stop`` may have set a moment before.
             if self._stopping:
@@ -248,7 +248,7 @@ class LeasedKeys:
             if reply is not None and reply.TTL > 0:
                 self._expires = asked + float(reply.TTL)
                 return
-            log.warning("lease lapsed", lease=self._lease)
+            log.warning("etcd.lease_expired", lease=self._lease)
             self._lease = None
             self._registered.clear()
         lease = await client.lease(self._ttl)
@@ -276,7 +276,7 @@ class LeasedKeys:
         self._registered.set()
         if self._announce:
             self.registrations += 1
-            log.info("registered", keys=sorted(desired), lease=self._lease)
+            log.info("registration.written", keys=sorted(desired), lease=self._lease)
             if self._on_registered is not None:
                 await self._on_registered()
             self._announce = False
@@ -286,7 +286,7 @@ class LeasedKeys:
             found = await client.get(key.encode())
             if found is not None and will_do(found.value):
                 continue
-            log.warning("key lost", key=key, reason="missing" if found is None else "replaced")
+            log.warning("etcd.key_lost", key=key, reason="missing" if found is None else "replaced")
             if self._on_registered is not None:
                 await self._on_registered()
             return
@@ -401,7 +401,7 @@ async def watch_prefix(
             async with connect(endpoints) as client:
                 listing = await client.get_prefix(prefix.encode())
                 if failures:
-                    log.info("watching again", prefix=prefix, failures=failures)
+                    log.info("etcd.watch_resumed", prefix=prefix, failures=failures)
                 on_contact()
                 yield Snapshot(keys.listed({pair.key: pair.value for pair in listing}))
                 async with contextlib.aclosing(
@@ -411,7 +411,7 @@ async def watch_prefix(
                         yield change
         except AWAY as error:
             if not failures:
-                log.warning("watch interrupted", prefix=prefix, error=str(error))
+                log.warning("etcd.watch_interrupted", prefix=prefix, error=str(error))
         # A listing costs etcd more than a watch: one that ends at once each time is not begun anew at once.
         failures = 1 if time.monotonic() - began > _LASTING_SECONDS else failures + 1
         await _pause(failures)

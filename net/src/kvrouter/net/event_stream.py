@@ -67,8 +67,8 @@ async def ensure_stream(js: JetStreamContext, component: ComponentName, *, max_b
             size = max(size // 2, _LEAST_BYTES)
             continue
         if size < max_bytes:
-            log.warning("stream is smaller than wanted", stream=component.stream, max_bytes=size, requested=max_bytes)
-        log.info("stream created", stream=component.stream, max_bytes=size)
+            log.warning("stream.reduced", stream=component.stream, max_bytes=size, requested=max_bytes)
+        log.info("stream.created", stream=component.stream, max_bytes=size)
         return info
 
 

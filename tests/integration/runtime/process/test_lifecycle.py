@@ -160,7 +160,7 @@ async def test_a_signal_withdraws_drains_and_exits_with_0(
         await slow
         status, lines = await process.ended()
         assert status == 0
-        assert lines[-1]["event"] == "stopped"
+        assert lines[-1]["event"] == "service.stopped"
         await channel.close()
 
 
@@ -190,7 +190,7 @@ async def test_a_failure_is_one_event_and_status_1(tmp_path: Path, settings: Ser
     async with started(tmp_path, settings) as process:
         status, lines = await process.ended()
     assert status == 1
-    assert [line["event"] for line in lines] == ["failed"]
+    assert [line["event"] for line in lines] == ["service.failed"]
     assert "RuntimeError: broken" in lines[0]["exception"]
 
 

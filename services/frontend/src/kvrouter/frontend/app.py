@@ -100,5 +100,5 @@ async def serving_http(service: FrontendService, settings: FrontendSettings, run
         auto_decompress=False,
         shutdown_timeout=settings.drain_seconds,
     ) as (host, port):
-        log.info("http listening", address=f"{host}:{port}")
+        log.info("http.listening", address=f"{host}:{port}")
         yield f"{host}:{port}"

@@ -47,7 +47,7 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:
             endpoint = config.endpoint(await server.start(config.bind))
-            log.info("worker serves alone", worker_id=worker_id, endpoint=endpoint)
+            log.info("worker.serving_alone", worker_id=worker_id, endpoint=endpoint)
             try:
                 yield endpoint
             finally:

@@ -43,7 +43,7 @@ async def join_component(
         settled = read_descriptor(component, found.value)
     except Undecodable as error:
         # Nobody can use it, so whoever joins next replaces it, unless another did meanwhile.
-        log.warning("descriptor replaced", key=component.descriptor_key, reason=error.reason, detail=str(error))
+        log.warning("descriptor.replaced", key=component.descriptor_key, reason=error.reason, detail=str(error))
         await client.transaction(
             compare=[client.transactions.mod(name) == found.mod_revision],
             success=[client.transactions.put(name, desired.SerializeToString())],

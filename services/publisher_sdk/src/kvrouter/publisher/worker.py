@@ -187,7 +187,7 @@ class Worker:
                 )
                 self._background.append(tasks.create_task(sending))
         log.info(
-            "worker serves",
+            "worker.serving",
             worker_id=self.config.worker_id,
             component=str(self.config.component),
             endpoint=self.endpoint,
@@ -214,7 +214,7 @@ class Worker:
                     async with asyncio.timeout(self.config.flush_seconds):
                         await self.flush()
             unsent = sum(rank.stats().unsent_events for rank in self._ranks.values())
-            log.info("worker stops", worker_id=self.config.worker_id, unsent_events=unsent)
+            log.info("worker.stopping", worker_id=self.config.worker_id, unsent_events=unsent)
         finally:
             for task in (*self._background, *([self._leasing] if self._leasing else ())):
                 task.cancel()
@@ -243,7 +243,7 @@ class Worker:
                 await self.report_load()
             except Exception:
                 # The engine's own code; its failure to tell its load must not end the worker.
-                log.exception("load report failed", worker_id=self.config.worker_id)
+                log.exception("load_report.failed", worker_id=self.config.worker_id)
 
 
 def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequence: int) -> list[LoadReport]:
@@ -295,7 +295,7 @@ async def _settle(config: WorkerConfig, former: int | None) -> tuple[int, Transp
 
     def tell(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            log.warning("waiting for etcd", endpoints=config.etcd, error=str(state.outcome.exception()))
+            log.warning("etcd.waiting", endpoints=config.etcd, error=str(state.outcome.exception()))
 
     async for attempt in AsyncRetrying(
         retry=retry_if_exception_type(AWAY), wait=wait_random_exponential(multiplier=0.2, max=3), before_sleep=tell

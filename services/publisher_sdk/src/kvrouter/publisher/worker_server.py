@@ -223,7 +223,7 @@ class WorkerServer:
                 status.details.add().Pack(refusal.info)
                 context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
             except Exception:
-                log.exception("call failed", method=handler.__name__.removeprefix("_"))
+                log.exception("call.failed", method=handler.__name__.removeprefix("_"))
                 code, message = grpc.StatusCode.INTERNAL, "the worker failed; its log says why"
             context.set_code(code)
             context.set_details(message)

@@ -54,26 +54,26 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         nonlocal reported
         if isinstance(error, nats.errors.SlowConsumerError):
             metrics.slow_consumers.inc()
-            log.warning("subscription full", subject=error.subject)
+            log.warning("nats.subscription_full", subject=error.subject)
             return
         metrics.errors.inc()
         # Each try to reconnect reports the same error again.
         if str(error) != reported:
             reported = str(error)
-            log.warning("nats error", error=reported or type(error).__name__)
+            log.warning("nats.error", error=reported or type(error).__name__)
 
     async def on_disconnect() -> None:
         if leaving:
             return
         metrics.connected.set(0)
         metrics.disconnects.inc()
-        log.warning("nats is away", url=url)
+        log.warning("nats.disconnected", url=url)
 
     async def on_reconnect() -> None:
         nonlocal reported
         reported = ""
         metrics.connected.set(1)
-        log.info("nats is back", url=url)
+        log.info("nats.reconnected", url=url)
 
     client = TolerantClient()
     await client.connect(
@@ -97,7 +97,7 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         if task is not None and task.cancelling():
             raise asyncio.CancelledError
         metrics.connected.set(1)
-        log.info("nats connected", url=url)
+        log.info("nats.connected", url=url)
         yield client
     finally:
         leaving = True

@@ -77,7 +77,7 @@ async def running(
     affinity = Affinity(settings.conversations_kept)
     overload = OverloadDetector(settings.overload_lag_ms)
     if settings.ignored_options():
-        log.warning("options ignored: they are for --no-kv-events", options=settings.ignored_options())
+        log.warning("options.ignored", options=settings.ignored_options())
     sync = link = None
     if settings.replica_sync:
         sync = booking_leases.witness = ReplicaSync(

@@ -78,7 +78,7 @@ async def errors_as_json(
         allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return web.json_response(body, status=error.status, headers=allowed)
     except Exception:
-        log.exception("request failed", path=request.path)
+        log.exception("http.request_failed", path=request.path)
         body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
         return web.json_response(body, status=500)
 

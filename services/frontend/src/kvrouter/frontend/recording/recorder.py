@@ -76,7 +76,7 @@ class Recorder:
         self._outcomes.labels(lost).inc(len(batch) - written.requests)
         trouble = written.failure or ("full" if written.full else "")
         if trouble and not self._trouble:
-            log.warning("recording stopped", cause=trouble, bytes=written.size)
+            log.warning("recording.stopped", cause=trouble, bytes=written.size)
         elif self._trouble and not trouble:
-            log.info("recording goes on", bytes=written.size)
+            log.info("recording.resumed", bytes=written.size)
         self._trouble = trouble

@@ -137,6 +137,6 @@ class SessionBookings:
     def _note_refusal(self, key: Key, failed: CallFailed) -> None:
         if failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
             # It would be refused for ever. Its load is unseen until it ends.
-            log.error("booking refused", request_id=key[0], cause=failed.message)
+            log.error("booking.refused", request_id=key[0], cause=failed.message)
             return
         self._refused.add(key)

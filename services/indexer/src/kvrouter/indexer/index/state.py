@@ -244,7 +244,7 @@ class IndexState(SharedIndex):
         refuted = self.incarnations.confirm(rank, incarnation, claims)
         if refuted:
             self._log.warning(
-                "incarnations refuted by the worker",
+                "rank.incarnations_refuted",
                 worker_id=rank[0],
                 dp_rank=rank[1],
                 incarnation=incarnation,
@@ -321,7 +321,9 @@ class IndexState(SharedIndex):
                     dropped = index.reset_rank(rank, incarnation.incarnation, 0, partial=False)
                     self._partial.discard(rank)
                     self._rank_tallies.setdefault(rank, RankTally()).verified = False
-                    self._log.info("rank begins a life", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
+                    self._log.info(
+                        "rank.incarnation_started", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped
+                    )
 
         if incarnations:
             await self.work(begin)
@@ -336,7 +338,7 @@ class IndexState(SharedIndex):
                 self._rank_tallies.pop(rank, None)
                 self._take_pending(rank)
                 self.incarnations.forget(rank)
-                self._log.info("rank is gone", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
+                self._log.info("rank.removed", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
         if ranks:
             await self.work(drop)
@@ -370,7 +372,7 @@ class IndexState(SharedIndex):
             if summary.new_incarnation or (rank in self._partial and summary.applied and _empties(batch)):
                 self._partial.discard(rank)
             if summary.rejected:
-                self._log.warning("events refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
+                self._log.warning("rank.events_refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
             repair = repair_after(summary, was_partial=rank in self._partial)
             if summary.unknown_parents or summary.rejected:
                 self._partial.add(rank)
@@ -413,7 +415,7 @@ class IndexState(SharedIndex):
         if verdict == Verdict.UNCONFIRMED:
             if not self.incarnations.claims(rank):
                 self._log.warning(
-                    "unconfirmed incarnation", worker_id=rank[0], dp_rank=rank[1], incarnation=batch.incarnation
+                    "rank.incarnation_unconfirmed", worker_id=rank[0], dp_rank=rank[1], incarnation=batch.incarnation
                 )
             self.incarnations.claim(rank, batch.incarnation)
             self._rank_tallies.setdefault(rank, RankTally()).verified = False
@@ -460,7 +462,7 @@ class IndexState(SharedIndex):
         tally.resynced_unix_ns = time.time_ns()
         tally.resync_reason = repair.reason
         self._log.warning(
-            "rank dropped",
+            "rank.dropped",
             worker_id=rank[0],
             dp_rank=rank[1],
             reason=repair.reason,
@@ -472,7 +474,7 @@ class IndexState(SharedIndex):
             place = (repair.incarnation, repair.next_event_id)
             if tally.drift_at == place:
                 # The worker's own state was loaded and its digest differs still: fetching it again cannot help.
-                self._log.error("drift persists", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
+                self._log.error("rank.drift_persistent", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
                 self.on_suspect(rank, PERSISTENT_DRIFT)
                 return
             tally.drift_at = place

@@ -92,7 +92,7 @@ class Ingest:
                     self._note_recovery()
             except DeliveryLost as error:
                 if not backoff.failures:
-                    self._log.warning("delivery lost", detail=str(error))
+                    self._log.warning("ingest.delivery_lost", detail=str(error))
                 self._consumer.forsake()
                 # One lost delivery is read again at once; a consumer that loses every delivery is not.
                 pause = backoff.failed()
@@ -100,12 +100,12 @@ class Ingest:
                     await asyncio.sleep(pause)
             except AWAY as error:
                 if not backoff.failures:
-                    self._log.warning("stream out of reach", error=repr(error))
+                    self._log.warning("stream.unreachable", error=repr(error))
                 await asyncio.sleep(backoff.failed())
 
     def _note_recovery(self) -> None:
         if failures := self.backoff.succeeded():
-            self._log.info("reading the stream again", failures=failures)
+            self._log.info("ingest.restarted", failures=failures)
 
     async def wait_caught_up(self) -> None:
         """Waits until everything is applied that the stream held when the replica started."""
@@ -133,7 +133,9 @@ class Ingest:
             if position is None or position.applied != applied:
                 self._fingerprint = None
             position = Position(stream.identity, applied, consumer.created_unix_ns)
-            self._log.info("consumer made", start_sequence=start, last_sequence=stream.last_sequence, why=decision)
+            self._log.info(
+                "ingest.consumer_created", start_sequence=start, last_sequence=stream.last_sequence, why=decision
+            )
         if self._catch_up is None:
             self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()
         self._advance(position, stream.last_sequence, consumer.pending)
@@ -171,4 +173,6 @@ class Ingest:
         if caught_up and not self._caught_up.is_set():
             self._caught_up.set()
             seconds = round(time.monotonic() - self._began, 3)
-            self._log.info("caught up", messages=self._messages, stream_sequence=position.applied, seconds=seconds)
+            self._log.info(
+                "ingest.caught_up", messages=self._messages, stream_sequence=position.applied, seconds=seconds
+            )

@@ -258,13 +258,13 @@ class ComponentIndex:
         silent = self._silence.silent
         if silent and not self._silence_logged:
             self._log.warning(
-                "heartbeats missing",
+                "rank.silent",
                 ranks=len(silent),
                 first_rank=min(silent),
                 consequence="their state is read from their workers",
             )
         elif self._silence_logged and not silent:
-            self._log.info("heartbeats arrive again")
+            self._log.info("rank.heard")
         self._silence_logged = bool(silent)
 
     def is_silent(self, rank: Rank) -> bool:

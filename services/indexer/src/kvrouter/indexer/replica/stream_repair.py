@@ -66,22 +66,22 @@ class StreamRepair:
                 elif time.monotonic() > self._next_try:
                     self._pause = 0.0
             except LockLost as error:
-                self._log.info("stream not recreated", reason=str(error))
+                self._log.info("stream.not_recreated", reason=str(error))
             except (*NATS_AWAY, *ETCD_AWAY) as error:
-                self._log.warning("stream not checked", error=repr(error))
+                self._log.warning("stream.check_failed", error=repr(error))
 
     async def _check(self) -> None:
         found = await write_error(self._js, self._name.stream)
         if found and not self.error:
             self._log.error(
-                "stream takes no messages",
+                "stream.stopped",
                 stream=self._name.stream,
                 error=found,
                 consequence="ranks are read from their workers, and the stream is made anew",
                 advice="free disk space for JetStream",
             )
         if self.error and not found:
-            self._log.info("stream takes messages again", stream=self._name.stream)
+            self._log.info("stream.resumed", stream=self._name.stream)
         self.error = found
         now = time.monotonic()
         if (found or self._unfinished) and now >= self._next_try:
@@ -104,7 +104,7 @@ class StreamRepair:
             await self._replace(self._unfinished)
             self._unfinished, self.error = None, ""
             self.recreated += 1
-            self._log.warning("stream recreated", stream=self._name.stream)
+            self._log.warning("stream.recreated", stream=self._name.stream)
 
     async def _replace(self, config: StreamConfig) -> None:
         """Deletes the stream and makes it anew with its limits, also where somebody else makes one at the same time."""

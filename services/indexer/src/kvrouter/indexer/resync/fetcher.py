@@ -89,7 +89,9 @@ class Resync:
         """Ends the back-off of ranks about which no false alarm has come for a while."""
         for rank, reason, count in self._resync_queue.forgive(time.monotonic()):
             if reason != "behind":
-                self._log.info("alarms ceased", worker_id=rank[0], dp_rank=rank[1], reason=reason, false_alarms=count)
+                self._log.info(
+                    "rank.alarms_ended", worker_id=rank[0], dp_rank=rank[1], reason=reason, false_alarms=count
+                )
 
     @property
     def pending(self) -> int:
@@ -137,7 +139,7 @@ class Resync:
             async with self._slots, worker_at(worker.endpoint) as stub:
                 return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         except (KvRouterError, StateTooLarge) as error:
-            self._log.warning("worker does not answer", worker_id=rank[0], dp_rank=rank[1], error=str(error))
+            self._log.warning("worker.unreachable", worker_id=rank[0], dp_rank=rank[1], error=str(error))
             return None
 
     async def run(self, ready: asyncio.Event) -> None:
@@ -173,7 +175,7 @@ class Resync:
             else:
                 self._resync_queue.failed(rank, time.monotonic())
             if failures and outcome is not _Outcome.FAILED:
-                self._log.info("worker answers again", worker_id=rank[0], dp_rank=rank[1], failures=failures)
+                self._log.info("worker.reachable", worker_id=rank[0], dp_rank=rank[1], failures=failures)
             self._wake.set()
 
     def _note_false_alarm(self, rank: Rank, reason: str) -> None:
@@ -182,7 +184,7 @@ class Resync:
         # Messages that come late or twice raise alarms too; they are no news.
         if reason != "behind" and self._resync_queue.false_alarms(rank) == 1:
             self._log.warning(
-                "alarm not confirmed by the worker",
+                "rank.alarm_unconfirmed",
                 worker_id=rank[0],
                 dp_rank=rank[1],
                 reason=reason,
@@ -196,7 +198,7 @@ class Resync:
         except (KvRouterError, InvalidDump, StateTooLarge) as error:
             if not self._resync_queue.failing(rank):
                 self._log.warning(
-                    "worker's state not fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason, error=str(error)
+                    "resync.fetch_failed", worker_id=rank[0], dp_rank=rank[1], reason=reason, error=str(error)
                 )
         finally:
             if outcome is _Outcome.FAILED:
@@ -223,7 +225,7 @@ class Resync:
                     )
                     if batches:
                         self.refetches += 1
-                        self._log.info("events fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)
+                        self._log.info("resync.events_fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)
                     return _outcome(reason, founded=bool(batches) and not refuted)
             if not self._resync_queue.may_fetch_state(rank, time.monotonic()) and not forced:
                 return _Outcome.POSTPONED
@@ -234,7 +236,7 @@ class Resync:
         blocks = await self._state.replace_rank(dump, reason, start.claims)
         self.resyncs += 1
         self._log.info(
-            "rank resynced",
+            "rank.resynced",
             worker_id=rank[0],
             dp_rank=rank[1],
             reason=reason,

@@ -145,11 +145,11 @@ class Snapshots:
                     pointer = (await read_pointer(client, self._name, self._quarantine)).value
                 position = await self._restore(pointer)
                 if failures := backoff.succeeded():
-                    self._log.info("snapshots in reach again", failures=failures)
+                    self._log.info("snapshot.store_reachable", failures=failures)
                 return position
             except (LockLost, *AWAY) as error:
                 if not backoff.failures:
-                    self._log.warning("snapshots out of reach", error=repr(error))
+                    self._log.warning("snapshot.store_unreachable", error=repr(error))
                 await asyncio.sleep(backoff.failed())
 
     async def load_later(self, stream: StreamView | None = None) -> Position | None:
@@ -166,7 +166,7 @@ class Snapshots:
             position = await self._restore(pointer)
             self._known = pointer.current.object_name
         except AWAY as error:
-            self._log.warning("snapshots out of reach", error=repr(error))
+            self._log.warning("snapshot.store_unreachable", error=repr(error))
             return None
         if position is None or stream is None or position.identity != stream.identity:
             return None
@@ -179,7 +179,7 @@ class Snapshots:
             raise StartRefused(
                 f"--reset-states of {self._name}: {error}. Stop them first, or add --reset-states-even-if-others-live"
             ) from error
-        self._log.warning("states reset", messages=messages, snapshots=snapshots)
+        self._log.warning("snapshot.states_reset", messages=messages, snapshots=snapshots)
 
     async def _restore(self, pointer: SnapshotPointer) -> Position | None:
         for ref in (pointer.current, pointer.previous):
@@ -190,14 +190,14 @@ class Snapshots:
                 snapshot = await self._read(ref.object_name)
             except InvalidSnapshot as error:
                 self.unusable += 1
-                self._log.error("snapshot unusable", name=ref.object_name, reason=str(error))
+                self._log.error("snapshot.unusable", name=ref.object_name, reason=str(error))
                 continue
             blocks = await self._load(snapshot)
             header = snapshot.header
             self.current = ref
             self._known = ref.object_name
             self._log.info(
-                "restored",
+                "snapshot.restored",
                 name=ref.object_name,
                 stream_sequence=header.stream_sequence,
                 ranks=header.ranks,
@@ -220,7 +220,7 @@ class Snapshots:
             except StaleDump:
                 continue  # A later life, or later events, are known already.
             except InvalidDump as error:
-                self._log.error("rank not restored", worker_id=dump.rank[0], dp_rank=dump.rank[1], reason=str(error))
+                self._log.error("rank.restore_failed", worker_id=dump.rank[0], dp_rank=dump.rank[1], reason=str(error))
         return blocks
 
     async def keep_taking(self, position: PositionSource) -> None:
@@ -232,9 +232,9 @@ class Snapshots:
                 if await self._due():
                     await self.take(position, only_if_due=True)
             except (LockLost, NothingApplied) as error:
-                self._log.info("no snapshot taken", reason=str(error))
+                self._log.info("snapshot.skipped", reason=str(error))
             except (InvalidSnapshot, *AWAY) as error:
-                self._log.warning("no snapshot taken", reason=repr(error))
+                self._log.warning("snapshot.skipped", reason=repr(error))
 
     async def take(self, position: PositionSource, *, only_if_due: bool = False) -> tuple[SnapshotRef, int]:
         """Takes a snapshot. Returns it, and the blocks that it contains.
@@ -258,9 +258,7 @@ class Snapshots:
                 raise NothingApplied("the newest snapshot is further than this replica")
             kept = before.value
             if error := await self._store.drop_stopped():
-                self._log.error(
-                    "object store takes no messages", error=error, consequence="made anew, snapshots are lost"
-                )
+                self._log.error("snapshot.store_stopped", error=error, consequence="made anew, snapshots are lost")
                 kept = SnapshotPointer()
             # What an attempt that failed has left must not add up.
             await self._sweep(lock, kept)
@@ -272,7 +270,7 @@ class Snapshots:
             self.current, self._known = ref, ref.object_name
             self.taken += 1
             self._ages.note_taken(ref.object_name, time.monotonic())
-            self._log.info("snapshot taken", name=ref.object_name, stream_sequence=ref.stream_sequence, blocks=blocks)
+            self._log.info("snapshot.taken", name=ref.object_name, stream_sequence=ref.stream_sequence, blocks=blocks)
             reach("snapshot.pointed")
             await self._clean(lock, pointer)
             return ref, blocks
@@ -369,7 +367,7 @@ class Snapshots:
             self._pointer_lost = False
         elif former.object_name:
             self._pointer_lost = True
-            self._log.warning("snapshot pointer lost", name=former.object_name)
+            self._log.warning("snapshot.pointer_lost", name=former.object_name)
         if self._pointer_lost:
             # Without it a new replica restores nothing, and what the stream has purged is to be had from workers only.
             return True

@@ -35,7 +35,7 @@ def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
         try:
             found[rank] = recover(place, _head(config, rank, 0))
         except Unusable as error:
-            log.info("nothing recovered", path=str(place), reason=str(error))
+            log.info("journal.not_recovered", path=str(place), reason=str(error))
             return {}
     incarnations = {each.head.incarnation for each in found.values()}
     return found if len(incarnations) == 1 else {}

@@ -304,9 +304,7 @@ class RankPublisher:
                 self._waiting.clear()
             dropped = self._log.dropped
         if dropped > self._dropped_reported:
-            log.warning(
-                "events dropped, the buffer is full", rank=self.dp_rank, events=dropped - self._dropped_reported
-            )
+            log.warning("publish.events_dropped", rank=self.dp_rank, events=dropped - self._dropped_reported)
             self._dropped_reported = dropped
         return events
 
@@ -350,7 +348,7 @@ class RankPublisher:
         except MessageRefused as error:
             self._end_wait()
             self._refused += len(events)
-            log.error("batch refused", rank=self.dp_rank, events=len(events), bytes=len(payload), error=str(error))
+            log.error("publish.rejected", rank=self.dp_rank, events=len(events), bytes=len(payload), error=str(error))
             return
         self._end_wait()
         self._bytes_sent += len(payload)
@@ -367,7 +365,7 @@ class RankPublisher:
         # Tries that fail while the connection is still being made are no news.
         if state.attempt_number == _TRIES_BEFORE_WARNING:
             log.warning(
-                "batch waits",
+                "publish.delayed",
                 rank=self.dp_rank,
                 error=self._waits_for,
                 unsent_events=self._log.unsent,
@@ -379,4 +377,4 @@ class RankPublisher:
             return
         seconds = time.monotonic() - self._waits_since
         self._waits_since, self._waits_for = None, ""
-        log.info("batch sent after a wait", rank=self.dp_rank, seconds=round(seconds, 1))
+        log.info("publish.recovered", rank=self.dp_rank, seconds=round(seconds, 1))

@@ -113,11 +113,11 @@ class NatsLink:
 
     async def _on_connected(self) -> None:
         self._reported = False
-        log.info("connected to NATS", url=self._url)
+        log.info("nats.connected", url=self._url)
 
     async def _on_disconnected(self) -> None:
         if not self._ending:
-            log.warning("NATS is away", url=self._url)
+            log.warning("nats.disconnected", url=self._url)
             self._reported = True
 
     async def _on_closed(self) -> None:
@@ -127,7 +127,7 @@ class NatsLink:
         # One line for each absence: the library reports every attempt.
         if not self._reported:
             self._reported = True
-            log.warning("NATS error", url=self._url, error=repr(error))
+            log.warning("nats.error", url=self._url, error=repr(error))
 
 
 class Transport(Protocol):

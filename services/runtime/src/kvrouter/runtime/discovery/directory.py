@@ -230,7 +230,7 @@ class Directory:
         for key in ignored.keys() - self._ignored.keys():
             self._ignored_total.inc()
             if key not in self._undecodable:
-                log.warning("registration ignored", key=key, reason=ignored[key])
+                log.warning("registration.ignored", key=key, reason=ignored[key])
         self._ignored = ignored
         self._synced.set()
         change, self._next_change = self._next_change, asyncio.Event()

@@ -85,10 +85,10 @@ class Retention:
                 while await self._answers(channel, process.service):
                     if not answered:
                         answered = True
-                        log.info("registration vanished, its process answers", key=key, endpoint=process.endpoint)
+                        log.info("registration.retained", key=key, endpoint=process.endpoint)
                     await asyncio.sleep(_PAUSE_SECONDS)
         except TimeoutError:
-            log.warning("registration did not come back", key=key, endpoint=process.endpoint)
+            log.warning("registration.expired", key=key, endpoint=process.endpoint)
         self._forget(key)
         self._drop(key)
 

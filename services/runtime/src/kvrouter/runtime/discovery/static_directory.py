@@ -120,7 +120,7 @@ class StaticDiscovery:
             key = name.worker_key(registration.worker_id)
             if key in entries:
                 if worker.endpoint not in self._twins:
-                    log.warning("listed worker left out: another has its id", endpoint=worker.endpoint, key=key)
+                    log.warning("static_worker.duplicate_id", endpoint=worker.endpoint, key=key)
                 self._twins.add(worker.endpoint)
                 continue
             self._twins.discard(worker.endpoint)
@@ -151,13 +151,13 @@ class StaticDiscovery:
         if failure:
             known.failures += 1
             if known.failures == 1 and known.registration is None:
-                log.warning("listed worker does not answer", endpoint=worker.endpoint, cause=failure)
+                log.warning("static_worker.silent", endpoint=worker.endpoint, cause=failure)
             if known.failures == _FAILURES and known.registration is not None:
-                log.warning("listed worker left out", endpoint=worker.endpoint, cause=failure)
+                log.warning("static_worker.ignored", endpoint=worker.endpoint, cause=failure)
                 known.registration = None
             return
         if known.registration is None:
-            log.info("listed worker answers", endpoint=worker.endpoint)
+            log.info("static_worker.answered", endpoint=worker.endpoint)
         known.failures = 0
         known.registration = _registration(
             ComponentName(self._namespace, component.name), component, worker, place, known.reports

@@ -86,7 +86,7 @@ async def _follow_readiness(
         for service in services:
             ready = service.ready()
             if ready != server.health.services.get(service.descriptor.full_name):
-                log.info("ready" if ready else "not ready", service=service.kind)
+                log.info("service.ready" if ready else "service.not_ready", service=service.kind)
                 await server.health.set_ready(service.descriptor.full_name, ready)
                 runtime.registrar.set_ready(service.kind, ready)
         try:
@@ -94,4 +94,4 @@ async def _follow_readiness(
                 await stopping.wait()
         except TimeoutError:
             continue
-    log.info("draining", calls=server.calls, at_most_seconds=runtime.settings.drain_seconds)
+    log.info("service.draining", calls=server.calls, at_most_seconds=runtime.settings.drain_seconds)

@@ -71,10 +71,10 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> in
 
     def stop(number: signal.Signals) -> None:
         if stopping.is_set() and task is not None:
-            log.warning("stopping at once", signal=number.name)
+            log.warning("service.stopping_at_once", signal=number.name)
             task.cancel()
         else:
-            log.info("stopping", signal=number.name)
+            log.info("service.stopping", signal=number.name)
             stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -86,11 +86,11 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> in
     except Exception as failure:
         known = _leaves(failure)
         if all(isinstance(error, _EXPLAINED) for error in known):
-            log.error("failed", cause="; ".join(map(str, known)))
+            log.error("service.failed", cause="; ".join(map(str, known)))
         else:
-            log.exception("failed")
+            log.exception("service.failed")
         return 1
-    log.info("stopped")
+    log.info("service.stopped")
     return 0
 
 

@@ -108,7 +108,7 @@ class RpcServer:
         if _is_any(self._host):
             # A name server that is slow, or away, must not hold up the loop.
             self._host = await asyncio.to_thread(socket.getfqdn)
-        log.info("grpc listening", address=self.endpoint(), services=self._names)
+        log.info("grpc.listening", address=self.endpoint(), services=self._names)
 
     async def drain(self, seconds: float) -> None:
         """Stops: refuses new calls, ends sessions, lets the calls under way finish, then closes connections.
@@ -124,7 +124,7 @@ class RpcServer:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("calls cut off", calls=self._calls, after_seconds=seconds)
+            log.warning("calls.cut_off", calls=self._calls, after_seconds=seconds)
         finally:
             await self._server.stop(_LAST_WORDS_SECONDS)
 
@@ -169,10 +169,10 @@ class RpcServer:
                     request = _read_all(incoming) if method.client_streaming else _read(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
-                log.debug("call refused", method=path, code=error.code.name, cause=str(error))
+                log.debug("call.refused", method=path, code=error.code.name, cause=str(error))
                 code, status = error.code, to_status(error)
             except Exception:
-                log.exception("call failed", method=path)
+                log.exception("call.failed", method=path)
                 code, status = Internal.status, to_status(_INTERNAL)
             context.set_code(code)
             context.set_details(status.message)

@@ -87,5 +87,5 @@ async def serving_ops(
     application = ops_application(registry, health)
     address = (host.strip("[]") or None, int(port))
     async with serving_http(application, *address, limits, registry, name="ops", shutdown_timeout=1.0) as (_, bound):
-        log.info("http listening", address=f"{host}:{bound}")
+        log.info("http.listening", address=f"{host}:{bound}")
         yield f"{host}:{bound}"

@@ -98,7 +98,7 @@ class Sessions:
         if replaced is not None:
             replaced.outbox.put_nowait(SessionLost(session_id))
         log.info(
-            "session opened",
+            "session.opened",
             session=session_id,
             client=opening.client_name,
             opening_number=opening.opening_number,
@@ -127,7 +127,7 @@ class Sessions:
                 self.close(session_id, token)
                 if self._streams.get(session_id) is stream:
                     del self._streams[session_id]
-                    log.info("session closed", session=session_id, client=opening.client_name)
+                    log.info("session.closed", session=session_id, client=opening.client_name)
                 del reading  # A task keeps its exception, whose traceback keeps this frame.
 
     def close(self, session_id: str, token: int) -> None:
@@ -185,7 +185,7 @@ class _Stream:
             await asyncio.sleep(_TICK_SECONDS)
             silent = silent + 1 if self._sends_heartbeats and not self._heard else 0
             self._heard = False
-        log.warning("session silent", session=self._session_id, seconds=_SILENT_TICKS * _TICK_SECONDS)
+        log.warning("session.silent", session=self._session_id, seconds=_SILENT_TICKS * _TICK_SECONDS)
         self._sessions.close(self._session_id, self._token)
         self.outbox.put_nowait(SessionLost(self._session_id))
 
@@ -297,7 +297,7 @@ def _checked_opening(first: SessionRequest) -> OpenSession:
 
 def _failed(call_id: int, error: Exception) -> SessionResponse:
     if not isinstance(error, KvRouterError):
-        log.error("call failed", call=call_id, exc_info=error)
+        log.error("call.failed", call=call_id, exc_info=error)
         error = Internal("internal error", advice="The Scheduler's log has the cause.")
     code, message, info = to_parts(error)
     return SessionResponse(call_id=call_id, failed=CallFailed(code=code, message=message, info=info))

@@ -117,14 +117,16 @@ class BookingUpdates:
         for live_booking in expired.leases:
             self._metrics.expired_leases.inc()
             log.warning(
-                "lease ran out",
+                "booking.lease_expired",
                 request_id=live_booking.key[0],
                 attempt=live_booking.key[1],
                 routed=str(live_booking.component),
             )
         for session in expired.sessions:
             self._metrics.lost_bookings.inc(session.bookings)
-            log.info("session gone", session=session.session_id, client=session.client_name, bookings=session.bookings)
+            log.info(
+                "session.expired", session=session.session_id, client=session.client_name, bookings=session.bookings
+            )
 
     def _find(self, booking: BookingKey) -> LiveBooking | None:
         return self._booking_leases.find(checked_key(booking), self._clock())

@@ -51,7 +51,7 @@ class LoadListener:
                 await self._subscriptions.pop(gone).unsubscribe()
             for name in directory.components.keys() - self._subscriptions.keys():
                 self._subscriptions[name] = await client.subscribe(name.load_wildcard, cb=self._taker(name))
-                log.debug("load reports subscribed", of=str(name))
+                log.debug("load_report.subscribed", of=str(name))
 
     def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
         """Takes in what a rank of a component says; ``subject`` is where it came from."""

@@ -67,7 +67,7 @@ class OwnThresholds:
     async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
         """Applies an update. Returns the thresholds in force."""
         self._board.put(model, update.apply(self._board.was_set(model)))
-        log.info("busy thresholds set", model=model, **_shown(self._board.was_set(model)))
+        log.info("busy_thresholds.set", model=model, **_shown(self._board.was_set(model)))
         return self._board.of(model)
 
 
@@ -107,7 +107,7 @@ class SharedThresholds:
                     )
                     if written:
                         self._board.put(model, merged)
-                        log.info("busy thresholds set", model=model, **_shown(merged))
+                        log.info("busy_thresholds.set", model=model, **_shown(merged))
                         return self._board.of(model)
         except AWAY as error:
             raise DependencyAway(f"etcd is away, the thresholds are unchanged: {error}") from None

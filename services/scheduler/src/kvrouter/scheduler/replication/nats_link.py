@@ -186,7 +186,7 @@ class _Channel:
         except Exception:
             # Whatever is wrong with one message, those that come after it are taken.
             self._metrics.quarantined.labels(reason="internal").inc()
-            log.exception("sync message failed", subject=message.subject)
+            log.exception("replica.message_failed", subject=message.subject)
         if self._replicas.pause() is not None:
             self._state_requested.set()
         if len(self._replicas.logs) > known:
@@ -227,7 +227,7 @@ class _Channel:
                 self._metrics.sent.inc(counts)
             except nats.errors.Error as error:
                 self._metrics.unsent.inc(counts)
-                log.debug("sync event not sent", routed=str(self._component), cause=str(error))
+                log.debug("replica.event_send_failed", routed=str(self._component), cause=str(error))
 
     async def _beat(self) -> None:
         while True:
@@ -264,7 +264,7 @@ class _Channel:
                 raise StateBroken(f"{chunk.scheduler_id[:64]!r} answered")
         except (StateBroken, Undecodable, nats.errors.Error) as error:
             self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
-            log.info("incarnation not confirmed", of=scheduler_id, routed=str(self._component), cause=str(error))
+            log.info("replica.incarnation_unconfirmed", of=scheduler_id, routed=str(self._component), cause=str(error))
         else:
             self._replicas.settle(scheduler_id, chunk.incarnation)
 
@@ -291,7 +291,7 @@ class _Channel:
             with suppress(nats.errors.Error):
                 await answers.unsubscribe()
         self._metrics.repairs.labels(outcome=outcome).inc()
-        log.info("state of a Scheduler fetched", of=heard.scheduler[1], outcome=outcome, cause=cause)
+        log.info("replica.state_received", of=heard.scheduler[1], outcome=outcome, cause=cause)
 
     async def _answer(self) -> None:
         while True:
@@ -304,7 +304,7 @@ class _Channel:
                     await asyncio.sleep(0)
             except (nats.errors.Error, ValueError) as error:
                 # A reply subject can be anything.
-                log.info("state not sent", routed=str(self._component), cause=str(error))
+                log.info("replica.state_send_failed", routed=str(self._component), cause=str(error))
 
     def _reject(self, reason: str, message: Msg) -> None:
         self._metrics.quarantined.labels(reason=reason).inc()

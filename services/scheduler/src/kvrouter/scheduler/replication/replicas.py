@@ -157,7 +157,7 @@ class Replicas:
             counter = self._metrics.digest_mismatches if found.state_requested == "digest" else self._metrics.gaps
             counter.inc()
             log.info(
-                "state of a Scheduler wanted",
+                "replica.state_requested",
                 of=found.scheduler[1],
                 routed=str(self.component),
                 why=found.state_requested,
@@ -278,7 +278,7 @@ class Replicas:
 
     def _follow(self, scheduler: SchedulerIncarnation) -> Log:
         followed = self._logs[scheduler] = Log(scheduler, self.now())
-        log.info("Scheduler heard", of=scheduler[1], routed=str(self.component))
+        log.info("replica.joined", of=scheduler[1], routed=str(self.component))
         return followed
 
     def settle(self, scheduler_id: str, incarnation: int) -> None:
@@ -323,7 +323,7 @@ class Replicas:
         if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
             self.incarnations.forget(heard.scheduler[1])
         self._metrics.orphans.inc(dropped)
-        log.info("Scheduler gone", of=heard.scheduler[1], routed=str(self.component), bookings=dropped)
+        log.info("replica.left", of=heard.scheduler[1], routed=str(self.component), bookings=dropped)
 
     def _add_owned(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
         pool = self._pools.get(self.component)
