@@ -227,7 +227,7 @@ def test_each_component_has_its_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("view", "words"),
     [
         (system([], note="etcd at e:1 does not answer"), ["etcd at e:1 does not answer"]),
         (system([SchedulerView("s:1", failure="refused")]), ["no Scheduler answers"]),

@@ -57,7 +57,7 @@ async def test_tokens_and_hashes_are_booked_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "rank"),
+    ("limits", "rank"),
     [
         ({"required_labels": {"zone": "b"}}, (2, 0)),
         ({"allowed_worker_ids": [2]}, (2, 0)),
@@ -68,13 +68,13 @@ async def test_tokens_and_hashes_are_booked_alike() -> None:
 )
 @pytest.mark.parametrize("mode", POLICIES)
 async def test_a_request_goes_where_it_may_though_another_rank_is_cheaper(
-    mode: str, constraints: dict[str, Any], rank: tuple[int, int]
+    mode: str, limits: dict[str, Any], rank: tuple[int, int]
 ) -> None:
     workers = [worker(1, ranks=2, labels={"zone": "a"}), worker(2, labels={"zone": "b"})]
     parts = Parts(view(*workers), indexer=ResidentBlocks({(1, 0): 4}), options=RoutingOptions(mode))
     if mode == "direct":
-        constraints = {"worker_id": rank[0], **constraints}
-    chosen = await parts.select(selecting("a", routing(constraints=constraints(**constraints))))
+        limits = {"worker_id": rank[0], **limits}
+    chosen = await parts.select(selecting("a", routing(constraints=constraints(**limits))))
     assert (chosen.rank.worker_id, chosen.rank.dp_rank) == rank
 
 

@@ -39,7 +39,7 @@ def test_every_rank_is_a_candidate_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "why"),
+    ("constraints", "why"),
     [
         (WorkerConstraints(), ""),
         (WorkerConstraints(worker_id=1, dp_rank=0, allowed=frozenset({1, 2}), excluded=frozenset({2})), ""),
