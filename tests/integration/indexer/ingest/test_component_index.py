@@ -87,7 +87,7 @@ async def test_it_is_ready_only_when_it_has_read_what_the_stream_held(
         seen = []
         while not index.ready:
             seen.append(index.ingest.progress.applied)
-            await index.state.work(lambda _: None)
+            await index.state.change(lambda _: None)
         assert index.ingest.progress.applied >= last
         assert seen
         assert min(seen) < last

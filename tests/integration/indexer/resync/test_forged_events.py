@@ -222,7 +222,7 @@ async def test_a_rank_that_was_loaded_in_a_later_incarnation_heals_from_its_work
         await worker.flush()
         await until(lambda: index.ready)
         # Nobody is registered yet: as a snapshot, or a stream, of before would have it.
-        await index.state.work(lambda core: core.reset_rank(RANK, LARGEST, 0, partial=False))
+        await index.state.change(lambda core: core.reset_rank(RANK, LARGEST, 0, partial=False))
         index.update_workers({1: registration_of(worker)})
         await agrees(index, worker, cache)
         cache.live(10)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from kvrouter.core import Rank
-from kvrouter.indexer.index.state import RankDump
+from kvrouter.indexer.index.rank_dump import RankDump
 from kvrouter.indexer.replica.component import Limits
 from kvrouter.indexer.resync import fetcher as resync
 from kvrouter.indexer.resync.worker_client import fetch_state
@@ -126,7 +126,7 @@ async def test_a_rank_that_went_wrong_is_replaced(
                 # An event that the worker never had, hidden in the past of the digest.
                 at = cache.rank.stats().next_event_id
                 victim = next(iter(cache.table))
-                await index.state.work(
+                await index.state.change(
                     lambda core: core.apply(
                         forged(
                             cache,

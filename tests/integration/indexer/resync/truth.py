@@ -108,7 +108,7 @@ async def agrees(index: ComponentIndex, worker: Worker, cache: Cache) -> None:
     rank = (worker.config.worker_id, 0)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            at = await index.state.ask(lambda core: core.cursor(rank))
+            at = await index.state.read(lambda core: core.cursor(rank))
             partial = any(info.partial for info in await index.state.ranks() if info[:2] == rank)
             if at == expected and not partial:
                 break

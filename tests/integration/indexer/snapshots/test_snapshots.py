@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 from kvrouter.indexer.ingest.jetstream import DurableConsumer
@@ -122,10 +123,10 @@ async def test_questions_are_answered_and_events_applied_while_one_is_written(
         writing, go_on = asyncio.Event(), asyncio.Event()
         put = index.snapshots._store.put
 
-        async def slow_put(name: str, data: bytes) -> None:
+        async def slow_put(name: str, parts: Sequence[bytes]) -> None:
             writing.set()
             await go_on.wait()
-            await put(name, data)
+            await put(name, parts)
 
         monkeypatch.setattr(index.snapshots._store, "put", slow_put)
         taking = asyncio.create_task(index.snapshots.take(index.position))

@@ -10,12 +10,14 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.core import ApplySummary, PrefixIndex, sequence_hashes
+from kvrouter.core import EventBatch, PrefixIndex, sequence_hashes
 from kvrouter.indexer.index.membership import NewIncarnation
-from kvrouter.indexer.index.state import IndexState, RankDump, StaleDump, StreamMessage
+from kvrouter.indexer.index.messages import StreamMessage
+from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
+from kvrouter.indexer.index.state import IndexState
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse, RankState
 from kvrouter.v1.names import ComponentName
 
 COMPONENT = ComponentName("ns", "decode")
@@ -62,7 +64,7 @@ async def test_a_gap_inside_a_batch_keeps_only_what_follows_it() -> None:
     index.apply([message(stored(0, [1, 2], [11, 12]), stored(3, [5], [15]), stored(4, [6], [16]))])
     assert await held(index) == {5, 6}
     assert (index.tally.gaps, index.tally.repairs, index.tally.applied, index.tally.duplicates) == (1, 1, 3, 0)
-    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 5)
+    assert await index.read(lambda core: core.cursor(RANK)) == (1, 5)
 
 
 async def test_a_batch_with_several_gaps() -> None:
@@ -70,7 +72,7 @@ async def test_a_batch_with_several_gaps() -> None:
     index.apply([message(stored(2, [1], [11]), stored(5, [2], [12]), stored(7, [3], [13]), next_event_id=9)])
     assert await held(index) == set()
     assert index.tally.gaps == 4
-    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 9)
+    assert await index.read(lambda core: core.cursor(RANK)) == (1, 9)
 
 
 async def test_a_life_that_begins_with_a_gap() -> None:
@@ -79,7 +81,7 @@ async def test_a_life_that_begins_with_a_gap() -> None:
     index.incarnations.register({RANK: 2})
     index.apply([message(stored(4, [2], [12]), incarnation=2)])
     assert await held(index) == {2}
-    assert await index.ask(lambda core: core.cursor(RANK)) == (2, 5)
+    assert await index.read(lambda core: core.cursor(RANK)) == (2, 5)
     assert (await index.ranks())[0].partial
 
 
@@ -102,7 +104,7 @@ async def test_a_cleared_event_of_the_past_changes_nothing() -> None:
 async def test_a_heartbeat_whose_digest_differs_drops_the_rank_once() -> None:
     index = state()
     index.apply([message(stored(0, [1], [11]))])
-    digest = await index.ask(lambda core: core.digest(RANK))
+    digest = await index.read(lambda core: core.digest(RANK))
     assert digest is not None
     index.apply([message(next_event_id=1, digest=digest)])
     assert await held(index) == {1}
@@ -148,34 +150,50 @@ async def test_a_dump_that_is_behind_the_index_is_refused() -> None:
     assert await held(index) == set()
 
 
-class StuckIndex:
-    """Applies only when it is let."""
+class ChangingIndex:
+    """Is being changed until it is let go."""
 
     def __init__(self) -> None:
-        self.applying = threading.Event()
         self.go_on = threading.Event()
 
-    def cursor(self, _rank: tuple[int, int]) -> tuple[int, int]:
-        return (1, 0)
+    def try_find_matches(self, _local_hashes: bytes) -> bytes | None:
+        return None
 
-    def apply(self, _batch: bytes) -> ApplySummary:
-        self.applying.set()
+    def find_matches(self, _local_hashes: bytes) -> bytes:
         assert self.go_on.wait(30)
-        return ApplySummary(1, 0, applied=1)
+        return b"answer"
 
 
-async def test_a_query_waits_for_a_batch_without_holding_up_the_loop() -> None:
-    stuck = StuckIndex()
-    index = IndexState("c", 4, cast(PrefixIndex, stuck))
-    applying = asyncio.create_task(asyncio.to_thread(index.apply, [message(stored(0, [1], [11]))] * 3))
-    await asyncio.to_thread(stuck.applying.wait, 30)
-    query = asyncio.create_task(index.ask(lambda _: "answer"))
+async def test_a_query_waits_for_a_change_without_holding_up_the_loop() -> None:
+    changing = ChangingIndex()
+    index = IndexState("c", 4, cast(PrefixIndex, changing))
+    query = asyncio.create_task(index.find_matches(b""))
     for _ in range(10):
         await asyncio.sleep(0)  # the loop turns although the index is taken
     assert not query.done()
-    stuck.go_on.set()
-    assert await query == "answer"
-    await applying
+    changing.go_on.set()
+    assert await query == b"answer"
+
+
+async def test_queries_and_reads_do_not_wait_for_each_other_nor_for_what_surrounds_a_change() -> None:
+    index = state()
+    index.apply([message(stored(0, [1], [11]))])
+    began, go_on = threading.Event(), threading.Event()
+
+    def change(_: object) -> None:
+        began.set()
+        assert go_on.wait(30)
+
+    changes = [asyncio.create_task(index.change(change)) for _ in range(50)]
+    await asyncio.to_thread(began.wait, 30)
+    answer = FindMatchesResponse.FromString(await index.find_matches(struct.pack("<Q", 11)))
+    assert list(answer.device_blocks) == [1]
+    assert await index.cursor(RANK) == (1, 1)
+    assert (await index.size()).blocks == 1
+    assert await held(index) == {1}
+    assert not any(task.done() for task in changes)
+    go_on.set()
+    await asyncio.gather(*changes)
 
 
 class Engine:
@@ -299,7 +317,7 @@ async def test_event_ids_that_the_worker_has_not_reached_are_dropped_once_it_was
     assert await index.confirm_rank(RANK, 1, "gap", start.claims) == 1
     assert await held(index) == {1, 3}
     assert suspected == ["gap"], "the dropped batch raises no second alarm"
-    assert await index.ask(lambda core: core.cursor(RANK)) == (1, 2)
+    assert await index.read(lambda core: core.cursor(RANK)) == (1, 2)
 
 
 async def test_while_gaps_were_false_of_late_events_that_follow_are_applied_at_once() -> None:
@@ -352,7 +370,7 @@ async def test_a_dump_that_lacks_blocks_is_loaded_where_it_is_later_and_wants_th
 
 
 async def test_where_too_much_waits_only_the_newest_of_each_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.indexer.index.state.MAX_ALL_BYTES", 1)
+    monkeypatch.setattr("kvrouter.indexer.index.pending_buffer.MAX_ALL_BYTES", 1)
     index, worker = state(), state()
     suspected: list[str] = []
     index.on_suspect = lambda _rank, reason: suspected.append(reason)
@@ -363,7 +381,7 @@ async def test_where_too_much_waits_only_the_newest_of_each_rank_does(monkeypatc
     assert fetched is not None
     await index.begin_repair(RANK)
     index.apply(batches[1:])
-    assert index.pending_bytes == len(batches[-1].data)
+    assert index.pending_bytes == EventBatch(batches[-1].data).memory_bytes
     await index.replace_rank(fetched, "registered")
     assert index.pending_bytes == 0
     assert suspected == ["gap"], "what was let go is asked for"

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvrouter.core import EventBatch
 from kvrouter.indexer.index.validation import Refusal, rank_of_subject, validate
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from kvrouter.v1.names import ComponentName
@@ -16,8 +17,8 @@ def batch(worker_id: int = 0xABC, dp_rank: int = 3, block_size: int = 16) -> byt
 
 def test_a_batch_on_its_own_subject_passes() -> None:
     validated = validate(SUBJECT, batch(), 16)
-    assert isinstance(validated, KvEventBatch)
-    assert validated.events[0].event_id == 4
+    assert isinstance(validated, EventBatch)
+    assert (validated.rank, validated.events, validated.reached) == ((0xABC, 3), 1, 5)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +49,11 @@ def test_the_rank_is_read_from_its_subject(worker_id: int, dp_rank: int) -> None
 
 @given(st.binary(max_size=200))
 def test_no_bytes_break_it(data: bytes) -> None:
-    assert isinstance(validate(SUBJECT, data, 16), Refusal | KvEventBatch)
+    assert isinstance(validate(SUBJECT, data, 16), Refusal | EventBatch)
 
 
 def test_events_of_a_worker_that_differs_from_its_component_are_quarantined() -> None:
     refusal = validate(SUBJECT, batch(), 16, unfit_workers={0xABC})
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "unfit_worker"
-    assert isinstance(validate(SUBJECT, batch(), 16, unfit_workers={0xABD}), KvEventBatch)
+    assert isinstance(validate(SUBJECT, batch(), 16, unfit_workers={0xABD}), EventBatch)

@@ -1,5 +1,8 @@
+import itertools
+from collections.abc import Sequence
+
 import pytest
-from kvrouter.indexer.snapshots.format import FORMAT_VERSION, InvalidSnapshot, decode, encode
+from kvrouter.indexer.snapshots.format import FORMAT_VERSION, InvalidSnapshot, SnapshotWriter, decode
 from kvrouter.v1.common_pb2 import Component, Cursor, Rank
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
@@ -21,6 +24,13 @@ def chunk(worker: int, *blocks: int, last: bool = True) -> bytes:
 
 
 RANKS = [[chunk(1, 1, 2, last=False), chunk(1, 3)], [chunk(2)]]
+
+
+def encode(header: SnapshotHeader, ranks: Sequence[Sequence[bytes]]) -> bytes:
+    writer = SnapshotWriter(header)
+    for chunk_ in itertools.chain.from_iterable(ranks):
+        writer.add(chunk_)
+    return b"".join(writer.parts())
 
 
 def test_what_was_written_is_read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrouter.core import Scope
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.common_pb2 import BlockScope
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 
 _MAX_SCOPE_BYTES = 1024
 _MAX_MULTIMODAL_HASHES = 4096
@@ -47,10 +47,3 @@ def check_prompt(request: FindMatchesRequest, block_size: int, max_prompt_tokens
             field="multimodal_hashes",
             advice=f"Send {_MAX_MULTIMODAL_HASHES} at most.",
         )
-
-
-def packed(hashes: LocalHashes) -> bytes:
-    """Local hashes as packed little-endian u64: the payload of their encoding, which spares a number object each."""
-    length = 8 * len(hashes.hashes)
-    header = 1 + max(1, -(-length.bit_length() // 7))  # the field's tag, and the length as a varint
-    return hashes.SerializeToString()[header : header + length] if length else b""

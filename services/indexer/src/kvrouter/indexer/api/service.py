@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 
 from kvrouter.core import InvalidDump, Rank, local_hashes
-from kvrouter.indexer.api.requests import check_prompt, packed, scope_of
-from kvrouter.indexer.index.state import RankDump, StaleDump
+from kvrouter.indexer.api.encoding import encoded_dump_response, packed_hashes
+from kvrouter.indexer.api.requests import check_prompt, scope_of
+from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.indexer.replica.replica import Replica
@@ -41,7 +43,7 @@ from kvrouter.v1.indexer_pb2 import (
 )
 
 _LONG_PROMPT_TOKENS = 16_384  # hashing more than these is handed to a thread
-_DUMP_CHUNK_BLOCKS = 4096
+_DUMP_CHUNK_BLOCKS = 1024  # what a call on the loop handles at one time
 _MAX_LOAD_BYTES = 1 << 30  # of one rank: some 20 million blocks
 
 
@@ -74,7 +76,7 @@ class IndexerService:
         component = self._ready(request.component)
         check_prompt(request, component.block_size, self._max_prompt_tokens)
         hashes = await self._hashes(request, component.block_size)
-        answer = await component.state.ask(lambda index: index.find_matches(hashes))
+        answer = await component.state.find_matches(hashes)
         self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
         return answer
 
@@ -84,6 +86,12 @@ class IndexerService:
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
         """
+        async with aclosing(self.dump_encoded(request, deadline=deadline)) as responses:
+            async for response in responses:
+                yield DumpResponse.FromString(response)
+
+    async def dump_encoded(self, request: DumpRequest, *, deadline: Deadline) -> AsyncGenerator[bytes, None]:
+        """As ``dump``, encoded."""
         component = self._component(request.component)
         ranks = _chosen(request.ranks)
         if not ranks:
@@ -92,7 +100,7 @@ class IndexerService:
             async for chunk in component.state.dump_rank(rank, _DUMP_CHUNK_BLOCKS):
                 if deadline.expired:
                     raise DeadlineExceeded
-                yield DumpResponse(state=RankState.FromString(chunk))
+                yield encoded_dump_response(chunk)
 
     async def get_stats(self, request: GetStatsRequest, *, deadline: Deadline) -> GetStatsResponse:
         """Figures of the index, its consumer and its ranks, while it is being restored too.
@@ -234,7 +242,7 @@ class IndexerService:
 
     async def _hashes(self, request: FindMatchesRequest, block_size: int) -> bytes:
         if request.WhichOneof("prompt") == "local_hashes":
-            return packed(request.local_hashes)
+            return packed_hashes(request.local_hashes)
         scope = scope_of(request.scope)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
         ids = request.token_ids.ids

@@ -44,6 +44,8 @@ class Tally:
     unknown_removals: int = 0
     rejected: int = 0
     unparsable: int = 0
+    evictions: int = 0
+    """Times that a rank was emptied because the index exceeded a bound."""
     misdirected: int = 0
     """Messages whose envelope contradicts their subject or the component."""
     unconfirmed: int = 0

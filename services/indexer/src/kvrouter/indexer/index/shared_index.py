@@ -1,7 +1,8 @@
-"""A prefix index that several threads use: the request loop asks, one thread applies events, others do what takes long.
+"""A prefix index that several threads use: the request loop queries, one thread applies events, others do long work.
 
-Who applies holds the lock for one message at a time and steps back for those that wait. A question takes the lock where
-it is free, which is nearly always, and otherwise waits for it in a thread: the loop never does.
+Queries and reads take the core's lock alone, and dumps, digests and statistics run beside them. Changes take a lock of
+their own, which covers what is kept beside the index too. Whoever applies events holds it for one message at a time and
+steps back for changes that wait.
 """
 
 from __future__ import annotations
@@ -31,63 +32,66 @@ class IndexSize:
 
 
 class SharedIndex:
-    """The index with the lock that guards it."""
+    """An index with the lock that orders its changes."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._lock = Lock()
-        self._pending = 0
+        self._changes = Lock()
+        self._turn = asyncio.Lock()
+        self._waiting_changes = 0
 
     @contextmanager
     def applying(self) -> Iterator[PrefixIndex]:
-        """The index to one thread, for the time of one message; not on the loop."""
-        if self._pending:
+        """Gives the index to one thread, for the time of one message; not on the loop."""
+        if self._waiting_changes:
             # The lock is not fair: without a pause the waiting thread seldom gets it.
             time.sleep(_STEP_BACK_SECONDS)
-        with self._lock:
+        with self._changes:
             yield self._index
 
-    async def ask(self, question: Callable[[PrefixIndex], _T]) -> _T:
-        """The answer to a question that is quick, such as an overlap."""
-        if self._lock.acquire(blocking=False):
-            try:
-                return question(self._index)
-            finally:
-                self._lock.release()
-        return await self.work(question)
-
-    async def work(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """The result of a task that may take long, such as figures of all ranks; it runs in a thread."""
+    async def change(self, task: Callable[[PrefixIndex], _T]) -> _T:
+        """Runs a task that may change the index, or what is kept beside it, in a thread; returns its result."""
 
         def locked() -> _T:
-            with self._lock:
+            with self._changes:
                 return task(self._index)
 
-        self._pending += 1
+        self._waiting_changes += 1
         try:
-            return await asyncio.to_thread(locked)
+            # One at a time, or waiting changes would take all threads that reads need.
+            async with self._turn:
+                return await asyncio.to_thread(locked)
         finally:
-            self._pending -= 1
+            self._waiting_changes -= 1
+
+    async def read(self, task: Callable[[PrefixIndex], _T]) -> _T:
+        """Runs a task that only reads the index in a thread, beside queries and other reads; returns its result."""
+        return await asyncio.to_thread(task, self._index)
+
+    async def find_matches(self, local_hashes: bytes) -> bytes:
+        """Returns the encoded FindMatchesResponse for a prompt: at once, unless the index is being changed."""
+        answer = self._index.try_find_matches(local_hashes)
+        return await asyncio.to_thread(self._index.find_matches, local_hashes) if answer is None else answer
 
     async def ranks(self) -> list[RankInfo]:
-        """The ranks of the index: cheaper than ``figures``, whose cost may grow with the blocks."""
-        return await self.ask(lambda index: index.ranks())
+        """Returns the ranks of the index: cheaper than ``size``, whose cost may grow with the blocks."""
+        return await self.read(lambda index: index.ranks())
 
     async def size(self) -> IndexSize:
-        """Size of the index and of its ranks."""
+        """Returns the size of the index and of its ranks."""
 
         def read(index: PrefixIndex) -> IndexSize:
             stats = index.stats()
             return IndexSize(stats.blocks, stats.memory_bytes, index.ranks())
 
-        return await self.work(read)
+        return await self.read(read)
 
     async def dump_rank(self, rank: Rank, chunk_blocks: int) -> AsyncIterator[bytes]:
-        """Encoded RankState chunks of a rank as of this moment; none if it is unknown."""
-        chunks = await self.work(lambda index: iter(index.dump_rank(rank, chunk_blocks)))
-        while (chunk := await self.work(lambda _: next(chunks, None))) is not None:
+        """Yields encoded RankState chunks of a rank as of this moment; none if it is unknown."""
+        chunks = await self.read(lambda index: iter(index.dump_rank(rank, chunk_blocks)))
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
 
     async def cursor(self, rank: Rank) -> tuple[int, int] | None:
-        """(incarnation, next event id) of a rank; None if it is unknown."""
-        return await self.ask(lambda index: index.cursor(rank))
+        """Returns (incarnation, next event id) of a rank; None if it is unknown."""
+        return await self.read(lambda index: index.cursor(rank))

@@ -1,7 +1,7 @@
-"""What a message on a component's stream must be before the index sees it.
+"""Which messages of a component's stream are event batches of the component.
 
-The index judges the events of a batch; screening judges the envelope: whether the message can be read, speaks of the
-rank whose subject it came on, and counts in blocks of the component's size.
+The core parses a batch once, and judges its events when it applies them. Validation judges the envelope: whether the
+message can be read, is of the rank whose subject it came on, and counts in blocks of the component's size.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from kvrouter.core import Rank
-from kvrouter.net.decoding import Undecodable, decode_message
-from kvrouter.v1.events_pb2 import KvEventBatch
+from kvrouter.core import EventBatch, Rank, RefusedBatch
 
 _RANK_OF_SUBJECT = re.compile(r"\.([0-9a-f]{16})\.([0-9]{1,10})$")
 
@@ -28,15 +26,15 @@ class Refusal:
 
 
 def rank_of_subject(subject: str) -> Rank | None:
-    """The rank that a subject of events names; None if it names none."""
+    """Returns the rank that a subject of events names; None if it names none."""
     match = _RANK_OF_SUBJECT.search(subject)
     return (int(match.group(1), 16), int(match.group(2))) if match else None
 
 
 def validate(
     subject: str, data: bytes, block_size: int, unfit_workers: Container[int] = frozenset()
-) -> KvEventBatch | Refusal:
-    """The batch in a message, or why it is quarantined.
+) -> EventBatch | Refusal:
+    """Returns the batch in a message, or why it is quarantined.
 
     Args:
         subject: Subject that the message came on.
@@ -44,17 +42,15 @@ def validate(
         block_size: Tokens per block in the component.
         unfit_workers: Workers whose registration differs from the component.
     """
-    try:
-        batch = decode_message(KvEventBatch, data)
-    except Undecodable as error:
-        return Refusal("unparsable", str(error))
     rank = rank_of_subject(subject)
+    try:
+        batch = EventBatch(data) if rank is None else EventBatch(data, rank, block_size)
+    except RefusedBatch as error:
+        return Refusal(error.reason, str(error))
     if rank is None:
-        return Refusal("subject", f"{subject!r} names no rank")
-    if rank != (batch.worker_id, batch.dp_rank):
-        return Refusal("rank", f"subject names rank {rank}, the batch rank {(batch.worker_id, batch.dp_rank)}")
-    if batch.block_size != block_size:
-        return Refusal("block_size", f"blocks of {batch.block_size} tokens, the component has {block_size}")
-    if batch.worker_id in unfit_workers:
-        return Refusal("unfit_worker", f"worker {batch.worker_id} is registered with what its component has otherwise")
+        return Refusal("subject", f"expected a subject that names a rank, received {subject!r}")
+    if rank[0] in unfit_workers:
+        return Refusal(
+            "unfit_worker", f"worker {rank[0]} is registered with properties that its component does not have"
+        )
     return batch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import structlog
-from kvrouter.indexer.index.state import IndexState, StreamMessage
+from kvrouter.indexer.index.messages import StreamMessage
+from kvrouter.indexer.index.state import IndexState
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.aio.msg import Msg

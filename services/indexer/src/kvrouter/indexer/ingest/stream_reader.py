@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import structlog
-from kvrouter.indexer.index.state import IndexState, StreamMessage
+from kvrouter.indexer.index.messages import StreamMessage
+from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
 from kvrouter.indexer.ingest.read_position import CatchUp, Position, Recreate, StreamView, is_behind, plan
 from kvrouter.runtime.backoff import Backoff

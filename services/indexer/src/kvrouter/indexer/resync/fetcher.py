@@ -18,7 +18,8 @@ from enum import Enum, auto
 
 import structlog
 from kvrouter.core import InvalidDump, Rank
-from kvrouter.indexer.index.state import IndexState, RankDump
+from kvrouter.indexer.index.rank_dump import RankDump
+from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.resync.resync_queue import ResyncQueue
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.runtime.deadline import Deadline

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
-from kvrouter.indexer.index.state import RankDump
+from kvrouter.indexer.index.rank_dump import RankDump
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
 from xxhash import xxh3_64
@@ -27,37 +27,40 @@ class Snapshot:
     ranks: list[RankDump]
 
 
-def encode(header: SnapshotHeader, ranks: Iterable[Iterable[bytes]]) -> bytes:
-    """A snapshot. ``header`` says component, stream, sequence, time and replica; the rest of it is filled in.
+class SnapshotWriter:
+    """Puts a snapshot together, chunk by chunk: each call is short, whatever the size of the index."""
 
-    Args:
-        header: What the snapshot is of.
-        ranks: RankState chunks, rank by rank; one that is gone meanwhile has none.
-    """
-    # Put together once, at the end: the body is by far the greatest thing that an Indexer makes.
-    body: list[bytes] = []
-    checksum = xxh3_64(seed=_SEED)
-    rank_count = blocks = 0
-    for chunks in ranks:
-        for chunk in chunks:
-            state = RankState.FromString(chunk)
-            blocks += len(state.blocks)
-            rank_count += state.last
-            for part in (_varint(len(chunk)), chunk):
-                body.append(part)
-                checksum.update(part)
-    whole = SnapshotHeader()
-    whole.CopyFrom(header)
-    whole.format_version = FORMAT_VERSION
-    whole.ranks = rank_count
-    whole.blocks = blocks
-    whole.body_bytes = sum(map(len, body))
-    whole.body_checksum = checksum.intdigest()
-    encoded = whole.SerializeToString()
-    return b"".join([_varint(len(encoded)), encoded, *body])
+    def __init__(self, header: SnapshotHeader) -> None:
+        """``header`` says component, stream, sequence, time and replica; the rest of it is filled in."""
+        self._header = SnapshotHeader()
+        self._header.CopyFrom(header)
+        self._header.format_version = FORMAT_VERSION
+        self._body: list[bytes] = []
+        self._checksum = xxh3_64(seed=_SEED)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks so far."""
+        return self._header.blocks
+
+    def add(self, chunk: bytes) -> None:
+        """Adds a RankState chunk; those of a rank follow each other, the last one marked."""
+        state = RankState.FromString(chunk)
+        self._header.blocks += len(state.blocks)
+        self._header.ranks += state.last
+        for part in (_varint(len(chunk)), chunk):
+            self._header.body_bytes += len(part)
+            self._body.append(part)
+            self._checksum.update(part)
+
+    def parts(self) -> list[bytes]:
+        """Returns the snapshot in pieces: it is by far the largest thing that an Indexer makes, and never copied."""
+        self._header.body_checksum = self._checksum.intdigest()
+        encoded = self._header.SerializeToString()
+        return [_varint(len(encoded)), encoded, *self._body]
 
 
-def decode(data: bytes, expected: SnapshotHeader) -> Snapshot:
+def decode(data: bytes | bytearray, expected: SnapshotHeader) -> Snapshot:
     """Reads a snapshot.
 
     Args:
@@ -67,9 +70,22 @@ def decode(data: bytes, expected: SnapshotHeader) -> Snapshot:
     Raises:
         InvalidSnapshot: it is cut short, damaged, of a later version, or of another component.
     """
+    header, body = check(data, expected)
+    ranks = list(_ranks(body))
+    if len(ranks) != header.ranks:
+        raise InvalidSnapshot(f"{len(ranks)} ranks of {header.ranks}")
+    return Snapshot(header, ranks)
+
+
+def check(data: bytes | bytearray, expected: SnapshotHeader) -> tuple[SnapshotHeader, memoryview]:
+    """Returns the header and the body of a snapshot that is whole and undamaged.
+
+    Raises:
+        InvalidSnapshot: as ``decode``.
+    """
     length, start = _read_varint(data, 0)
     try:
-        header = SnapshotHeader.FromString(data[start : start + length])
+        header = SnapshotHeader.FromString(bytes(data[start : start + length]))
     except DecodeError as error:
         raise InvalidSnapshot(f"its header cannot be read: {error}") from None
     if header.format_version > FORMAT_VERSION or not header.format_version:
@@ -82,10 +98,7 @@ def decode(data: bytes, expected: SnapshotHeader) -> Snapshot:
         raise InvalidSnapshot(f"{len(body)} bytes of {header.body_bytes}")
     if xxh3_64(body, seed=_SEED).intdigest() != header.body_checksum:
         raise InvalidSnapshot("its checksum differs")
-    ranks = list(_ranks(body))
-    if len(ranks) != header.ranks:
-        raise InvalidSnapshot(f"{len(ranks)} ranks of {header.ranks}")
-    return Snapshot(header, ranks)
+    return header, body
 
 
 def _ranks(body: memoryview) -> Iterator[RankDump]:
@@ -116,7 +129,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
     """The number at a place, and the place after it."""
     value = 0
     for shift in range(0, 64, 7):

@@ -6,7 +6,9 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-from collections.abc import Collection
+import io
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.net.event_stream import write_error
@@ -22,9 +24,13 @@ from nats.js.errors import (
 )
 from nats.js.object_store import OBJ_CHUNKS_PRE_TEMPLATE, OBJ_META_PRE_TEMPLATE, ObjectStore
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 _TRANSFER_SECONDS = 60.0
 _PIECE_SECONDS = 10.0
-_PIECE_BYTES = 1 << 20  # the server's limit of a message; the library writes 128 KiB
+_PIECE_BYTES = 1 << 20  # the server's limit of a message
+_WRITTEN_BYTES = 128 << 10  # what the library puts into one
 _TOGETHER = 32
 _GONE = (NotFoundError, ObjectNotFoundError, BucketNotFoundError)
 
@@ -37,13 +43,13 @@ class SnapshotStore:
         self._bucket = component.snapshot_bucket
         self._stream = f"OBJ_{self._bucket}"
 
-    async def put(self, name: str, data: bytes) -> None:
-        """Writes an object."""
+    async def put(self, name: str, parts: Sequence[bytes]) -> None:
+        """Writes an object that consists of these parts."""
         store = await self._made()
         async with asyncio.timeout(_TRANSFER_SECONDS):
-            await store.put(name, data)
+            await store.put(name, io.BufferedReader(_Parts(parts), _WRITTEN_BYTES))
 
-    async def get(self, name: str) -> bytes:
+    async def get(self, name: str) -> bytearray:
         """Reads an object.
 
         Raises:
@@ -72,10 +78,11 @@ class SnapshotStore:
             raise InvalidSnapshot("the object is damaged: its digest differs")
         return data
 
-    async def _pieces(self, subject: str, count: int) -> bytes:
+    async def _pieces(self, subject: str, count: int) -> bytearray:
         """An object's content. The client library's own way, a push consumer, takes four times as long."""
+        content = bytearray()
         if not count:
-            return b""
+            return content
         subscription = await self._js.pull_subscribe(
             subject,
             stream=self._stream,
@@ -83,11 +90,13 @@ class SnapshotStore:
             pending_bytes_limit=2 * _TOGETHER * _PIECE_BYTES,
         )
         try:
-            pieces: list[bytes] = []
-            while len(pieces) < count:
-                messages = await subscription.fetch(min(_TOGETHER, count - len(pieces)), timeout=_PIECE_SECONDS)
-                pieces += [message.data for message in messages]
-            return b"".join(pieces)
+            read = 0
+            while read < count:
+                messages = await subscription.fetch(min(_TOGETHER, count - read), timeout=_PIECE_SECONDS)
+                read += len(messages)
+                for message in messages:
+                    content += message.data
+            return content
         finally:
             await subscription.unsubscribe()
 
@@ -155,6 +164,31 @@ class SnapshotStore:
                 return await self._js.object_store(self._bucket)
 
 
-def _digest(data: bytes) -> str:
+class _Parts(io.RawIOBase):
+    """Reads parts as one file."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = iter(parts)
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, to: WriteableBuffer) -> int:
+        """Fills a buffer with what comes next; returns the bytes written to it, 0 at the end."""
+        while not self._left:
+            part = next(self._parts, None)
+            if part is None:
+                return 0
+            self._left = memoryview(part)
+        with memoryview(to).cast("B") as target:
+            taken = min(len(target), len(self._left))
+            target[:taken] = self._left[:taken]
+        self._left = self._left[taken:]
+        return taken
+
+
+def _digest(data: bytearray) -> str:
     """As object stores note it."""
     return f"SHA-256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()}"
