@@ -17,9 +17,9 @@ from kvrouter.runtime.http_server import _Connections
 from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
-from kvrouter.scheduler.load.metrics import RankFigures
+from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.queue.metrics import HeldFigures
+from kvrouter.scheduler.queue.metrics import QueueMetrics
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from prometheus_client import CollectorRegistry
 
@@ -64,8 +64,8 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     scheduler = CollectorRegistry()
     SchedulerMetrics(scheduler)
     SyncMetrics(scheduler)
-    scheduler.register(RankFigures(MagicMock()))
-    scheduler.register(HeldFigures(MagicMock()))
+    scheduler.register(RankLoadMetrics(MagicMock()))
+    scheduler.register(QueueMetrics(MagicMock()))
     yield "Scheduler", scheduler
     indexer = CollectorRegistry()
     IndexerMetrics(indexer, {})

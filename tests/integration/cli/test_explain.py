@@ -45,7 +45,7 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
         assert f"decision {answer.decision_id}" in out
         status, out, errors = await run("nobody", "--scheduler", at)
         assert (status, out) == (1, "")
-        assert "no decision on nobody" in errors
+        assert "no decision about nobody" in errors
         assert await run("talk", *dead, "--seconds", "5") == (1, "", ANY)
 
 

@@ -112,7 +112,7 @@ def test_a_workload_can_be_written_to_a_file(tmp_path: Path) -> None:
         (["--schedulers", "2", "--sync-repair-ms", "9"], "add --sync-lag-ms"),
         (["--sync-lag-ms", "1"], "add --schedulers"),
         (["--sharding"], "add --schedulers"),
-        (["--of-model", "m"], "--of-model is of a recording"),
+        (["--of-model", "m"], "--of-model selects from a recording"),
         (["--picture", "p.gif"], "must end in .png"),
         (["--picture", "/no/such/p.png"], "/no/such/p.png cannot be written"),
         (["--json", "/"], "/ cannot be written"),

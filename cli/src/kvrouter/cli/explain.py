@@ -56,7 +56,9 @@ async def explain(where: Where, which: str, seconds: float) -> None:
                 return
     if failures:
         raise CommandFailed("; ".join(failures))
-    raise CommandFailed(f"no decision on {which} is known, or kept any more, at {', '.join(addresses)}")
+    raise CommandFailed(
+        f"no decision about {which} found at {', '.join(addresses)}: Schedulers keep only their last --decisions-kept"
+    )
 
 
 def _show(decision: Decision) -> None:

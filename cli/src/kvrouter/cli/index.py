@@ -41,9 +41,11 @@ T = TypeVar("T")
 index_app = typer.Typer(help="Ask an Indexer what it knows, and correct it.", no_args_is_help=True)
 
 Address = Annotated[str, typer.Option("--indexer", help="gRPC address of the Indexer, host:port.")]
-Named = Annotated[str, typer.Argument(help="namespace/component; may be left out where there is only one.")]
-Seconds = Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, seconds.")]
-Workers = Annotated[list[str] | None, typer.Option("--rank", help="worker_id or worker_id:dp_rank; all if not given.")]
+Named = Annotated[str, typer.Argument(help="Component as namespace/name; needed only if there are several.")]
+Seconds = Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, in seconds.")]
+Workers = Annotated[
+    list[str] | None, typer.Option("--rank", help="Rank as WORKER_ID or WORKER_ID:DP_RANK; all by default.")
+]
 
 _DEFAULT_SECONDS = 120.0
 _SHOWN_DIFFERENCES = 32  # of each rank
@@ -55,7 +57,7 @@ _RANK_COLUMNS = (
 
 @index_app.command("status")
 def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> None:
-    """Show each component (transport, lag, snapshot) and each rank (cursor, blocks, drifts, verified, last resync)."""
+    """Show transport, lag and snapshot of each component, and cursor, blocks and state of each rank."""
 
     async def show(service: Indexer, deadline: Deadline) -> None:
         request = GetStatsRequest(component=_component(component)) if component else GetStatsRequest()
@@ -72,11 +74,11 @@ def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> 
 def dump(
     indexer: Address,
     component: Named = "",
-    output: Annotated[Path | None, typer.Option(help="File to write; standard output if not given.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; standard output by default.")] = None,
     rank: Workers = None,
     seconds: Seconds = _DEFAULT_SECONDS,
 ) -> None:
-    """Write the index as JSON lines, a part of a rank in each, that ``load`` takes."""
+    """Write the index as JSON lines."""
 
     async def write(service: Indexer, deadline: Deadline) -> None:
         named = await _named(service, component, deadline)
@@ -92,11 +94,11 @@ def dump(
 @index_app.command("load")
 def load(
     indexer: Address,
-    dumped: Annotated[Path, typer.Argument(help="File that ``dump`` wrote.")],
+    dumped: Annotated[Path, typer.Argument(help="File written by `kvrouter index dump`.")],
     component: Named = "",
     seconds: Seconds = _DEFAULT_SECONDS,
 ) -> None:
-    """Load a dump; each rank replaces the one of the index, unless that is further ahead."""
+    """Load a dump; each rank replaces the index's own unless that is ahead of it."""
 
     async def send(service: Indexer, deadline: Deadline) -> None:
         named = await _named(service, component, deadline)
@@ -118,7 +120,7 @@ def load(
 
 @index_app.command("verify")
 def verify(indexer: Address, component: Named = "", rank: Workers = None, seconds: Seconds = _DEFAULT_SECONDS) -> None:
-    """Compare the index with the workers' own state. Exit status 1 if a rank differs."""
+    """Compare the index with the workers' own states; exit status 1 if a rank differs."""
 
     async def compare(service: Indexer, deadline: Deadline) -> bool:
         named = await _named(service, component, deadline)
@@ -157,7 +159,7 @@ def verify(indexer: Address, component: Named = "", rank: Workers = None, second
 
 @index_app.command("resync")
 def resync(indexer: Address, component: Named = "", rank: Workers = None, seconds: Seconds = _DEFAULT_SECONDS) -> None:
-    """Replace ranks by what their workers hold. Exit status 1 if a worker did not answer."""
+    """Replace ranks by their workers' states; exit status 1 if a worker does not answer."""
 
     async def replace(service: Indexer, deadline: Deadline) -> bool:
         named = await _named(service, component, deadline)
@@ -171,7 +173,7 @@ def resync(indexer: Address, component: Named = "", rank: Workers = None, second
 
 @index_app.command("snapshot")
 def snapshot(indexer: Address, component: Named = "", seconds: Seconds = _DEFAULT_SECONDS) -> None:
-    """Take a snapshot at once."""
+    """Take a snapshot now."""
 
     async def take(service: Indexer, deadline: Deadline) -> None:
         named = await _named(service, component, deadline)
@@ -185,10 +187,10 @@ def snapshot(indexer: Address, component: Named = "", seconds: Seconds = _DEFAUL
 def reset(
     indexer: Address,
     component: Named = "",
-    even_if_others_live: Annotated[bool, typer.Option(help="Go on although another replica is live.")] = False,
+    even_if_others_live: Annotated[bool, typer.Option(help="Continue although another replica is live.")] = False,
     seconds: Seconds = _DEFAULT_SECONDS,
 ) -> None:
-    """Drop the stream's messages and all snapshots, and refill the index from the live workers."""
+    """Delete the stream's messages and all snapshots, and refill the index from live workers."""
 
     async def drop(service: Indexer, deadline: Deadline) -> None:
         named = await _named(service, component, deadline)

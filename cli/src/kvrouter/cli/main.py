@@ -45,26 +45,26 @@ app = typer.Typer(
 app.add_typer(index_app, name="index")
 app.add_typer(component_app, name="component")
 
-Load = Annotated[float, typer.Option(help="Load factor: requests arrive this many times as fast as in the trace.")]
+Load = Annotated[float, typer.Option(help="Arrival rate relative to the trace.")]
 Requests = Annotated[
-    int | None, typer.Option(min=1, help="Requests of the trace to replay, from its start; all where it is not given.")
+    int | None, typer.Option(min=1, help="Number of requests to replay from the start of the trace; all by default.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Simulated engines, a process each.")]
+Workers = Annotated[int, typer.Option(min=1, help="Number of simulated engines, each a process.")]
 Blocks = Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")]
 Etcd = Annotated[
     str,
     typer.Option(
         envvar=["KVROUTER_ETCD", "ETCD_ENDPOINTS"],
-        help="Endpoints of etcd, where services are found; host:port, separated by commas.",
+        help="Endpoints of etcd, host:port, separated by commas.",
     ),
 ]
 Namespace = Annotated[str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace of the services in etcd.")]
 Schedulers = Annotated[
     list[str] | None,
-    typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, for want of etcd; may be repeated."),
+    typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, instead of discovery through etcd."),
 ]
 DEFAULT_ETCD = "127.0.0.1:2379"
-BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV block.")]
 
 
 @app.callback()
@@ -81,21 +81,19 @@ def _start(
 
 @app.command("demo")
 def demo_command(
-    trace: Annotated[Path | None, typer.Option(help="Mooncake trace; the shipped part where it is not given.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Mooncake trace; the shipped one by default.")] = None,
     requests: Requests = None,
     load: Load = DEFAULT_LOAD,
-    clock: Annotated[
-        float, typer.Option(help="Clock factor: engine seconds in one second of the wall.")
-    ] = DEFAULT_CLOCK,
+    clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = DEFAULT_CLOCK,
     workers: Workers = 8,
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
-    mode: Annotated[list[str] | None, typer.Option(help="Way of routing; several are run one after another.")] = None,
-    results: Annotated[Path, typer.Option(help="Directory for the picture, the statistics and the logs.")] = Path(
+    mode: Annotated[list[str] | None, typer.Option(help="Routing mode to run; round-robin and kv by default.")] = None,
+    results: Annotated[Path, typer.Option(help="Directory for the picture, the results as JSON, and the logs.")] = Path(
         "demo-results"
     ),
 ) -> None:
-    """Replay a real trace with round-robin and with kv routing. Starts a whole system for each, and compares."""
+    """Replay a real trace through a whole system, once for each routing mode, and compare the results."""
     modes = _modes(mode or ["round-robin", "kv"])
     limit = DEFAULT_REQUESTS if requests is None and trace is None else requests
     options = DemoOptions(
@@ -118,17 +116,19 @@ def up_command(
     workers: Workers = 8,
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
-    clock: Annotated[float, typer.Option(help="Clock factor: engine seconds in one second of the wall.")] = 1.0,
-    mode: Annotated[str, typer.Option(help="Way of routing.")] = "kv",
+    clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="Routing mode.")] = "kv",
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help=f"Port of the HTTP API; {DEFAULT_HTTP_PORT}, or a free one if that is taken."
+            min=1,
+            max=65535,
+            help=f"Port of the HTTP API; {DEFAULT_HTTP_PORT}, or a free one if that is taken, by default.",
         ),
     ] = None,
     logs: Annotated[Path, typer.Option(help="Directory for the logs.")] = Path("up-logs"),
 ) -> None:
-    """Start a whole system and leave it running, until Ctrl-C. What dies is started again; ports are loopback ones."""
+    """Start a whole system on loopback ports and keep it running until Ctrl-C; processes that die are restarted."""
     _modes([mode])
     _time_scale(1.0, clock)
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
@@ -143,25 +143,25 @@ def up_command(
 @app.command("replay")
 def replay_command(
     trace: Annotated[
-        Path | None, typer.Argument(help="Mooncake trace or recording; the shipped part where it is not given.")
+        Path | None, typer.Argument(help="Mooncake trace or recording; the shipped trace by default.")
     ] = None,
     target: Annotated[
         str, typer.Option(help="gRPC address of the Frontend, host:port.")
     ] = f"127.0.0.1:{DEFAULT_GRPC_PORT}",
-    indexer: Annotated[str | None, typer.Option(help="gRPC address of an Indexer, to count events.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model to ask for; the only one served where it is not given.")
+    indexer: Annotated[
+        str | None, typer.Option(help="gRPC address of an Indexer whose events are counted, host:port.")
     ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to request; needed only if several are served.")] = None,
     of_model: OfModel = None,
     requests: Requests = None,
     load: Load = 1.0,
     clock: Annotated[
-        float, typer.Option(help="Clock factor of the running engines: engine seconds in one second of the wall.")
+        float, typer.Option(help="Engine seconds that pass in one second of wall time at the running engines.")
     ] = 1.0,
-    mode: Annotated[str | None, typer.Option(help="Way of routing; the Scheduler's own where it is not given.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the statistics.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Routing mode; the Scheduler's own by default.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the results as JSON.")] = None,
 ) -> None:
-    """Replay a trace against a system that is running."""
+    """Replay a trace against a running system."""
     if mode is not None:
         _modes([mode])
     command = ReplayCommand(
@@ -186,7 +186,7 @@ def serve_command(
     context: typer.Context,
     roles: Annotated[str, typer.Option(help="Services to run, separated by commas.")] = "frontend,scheduler,indexer",
 ) -> None:
-    """Run services in one process, without sockets between them. Takes the options of each."""
+    """Run several services in one process without sockets between them; takes the options of each."""
     from kvrouter.cli.serve import ROLES, serve  # the other commands start faster without all services
 
     chosen = [role.strip() for role in roles.split(",")]
@@ -198,13 +198,13 @@ def serve_command(
 
 @app.command("explain")
 def explain_command(
-    which: Annotated[str, typer.Argument(help="Id of the request, or of the decision.")],
+    which: Annotated[str, typer.Argument(help="Id of the request or of the decision.")],
     etcd: Etcd = DEFAULT_ETCD,
     namespace: Namespace = "kvrouter",
     scheduler: Schedulers = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, seconds.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, in seconds.")] = 10.0,
 ) -> None:
-    """Show why a request went where it went. Each candidate is listed with its terms."""
+    """Show why a request was sent to its rank, with the terms of every candidate."""
     run_interruptibly(explain(_where(etcd, namespace, scheduler), which, seconds))
 
 
@@ -214,15 +214,15 @@ def top_command(
     namespace: Namespace = "kvrouter",
     scheduler: Schedulers = None,
     indexer: Annotated[
-        list[str] | None, typer.Option(help="gRPC address of an Indexer, host:port; may be repeated.")
+        list[str] | None, typer.Option(help="gRPC address of an Indexer, host:port, instead of discovery through etcd.")
     ] = None,
     frontend: Annotated[
-        list[str] | None, typer.Option(help="gRPC address of a Frontend, host:port; may be repeated.")
+        list[str] | None, typer.Option(help="gRPC address of a Frontend, host:port, instead of discovery through etcd.")
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Time between two looks, seconds.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank and exit.")] = False,
 ) -> None:
-    """Show load and cache hits of a running system. Events' lag and the last decisions too; Ctrl-C ends it."""
+    """Show load, cache hits, event lag and the last decisions of a running system until Ctrl-C."""
     where = _where(etcd, namespace, scheduler, indexer, frontend)
     if once:
         run_interruptibly(top_once(where))
@@ -291,7 +291,7 @@ def _where(
     frontends: list[str] | None = None,
 ) -> Where:
     if (indexers or frontends) and not schedulers:
-        raise WrongUsage("name the Schedulers too (--scheduler), or neither, so that etcd is asked")
+        raise WrongUsage("--indexer and --frontend need --scheduler too; without any of them, etcd is used")
     try:
         parse_endpoints(etcd)
         check_name(namespace)

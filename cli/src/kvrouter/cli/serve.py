@@ -70,11 +70,11 @@ def _check_static(settings: Mapping[str, Any]) -> None:
     if not listed:
         return
     if "indexer" in settings:
-        raise WrongUsage("--static-workers: they publish no events for an Indexer; leave that role out")
+        raise WrongUsage("--static-workers: listed workers publish no events; leave the role indexer out")
     if listed != set(settings):
         raise WrongUsage("static_workers is given for one role only; give it for all")
     if "scheduler" not in settings and settings["frontend"].lacks_scheduler():
-        raise WrongUsage("--static-workers: name the Schedulers too, with --static-schedulers")
+        raise WrongUsage("--static-workers: name the Schedulers with --static-schedulers")
 
 
 async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack) -> list[Hosted]:

@@ -31,84 +31,94 @@ DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
 DEFAULT_SYNC = Sync()
 _PICTURES = (".png", ".svg", ".pdf")
 
-OfModel = Annotated[
-    str | None, typer.Option(help="Of a recording of several models: the one whose requests are taken.")
-]
+OfModel = Annotated[str | None, typer.Option(help="Model whose requests are taken from a recording of several models.")]
 
 
 def simulate_command(
     trace: Annotated[
         str | None,
         typer.Argument(
-            help="Mooncake trace or recording, or a generator: "
-            + ", ".join(GENERATORS)
-            + "; the shipped trace where it is not given."
+            help=f"Mooncake trace, recording, or workload ({', '.join(GENERATORS)}); the shipped trace by default."
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Engines.")] = 16,
+    workers: Annotated[int, typer.Option(min=1, help="Number of simulated engines.")] = 16,
     policy: Annotated[
         str,
-        typer.Option(help=f"Policy: {', '.join(NAMES)}; kv may have its weight after a colon, as in kv:64."),
+        typer.Option(help=f"Policy: {', '.join(NAMES)}; kv:64 is kv with weight 64."),
     ] = DEFAULT_POLICY,
-    compare: Annotated[str | None, typer.Option(help="Policies side by side, separated by commas.")] = None,
-    load: Annotated[float, typer.Option(help="Requests arrive this many times as fast.")] = 1.0,
+    compare: Annotated[str | None, typer.Option(help="Policies to run side by side, separated by commas.")] = None,
+    load: Annotated[float, typer.Option(help="Arrival rate relative to the workload.")] = 1.0,
     sweep: Annotated[
-        str | None, typer.Option(help=f"Loads to go through, separated by commas, such as {DEFAULT_SWEEP}.")
+        str | None, typer.Option(help=f"Loads to run one after another, separated by commas, such as {DEFAULT_SWEEP}.")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"Requests; all of a trace, {DEFAULT_GENERATED} of a generator.")
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Number of requests; all of a trace and {DEFAULT_GENERATED} of a generated workload by default.",
+        ),
     ] = None,
     of_model: OfModel = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of draws; equal seeds give equal runs.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds that follow; medians are shown.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws; equal seeds give equal results.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs with consecutive seeds, of which medians are shown.")
+    ] = 1,
     blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 16_384,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens that a step computes at most.")] = 8192,
-    sequences: Annotated[int, typer.Option(min=1, help="Requests that run at once on an engine.")] = 256,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
+    budget: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 8192,
+    sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at the same time on an engine.")] = 256,
     prefill_ms: Annotated[
-        str | None, typer.Option(help="A,B,C: computing n prompt tokens takes A·n² + B·n + C ms of a step.")
+        str | None, typer.Option(help="Coefficients A,B,C: computing n prompt tokens adds A·n² + B·n + C ms to a step.")
     ] = None,
     decode_ms: Annotated[
         str | None,
-        typer.Option(help="A,B,C: decoding takes A·p² + B·p + C ms of a step, p the share of the KV cache it reads."),
+        typer.Option(
+            help="Coefficients A,B,C: decoding adds A·p² + B·p + C ms to a step; p is the share of the KV cache read."
+        ),
     ] = None,
     speed: Annotated[
-        str, typer.Option(help="Speeds of the engines, repeated as needed: 1,0.5 makes every other one half as fast.")
+        str, typer.Option(help="Relative speeds, repeated over the engines; 1,0.5 makes every second one half as fast.")
     ] = "1",
     restart: Annotated[
-        list[str] | None, typer.Option(help="SECONDS:ENGINE, engine from 0: it loses its cache and its requests then.")
+        list[str] | None,
+        typer.Option(help="SECONDS:ENGINE; at that time the engine, counted from 0, loses its cache and its requests."),
     ] = None,
-    event_lag_ms: Annotated[float, typer.Option(help="Time until the index knows of a change in a cache.")] = 0,
+    event_lag_ms: Annotated[
+        float, typer.Option(help="Delay until the index knows about a change in a cache, in milliseconds.")
+    ] = 0,
     calibration_error: Annotated[
-        float, typer.Option(help="How wrong the router's time model is: at 3 it takes engines to be a third as fast.")
+        float, typer.Option(help="Error of the router's time model; at 3 it takes engines to be a third as fast.")
     ] = 1.0,
-    temperature: Annotated[float, typer.Option(help="Of kv: 0 takes the lowest cost, above it samples.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Softmax temperature of kv; 0 takes the cheapest rank.")] = 0.0,
     schedulers: Annotated[
-        int, typer.Option(min=1, help="Replicas of the Scheduler; each decides on a part of the requests, at random.")
+        int, typer.Option(min=1, help="Number of Schedulers, each of which decides for a part of the requests.")
     ] = 1,
     sharding: Annotated[
-        bool, typer.Option(help="Deal requests to the replicas by prompt prefix, as a Frontend with --sharding does.")
+        bool, typer.Option(help="Divide requests among the Schedulers by prompt prefix instead of at random.")
     ] = False,
     sync_lag_ms: Annotated[
         float | None,
-        typer.Option(help="Time until a replica knows of another's bookings; without it, it never does."),
+        typer.Option(
+            help="Delay until a Scheduler knows another's bookings, in milliseconds; without it, it never does."
+        ),
     ] = None,
     sync_loss: Annotated[
-        float | None, typer.Option(help="Share of the replicas' messages that are lost, 0 to below 1; 0 by default.")
+        float | None, typer.Option(help="Share of lost replication messages, 0 to below 1; 0 by default.")
     ] = None,
     sync_repair_ms: Annotated[
         float | None,
         typer.Option(
-            help="Time from the discovery of a lost message until a replica knows what it missed; "
-            f"{DEFAULT_SYNC.repair_s * 1e3:g} by default."
+            help=f"Delay until a lost message is repaired, in milliseconds; {DEFAULT_SYNC.repair_s * 1e3:g} by default."
         ),
     ] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token.")] = 2000,
-    slo_itl_ms: Annotated[float, typer.Option(help="Objective for a request's mean time between tokens.")] = 50,
-    regret: Annotated[bool, typer.Option(help="Compare each choice with the others in hindsight.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the statistics of every run.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="File for a picture: .png, .svg or .pdf.")] = None,
-    save: Annotated[Path | None, typer.Option(help="File to write the workload to; nothing is run then.")] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token, in milliseconds.")] = 2000,
+    slo_itl_ms: Annotated[
+        float, typer.Option(help="Objective for a request's mean time between tokens, in milliseconds.")
+    ] = 50,
+    regret: Annotated[bool, typer.Option(help="Compare each choice with the best one in hindsight.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all results to, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File to draw a picture to: .png, .svg or .pdf.")] = None,
+    save: Annotated[Path | None, typer.Option(help="File to write the workload to, without running it.")] = None,
 ) -> None:
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
     for path in (json_file, picture, save):
@@ -148,7 +158,7 @@ def simulate_command(
         raise WrongUsage(_in_options(str(error))) from None
     if schedulers == 1 and (sharding or sync_lag_ms is not None):
         raise WrongUsage(
-            f"{'--sharding' if sharding else '--sync-lag-ms'} is between replicas: add --schedulers 2 or more"
+            f"{'--sharding' if sharding else '--sync-lag-ms'} needs several Schedulers: add --schedulers 2 or more"
         )
     plan = Plan(
         workload=_workload(trace, requests, seed, of_model),
@@ -208,7 +218,7 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
 def _workload(trace: str | None, requests: int | None, seed: int, of_model: str | None) -> Workload:
     if trace is not None and trace in GENERATORS:
         if of_model is not None:
-            raise WrongUsage(f"--of-model is of a recording; {trace} is made up")
+            raise WrongUsage(f"--of-model selects from a recording; {trace} is a generated workload")
         return generate(trace, requests or DEFAULT_GENERATED, seed)
     if trace is not None and not Path(trace).exists():
         raise WrongUsage(f"{trace}: there is no such file, and no generator of that name: {', '.join(GENERATORS)}")
@@ -237,7 +247,7 @@ def _sync(lag_ms: float | None, loss: float | None, repair_ms: float | None) -> 
     if lag_ms is None:
         for option, value in (("--sync-loss", loss), ("--sync-repair-ms", repair_ms)):
             if value is not None:
-                raise WrongUsage(f"{option} is of a sync: add --sync-lag-ms")
+                raise WrongUsage(f"{option} needs replica sync: add --sync-lag-ms")
         return None
     if loss is not None and not 0 <= loss < 1:
         raise WrongUsage(f"--sync-loss is {loss:g}, must be 0 or more and below 1")

@@ -22,7 +22,7 @@ def main() -> None:
     """Runs until SIGTERM."""
     settings = load(FrontendSettings, prog="kvrouter-frontend")
     if settings.lacks_scheduler():
-        refuse("kvrouter-frontend", "--static-workers: name the Schedulers too, with --static-schedulers")
+        refuse("kvrouter-frontend", "--static-workers: name the Schedulers with --static-schedulers")
 
     async def serve(stopping: asyncio.Event) -> None:
         async with (

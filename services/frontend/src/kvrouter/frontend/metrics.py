@@ -13,21 +13,21 @@ class FrontendMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
-            "kvrouter_frontend_requests", "Requests by outcome (a gRPC code).", ["model", "code"], registry=registry
+            "kvrouter_frontend_requests", "Requests by outcome, a gRPC code.", ["model", "code"], registry=registry
         )
-        self.in_flight = Gauge("kvrouter_frontend_requests_in_flight", "Requests under way.", registry=registry)
+        self.in_flight = Gauge("kvrouter_frontend_requests_in_flight", "Running requests.", registry=registry)
         self.retries = Counter(
             "kvrouter_frontend_retries", "Attempts that failed before the first token.", registry=registry
         )
         self.worker_failures = Counter(
             "kvrouter_frontend_worker_failures",
-            "Attempts that failed through their worker, by cause: a gRPC code, malformed, unfinished, error or silent.",
+            "Attempts that a worker failed, by cause: a gRPC code, malformed, unfinished, error or silent.",
             ["cause"],
             registry=registry,
         )
         self.output_overruns = Counter(
             "kvrouter_frontend_output_overruns",
-            "Answers ended at max_tokens because the worker went on.",
+            "Responses ended at max_tokens because the worker sent more.",
             registry=registry,
         )
         self.suspected_workers = Gauge(
@@ -35,7 +35,7 @@ class FrontendMetrics:
         )
         self.backed_off_workers = Gauge(
             "kvrouter_frontend_backed_off_workers",
-            "Workers that get no requests, or one to try, because their requests fail.",
+            "Workers that get no requests, or one at a time, because their requests fail.",
             registry=registry,
         )
         self.added_seconds = Histogram(
@@ -55,18 +55,18 @@ class FrontendMetrics:
         )
         self.cached_tokens = Counter(
             "kvrouter_frontend_cached_tokens",
-            "Prompt tokens that workers took from their caches, by their own count.",
+            "Prompt tokens found in a cache, as reported by the workers.",
             registry=registry,
         )
         self.output_tokens = Counter(
-            "kvrouter_frontend_output_tokens", "Tokens generated and passed on.", registry=registry
+            "kvrouter_frontend_output_tokens", "Output tokens sent to clients.", registry=registry
         )
         self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings that are not freed.", registry=registry)
         self.sharded_components = Gauge(
             "kvrouter_frontend_sharded_components",
-            "Components whose requests are split over several Schedulers.",
+            "Components whose requests are sharded over several Schedulers.",
             registry=registry,
         )
         self.worker_channels = Gauge(
-            "kvrouter_frontend_worker_channels", "Open channels to workers.", registry=registry
+            "kvrouter_frontend_worker_channels", "Open gRPC channels to workers.", registry=registry
         )

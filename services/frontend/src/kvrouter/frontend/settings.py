@@ -24,7 +24,7 @@ class FrontendSettings(RoutingSettings):
 
     host: str = Field(
         default="127.0.0.1",
-        description="Address that the HTTP API listens on.",
+        description="Host that the HTTP API listens on.",
         validation_alias=AliasChoices("host", "http-host"),
     )
     port: int = Field(
@@ -37,63 +37,63 @@ class FrontendSettings(RoutingSettings):
     http_max_connections: int = Field(
         default=0,
         ge=0,
-        description="Most connections to the HTTP API; 0 is half of the file descriptors, 16,384 at most. When all are"
-        " taken, a new one takes the place of the oldest without a request.",
+        description="Most connections to the HTTP API; 0 is half of the file descriptors, at most 16,384.",
     )
     http_body_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="Longest pause within the body of an HTTP request, seconds; an upload that goes on is not cut off.",
+        description="Longest pause within the body of an HTTP request, in seconds.",
     )
-    max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most tokens that a request may ask for.")
+    max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most output tokens that a request may ask for.")
     sharding: bool | None = Field(
         default=None,
-        description="Whether each component's requests are split over its Schedulers by prompt prefix; where it is not"
-        " said, while the Scheduler says that it cannot keep up.",
+        description="Whether to shard requests over several Schedulers; none shards while the Scheduler is overloaded.",
     )
     scheduler_heartbeat_timeout_seconds: float = Field(
         default=HEARTBEAT_TIMEOUT_SECONDS,
         gt=0,
         allow_inf_nan=False,
-        description="Time for which a Scheduler may answer no heartbeat before its requests go to another, seconds.",
+        description="Longest silence of a Scheduler before its requests go to another one, in seconds.",
     )
     max_attempts: int = Field(
-        default=3, ge=1, le=16, description="Workers that a request is tried on while it has no token."
+        default=3, ge=1, le=16, description="Most workers that a request without output is tried on."
     )
     request_timeout_seconds: float = Field(
-        default=600.0, gt=0, description="Time that a request may take if its client sets no deadline, seconds."
+        default=600.0, gt=0, description="Longest duration of a request whose client sets no deadline, in seconds."
     )
     worker_probe_seconds: float = Field(
-        default=1.0, gt=0, le=3600, description="Time between liveness probes of a worker, seconds."
+        default=1.0, gt=0, le=3600, description="Interval between liveness probes of a worker, in seconds."
     )
     worker_probe_failures: int = Field(
         default=5,
         ge=1,
         le=1000,
-        description="Consecutive probes without an answer after which a worker is suspected: it gets requests only"
-        " where no other worker fits, and its requests without output are retried elsewhere.",
+        description="Consecutive unanswered probes after which a worker is suspected.",
     )
     worker_back_off_failures: int = Field(
         default=3, ge=1, le=1000, description="Consecutive failed requests after which a worker is backed off."
     )
     worker_back_off_seconds: float = Field(
-        default=1.0, gt=0, le=3600, description="First back-off of a failing worker, seconds; each further one doubles."
+        default=1.0,
+        gt=0,
+        le=3600,
+        description="First back-off of a failing worker, in seconds; each further one doubles.",
     )
     worker_back_off_max_seconds: float = Field(
-        default=60.0, gt=0, le=86_400, description="Longest back-off of a failing worker, seconds."
+        default=60.0, gt=0, le=86_400, description="Longest back-off of a failing worker, in seconds."
     )
     record: Annotated[str, AfterValidator(_checked_file)] = Field(
         default="",
-        description="File to record requests in, as lengths and ids of blocks, for kvrouter simulate and kvrouter "
-        "replay; empty for none.",
+        description="File to record requests in, as lengths and block ids; empty records nothing.",
     )
     record_max_bytes: int = Field(
-        default=1 << 30, ge=1 << 12, description="Size at which recording stops; it goes on if the file is moved."
+        default=1 << 30,
+        ge=1 << 12,
+        description="File size at which recording stops, in bytes; it continues when the file is moved.",
     )
     static_schedulers: tuple[Address, ...] = Field(
         default=(),
-        description="gRPC addresses of the Schedulers, host:port, separated by commas; with --static-workers, unless"
-        " the Scheduler is in the same process.",
+        description="gRPC addresses of the Schedulers, host:port, separated by commas; only with --static-workers.",
     )
 
     def static_endpoints(self) -> StaticEndpoints | None:

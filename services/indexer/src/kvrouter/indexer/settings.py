@@ -12,42 +12,42 @@ class IndexerSettings(ServiceSettings):
     worker_grace_seconds: float = Field(
         default=60.0,
         ge=0,
-        description="How long the blocks of a worker whose registration is gone are kept, seconds.",
+        description="Time for which the blocks of a worker are kept after its registration is gone, in seconds.",
     )
     max_prompt_tokens: int = Field(
-        default=1 << 20, ge=1, description="Most tokens in a prompt that is asked about, whatever the model allows."
+        default=1 << 20, ge=1, description="Largest prompt of a query, in tokens, whatever the model allows."
     )
     max_index_blocks: int = Field(
-        default=0, ge=0, description="Most blocks in the index of one component, over all ranks; 0 is no bound."
+        default=0, ge=0, description="Most blocks in the index of a component, counted over all ranks; 0 is unlimited."
     )
     max_index_bytes: int = Field(
-        default=0, ge=0, description="Most memory for the index of one component, bytes; 0 is no bound."
+        default=0, ge=0, description="Most memory for the index of a component, in bytes; 0 is unlimited."
     )
     compare_seconds: float = Field(
         default=10.0,
         ge=0,
-        description="How long readiness waits for workers to be compared with, once the transport is read, seconds.",
+        description="Longest wait of readiness for comparisons with workers once the events are read, in seconds.",
     )
     resync_fetches: int = Field(
-        default=8, ge=1, le=256, description="Fetches of state from workers at one time, over all components."
+        default=8, ge=1, le=256, description="Most concurrent fetches from workers, over all components."
     )
     snapshot_threshold: int = Field(
         default=1_000_000,
         ge=1,
-        description="Messages after the newest snapshot that make another one due.",
+        description="Number of messages since the last snapshot after which another one is due.",
         validation_alias=AliasChoices("snapshot_threshold", "router_snapshot_threshold"),
     )
     snapshot_check_seconds: float = Field(
-        default=5.0, gt=0, description="Time between looks at whether a snapshot is due, seconds."
+        default=5.0, gt=0, description="Interval between checks whether a snapshot is due, in seconds."
     )
     snapshot_lock_seconds: int = Field(
-        default=10, ge=2, description="Life of the lock of a replica that died while it took a snapshot, seconds."
+        default=10, ge=2, description="Time after which the snapshot lock of a replica that died expires, in seconds."
     )
     reset_states: bool = Field(
         default=False,
-        description="Drop the streams' messages and all snapshots at the start; the index refills from live workers.",
+        description="Delete the streams' messages and all snapshots at start, and refill the index from live workers.",
         validation_alias=AliasChoices("reset_states", "router_reset_states"),
     )
     reset_states_even_if_others_live: bool = Field(
-        default=False, description="With --reset-states: go on although another replica is live, which it refuses."
+        default=False, description="Let --reset-states continue although another replica is live."
     )

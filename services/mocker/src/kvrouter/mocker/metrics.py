@@ -15,7 +15,7 @@ def lateness_histogram(registry: CollectorRegistry) -> Histogram:
     """Engine seconds by which the outputs of steps came late: what the machine, not the engine, adds."""
     return Histogram(
         "kvrouter_mocker_step_lateness_seconds",
-        "Engine seconds by which the outputs of a step came late.",
+        "Engine seconds by which the outputs of a step were late.",
         buckets=_LATENESS_BUCKETS,
         registry=registry,
     )

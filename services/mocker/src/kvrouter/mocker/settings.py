@@ -11,30 +11,38 @@ from pydantic import Field, model_validator
 class MockerSettings(ServiceSettings):
     """Options of ``kvrouter-mocker``; each is a flag, an environment variable and a key of the file."""
 
-    component: Name = Field(default="workers", description="Component that the worker joins.")
-    model: str = Field(default="mock-model", min_length=1, description="Model that it claims to serve.")
+    component: Name = Field(default="workers", description="Name of the component that the worker joins.")
+    model: str = Field(default="mock-model", min_length=1, description="Name of the model that the worker registers.")
     worker_id: int | None = Field(
-        default=None, ge=0, lt=1 << 64, description="Id in the component; drawn at random where none is given."
+        default=None, ge=0, lt=1 << 64, description="Id of the worker in its component; none draws one at random."
     )
-    dp_size: int = Field(default=1, ge=1, le=256, description="Data parallel ranks, each an engine of its own.")
-    num_blocks: int = Field(default=16_384, ge=1, description="KV blocks of each rank.")
+    dp_size: int = Field(
+        default=1, ge=1, le=256, description="Number of data-parallel ranks, each a simulated engine of its own."
+    )
+    num_blocks: int = Field(default=16_384, ge=1, description="Number of KV blocks of each rank.")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens per KV block.")
-    max_batched_tokens: int = Field(default=8192, ge=1, description="Tokens that a step computes at most.")
-    max_sequences: int = Field(default=256, ge=1, description="Requests that run at once.")
-    max_waiting: int = Field(default=65_536, ge=1, description="Requests that may wait; one more is refused.")
-    max_model_len: int = Field(
-        default=0, ge=0, description="Longest sequence, prompt and output, in tokens; 0 for what the cache holds."
+    max_batched_tokens: int = Field(default=8192, ge=1, description="Most tokens that a step computes.")
+    max_sequences: int = Field(default=256, ge=1, description="Most requests that run at the same time.")
+    max_waiting: int = Field(
+        default=65_536, ge=1, description="Most requests that wait in the engine's queue; one more is refused."
     )
-    speed: float = Field(default=1.0, gt=0, description="Speed against the time model; 2 halves every step.")
+    max_model_len: int = Field(
+        default=0, ge=0, description="Longest sequence, prompt and output, in tokens; 0 is what the cache holds."
+    )
+    speed: float = Field(
+        default=1.0, gt=0, description="Speed relative to the time model; 2 halves the time of every step."
+    )
     clock_factor: float = Field(
-        default=1.0, gt=0, description="Engine seconds that pass in a second of wall time; the same for all workers."
+        default=1.0, gt=0, description="Engine seconds that pass in one second of wall time; the same for all workers."
     )
     stream_interval: int = Field(
-        default=1, ge=1, description="Tokens in a piece of an answer, after the first token, which comes at once."
+        default=1,
+        ge=1,
+        description="Tokens in each piece of a response, except for the first token, which is sent at once.",
     )
-    role: Literal["both", "prefill", "decode"] = Field(default="both", description="What the worker does.")
+    role: Literal["both", "prefill", "decode"] = Field(default="both", description="Role of the worker.")
     transport: Literal["default", "durable", "core-nats"] = Field(
-        default="default", description="How events travel; default takes the component's."
+        default="default", description="Transport of the events; default is the component's."
     )
     enable_local_indexer: bool = Field(
         default=False,
@@ -42,15 +50,16 @@ class MockerSettings(ServiceSettings):
     )
     registration: bool = Field(
         default=True,
-        description="Whether it registers in etcd and publishes over NATS; otherwise it only serves, for routers that"
-        " list it (--static-workers).",
+        description="Whether the worker registers in etcd and publishes over NATS; if not, routers must list it.",
     )
     events: bool = Field(default=True, description="Whether cache events are published.")
     labels: dict[str, str] = Field(default_factory=dict, description="Labels for routing constraints.")
     heartbeat_seconds: float = Field(
-        default=5.0, gt=0, description="Seconds without events after which cursor and digest are told all the same."
+        default=5.0, gt=0, description="Interval of heartbeats while there are no events, in seconds."
     )
-    load_report_seconds: float = Field(default=1.0, ge=0, description="Seconds between load reports; 0 for none.")
+    load_report_seconds: float = Field(
+        default=1.0, ge=0, description="Interval of load reports, in seconds; 0 sends none."
+    )
 
     @model_validator(mode="after")
     def _one_transport(self) -> MockerSettings:

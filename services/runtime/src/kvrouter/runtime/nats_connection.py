@@ -30,8 +30,8 @@ class NatsMetrics:
     """What happened to the connections of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.connected = Gauge("kvrouter_nats_connected", "Whether NATS is connected.", registry=registry)
-        self.disconnects = Counter("kvrouter_nats_disconnects", "Connections lost.", registry=registry)
+        self.connected = Gauge("kvrouter_nats_connected", "1 while NATS is connected.", registry=registry)
+        self.disconnects = Counter("kvrouter_nats_disconnects", "Lost connections.", registry=registry)
         self.slow_consumers = Counter(
             "kvrouter_nats_slow_consumers", "Messages dropped because a subscription was full.", registry=registry
         )

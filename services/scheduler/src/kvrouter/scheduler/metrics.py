@@ -15,51 +15,57 @@ class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.selections = Counter(
-            "kvrouter_scheduler_selections", "Selections by outcome (a gRPC code).", ["mode", "code"], registry=registry
+            "kvrouter_scheduler_selections",
+            "Selections by mode and outcome, a gRPC code.",
+            ["mode", "code"],
+            registry=registry,
         )
         self.repeated = Counter(
-            "kvrouter_scheduler_repeated_selections", "Selections answered as before.", registry=registry
+            "kvrouter_scheduler_repeated_selections",
+            "Repeated selections, answered with the first outcome.",
+            registry=registry,
         )
         self.select_seconds = Histogram(
             "kvrouter_scheduler_select_seconds",
-            "Time of a selection, the query to the Indexer included, without its time in the queue, seconds.",
+            "Duration of a selection, the Indexer's query included, the time in the queue excluded.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.queued = Counter(
             "kvrouter_scheduler_queued_requests",
-            "Requests that the policy held, by what became of them: room, patience (sent without), late, full,"
-            " cancelled, refused.",
+            "Queued requests by outcome: room, patience (sent without room), late, full, cancelled, refused.",
             ["outcome"],
             registry=registry,
         )
         self.queued_seconds = Histogram(
             "kvrouter_scheduler_queued_seconds",
-            "Time in the queue of requests that were then sent, seconds.",
+            "Time that requests which were sent had been queued.",
             buckets=_QUEUED_SECONDS,
             registry=registry,
         )
         self.late_ms = Gauge(
             "kvrouter_scheduler_loop_late_ms",
-            "Mean lateness of the event loop, milliseconds: how far the Scheduler is from keeping up.",
+            "Mean lateness of the event loop, in milliseconds.",
             registry=registry,
         )
         self.behind = Gauge(
             "kvrouter_scheduler_sharding_advised",
-            "Whether clients are told to spread their requests over all Schedulers.",
+            "1 while clients are advised to shard requests over all Schedulers.",
             registry=registry,
         )
         self.load_only = Counter(
             "kvrouter_scheduler_load_only",
-            "Selections that rest on load alone because overlaps were not to be had, by reason.",
+            "Selections that rest on load alone because no overlaps were available, by reason.",
             ["reason"],
             registry=registry,
         )
         self.bookings = Gauge("kvrouter_scheduler_bookings", "Bookings that are not freed.", registry=registry)
         self.sessions = Gauge(
-            "kvrouter_scheduler_sessions", "Sessions that are open or in their grace.", registry=registry
+            "kvrouter_scheduler_sessions", "Sessions that are open or within their grace period.", registry=registry
         )
-        self.decisions = Gauge("kvrouter_scheduler_decisions_kept", "Decisions kept for Explain.", registry=registry)
+        self.decisions = Gauge(
+            "kvrouter_scheduler_decisions_kept", "Past decisions that Explain can show.", registry=registry
+        )
         self.conversations = Gauge(
             "kvrouter_scheduler_conversations", "Conversations whose rank is remembered.", registry=registry
         )
@@ -69,40 +75,44 @@ class SchedulerMetrics:
             registry=registry,
         )
         self.expired_leases = Counter(
-            "kvrouter_scheduler_expired_leases", "Bookings whose lease ran out.", registry=registry
+            "kvrouter_scheduler_expired_leases", "Bookings whose lease expired.", registry=registry
         )
         self.lost_bookings = Counter(
-            "kvrouter_scheduler_session_bookings_dropped", "Bookings that went with their session.", registry=registry
+            "kvrouter_scheduler_session_bookings_dropped", "Bookings dropped with their session.", registry=registry
         )
         self.reasserted = Counter(
-            "kvrouter_scheduler_reasserted_bookings", "Bookings taken over from another Scheduler.", registry=registry
+            "kvrouter_scheduler_reasserted_bookings",
+            "Bookings made at another Scheduler and re-asserted here.",
+            registry=registry,
         )
         self.unknown_frees = Counter(
-            "kvrouter_scheduler_unknown_frees", "Frees of bookings that are not known.", registry=registry
+            "kvrouter_scheduler_unknown_frees", "Frees of unknown bookings.", registry=registry
         )
         self.reports_quarantined = Counter(
             "kvrouter_scheduler_load_reports_quarantined",
-            "Load reports not used, by reason.",
+            "Load reports that were not used, by reason.",
             ["reason"],
             registry=registry,
         )
         self.predicted_blocks = Counter(
             "kvrouter_scheduler_predicted_cached_blocks",
-            "Cached blocks predicted, at most all but the block of the last token, over requests whose worker told.",
+            "Predicted cached blocks of requests whose worker reported its own count, without the last token's.",
             registry=registry,
         )
         self.actual_blocks = Counter(
-            "kvrouter_scheduler_actual_cached_blocks", "Cached blocks that the workers reported.", registry=registry
+            "kvrouter_scheduler_actual_cached_blocks",
+            "Cached blocks that the workers reported for the same requests.",
+            registry=registry,
         )
         self.blocks_off = Histogram(
             "kvrouter_scheduler_cached_blocks_off",
-            "Cached blocks reported less those predicted, by request.",
+            "Reported minus predicted cached blocks of a request.",
             buckets=_BLOCKS_OFF,
             registry=registry,
         )
         self.predictions = Counter(
             "kvrouter_scheduler_predictions",
-            "Requests whose prediction was exact, too low or too high.",
+            "Requests whose prediction was exact, low or high.",
             ["verdict"],
             registry=registry,
         )

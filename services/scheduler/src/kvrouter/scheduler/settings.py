@@ -16,12 +16,12 @@ _PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_targe
 class SchedulerSettings(RoutingSettings):
     """Options of ``kvrouter-scheduler``; each is a flag, an environment variable and a key of the file."""
 
-    router_mode: str = Field(default="kv", description=f"How ranks are chosen: {', '.join(POLICIES)}.")
+    router_mode: str = Field(default="kv", description=f"Policy that chooses a rank: {', '.join(POLICIES)}.")
     overlap_score_weight: float = Field(
         default=1.0,
         ge=0,
         le=MAX_WEIGHT,
-        description="Weight of prefill blocks against decode blocks in mode kv; 0 asks no Indexer.",
+        description="Weight of prefill blocks relative to decode blocks in mode kv; 0 queries no Indexer.",
         validation_alias=AliasChoices("overlap_score_weight", "kv_overlap_score_weight"),
     )
     router_temperature: float = Field(
@@ -31,11 +31,13 @@ class SchedulerSettings(RoutingSettings):
         default=None,
         ge=0,
         le=1,
-        description="Share of its blocks, 0 to 1, above which a rank is busy; none is off.",
+        description="Share of its KV blocks in use, 0 to 1, above which a rank is busy; none is off.",
         validation_alias=AliasChoices("active_decode_blocks_threshold", "busy_threshold"),
     )
     active_prefill_tokens_threshold: int | None = Field(
-        default=None, ge=0, description="Prefill tokens booked and not done above which a rank is busy; none is off."
+        default=None,
+        ge=0,
+        description="Prompt tokens booked and not yet computed above which a rank is busy; none is off.",
     )
     track_active_blocks: bool = Field(
         default=True,
@@ -44,74 +46,70 @@ class SchedulerSettings(RoutingSettings):
     )
     assume_kv_reuse: bool = Field(
         default=True,
-        description="Whether requests in flight share their equal blocks; otherwise each request's are its own.",
+        description="Whether requests in flight share equal blocks; otherwise each request counts all of its blocks.",
         validation_alias=AliasChoices("assume_kv_reuse", "router_assume_kv_reuse"),
     )
-    track_output_blocks: bool = Field(
-        default=True, description="Whether blocks that generated tokens fill count as load."
-    )
+    track_output_blocks: bool = Field(default=True, description="Whether blocks of generated tokens count as load.")
     indexer_timeout_ms: int = Field(
         default=50,
         ge=1,
-        description="Longest wait for an Indexer before a request is routed on load alone, milliseconds.",
+        description="Longest wait for an Indexer before a request is routed on load alone, in milliseconds.",
     )
     session_grace_seconds: float = Field(
-        default=10.0, ge=0, description="Time that bookings outlive the stream of their session, seconds."
+        default=10.0, ge=0, description="Time for which the bookings of a broken session are kept, in seconds."
     )
     replica_sync: bool = Field(
         default=False,
-        description="Whether Schedulers tell each other of their bookings over NATS, so that each counts all load.",
+        description="Whether Schedulers replicate their bookings to each other over NATS.",
         validation_alias=AliasChoices("replica_sync", "router_replica_sync"),
     )
     replica_heartbeat_seconds: float = Field(
         default=1.0,
         gt=0,
-        description="Time between two heartbeats, by which Schedulers notice what they missed, seconds; only with"
-        " --replica-sync.",
+        description="Interval of replication heartbeats, in seconds; only with --replica-sync.",
     )
     load_report_age_seconds: float = Field(
-        default=10.0, gt=0, description="Time for which what a rank reports of its load counts, seconds."
+        default=10.0, gt=0, description="Age above which a load report is ignored, in seconds."
     )
     conversations_kept: int = Field(
         default=65_536,
         ge=0,
-        description="Most conversations whose rank is remembered, so that they stay there; 0 for none.",
+        description="Number of conversations whose rank is remembered, the most recent ones; 0 remembers none.",
     )
     kv_events: bool = Field(
         default=True,
-        description="Whether overlaps come from the workers' events; otherwise they are predicted from what was routed"
-        " here, without NATS and Indexers.",
+        description="Whether overlaps come from the workers' events; if not, they are predicted from routed requests.",
     )
     router_ttl: float = Field(
         default=120.0,
         gt=0,
         allow_inf_nan=False,
-        description="Time for which a block is predicted to be resident, seconds; only with --no-kv-events.",
+        description="Time for which a block is predicted to be resident, in seconds; only with --no-kv-events.",
     )
     router_max_tree_size: int = Field(
-        default=1 << 20, ge=1, description="Most blocks that are predicted to be resident; only with --no-kv-events."
+        default=1 << 20,
+        ge=1,
+        description="Most blocks of a component that are predicted to be resident; only with --no-kv-events.",
     )
     router_prune_target_ratio: float = Field(
         default=0.8,
         ge=0,
         le=1,
-        description="Share of the most predicted blocks that is kept when there are more; only with --no-kv-events.",
+        description="Share of --router-max-tree-size that is kept when it is exceeded; only with --no-kv-events.",
     )
     max_queued_requests: int = Field(
         default=MAX_QUEUED_REQUESTS,
         ge=0,
         le=8192,
-        description="Most requests of a component that mode forecast holds for a worker with room; one more is refused."
-        " 0 holds none: they wait in the engines.",
+        description="Most requests of a component that wait for a rank with room in mode forecast; 0 queues none.",
     )
     overload_lag_ms: float = Field(
         default=20.0,
         ge=0,
         allow_inf_nan=False,
-        description="Mean lateness of the event loop, milliseconds, above which clients are told to spread their"
-        " requests over all Schedulers; 0 for never.",
+        description="Mean lateness of the event loop above which sharding is advised, in milliseconds; 0 is never.",
     )
-    decisions_kept: int = Field(default=1024, ge=1, description="Most decisions that are kept for Explain.")
+    decisions_kept: int = Field(default=1024, ge=1, description="Number of past decisions that Explain can show.")
 
     @field_validator("router_mode")
     @classmethod

@@ -30,7 +30,7 @@ class Recorder:
         self._trouble = ""
         self._outcomes = Counter(
             "kvrouter_frontend_recorded_requests",
-            "Requests by what became of their record: written, file_full, queue_full, failed.",
+            "Requests by outcome of their record: written, file_full, queue_full, failed.",
             ["outcome"],
             registry=registry,
         )

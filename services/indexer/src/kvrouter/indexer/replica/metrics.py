@@ -35,7 +35,7 @@ class IndexerMetrics(Collector):
         self._components = components
         self.find_matches_seconds = Histogram(
             "kvrouter_indexer_find_matches_seconds",
-            "Time to answer FindMatches, without the way there and back.",
+            "Duration of FindMatches in the service.",
             buckets=_FIND_MATCHES_BUCKETS,
             registry=registry,
         )
@@ -44,43 +44,42 @@ class IndexerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """The figures of each component."""
         events = CounterMetricFamily(
-            "kvrouter_indexer_events", "Events by what became of them.", labels=["namespace", "component", "outcome"]
+            "kvrouter_indexer_events", "Events by outcome.", labels=["namespace", "component", "outcome"]
         )
         counters = {
-            "batches": "Batches given to the index.",
-            "repairs": "Ranks whose blocks were dropped, because of a gap, a fault or drift.",
+            "batches": "Batches applied to the index.",
+            "repairs": "Ranks whose blocks were dropped because of a gap, a faulty event or drift.",
             "stored_blocks": "Blocks stored.",
             "removed_blocks": "Blocks removed.",
             "resyncs": "Ranks replaced by their worker's whole state.",
-            "refetches": "Ranks that lacked events, which their workers sent again.",
-            "false_alarms": "Alarms that events raised about ranks and their workers did not confirm.",
-            "live_events_dropped": "Live messages dropped because they came faster than they could be applied.",
+            "refetches": "Ranks whose missing events were fetched from their workers.",
+            "false_alarms": "Alarms raised by events that the workers did not confirm.",
+            "live_events_dropped": "Core NATS messages dropped because they arrived faster than they could be applied.",
             "snapshots_taken": "Snapshots taken by this replica.",
             "snapshots_unusable": "Snapshots that could not be read at a restore.",
-            "streams_recreated": "Times that a stream which took no messages was made anew by this replica.",
-            "consumers_made": "Times that the consumer of the stream was made anew, the first included.",
+            "streams_recreated": "Stopped streams that this replica created again.",
+            "consumers_made": "Consumers created on the stream, the first one included.",
         }
         gauges = {
-            "ready": "Whether the index is restored.",
-            "blocks": "Blocks in the index, each rank counted.",
+            "ready": "1 when the index is restored.",
+            "blocks": "Resident blocks, summed over ranks.",
             "ranks": "Ranks in the index.",
             "partial_ranks": "Ranks that may hold more blocks than the index has.",
-            "memory_bytes": "Memory of the index, by the estimates of its ranks.",
-            "lag_seconds": "Time from publishing to applying, of the newest batch.",
-            "pending_messages": "Messages of the stream that are not applied.",
-            "unverified_ranks": "Ranks not compared with their worker, or of which something was lost since, or stale.",
-            "resyncs_pending": "Ranks that wait for their worker's state, or for events of it.",
-            "resyncs_backing_off": "Ranks whose repair waits after no answer, a false alarm or persistent drift.",
-            "pending_bytes": "Batches kept while their ranks are repaired; some 256 MiB at most.",
-            "live_queue_messages": "Live messages that wait to be applied; 8,192 at most.",
-            "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 for none.",
-            "silent_ranks": "Ranks without an event or a heartbeat for several heartbeat intervals.",
-            "stale_ranks": "Ranks whose newest evidence (event, heartbeat, comparison) is older than that.",
-            "oldest_evidence_seconds": "Age of the newest evidence of the rank for which that is oldest.",
-            "stream_checked_age_seconds": "Time since NATS last said how far the stream is; the pending messages are "
-            "of that time. 0 before the first.",
-            "stream_stopped": "Whether the stream takes no messages, such as for a full disk.",
-            "quarantined_messages": "Messages kept because they could not be applied; 64 at most.",
+            "memory_bytes": "Estimated memory of the index.",
+            "lag_seconds": "Time from publishing to applying the last batch.",
+            "pending_messages": "Messages of the stream that are not applied yet.",
+            "unverified_ranks": "Ranks that were not compared with their worker, lost something since, or are stale.",
+            "resyncs_pending": "Ranks in the resync queue.",
+            "resyncs_backing_off": "Ranks whose resync backs off after no answer, a false alarm or persistent drift.",
+            "pending_bytes": "Size of the pending buffer; about 256 MiB at most.",
+            "live_queue_messages": "Core NATS messages that wait to be applied; 8,192 at most.",
+            "snapshot_sequence": "Stream sequence that the newest snapshot covers; 0 without one.",
+            "silent_ranks": "Ranks without an event or heartbeat for several heartbeat intervals.",
+            "stale_ranks": "Ranks without recent evidence of any kind.",
+            "oldest_evidence_seconds": "Age of the newest evidence about the rank for which it is oldest.",
+            "stream_checked_age_seconds": "Age of what is known about the end of the stream; 0 before the first time.",
+            "stream_stopped": "1 while the stream takes no messages, for example because its disk is full.",
+            "quarantined_messages": "Messages in quarantine; 64 at most.",
         }
         labels = ["namespace", "component"]
         counts = {n: CounterMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in counters.items()}

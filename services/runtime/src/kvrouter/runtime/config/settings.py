@@ -44,7 +44,9 @@ class ServiceSettings(BaseModel):
     section: ClassVar[str] = ""
     """Table of the file that is this service's own; without one, the class's name before ``Settings``."""
 
-    namespace: Name = Field(default="kvrouter", description="Namespace; services and workers of one see each other.")
+    namespace: Name = Field(
+        default="kvrouter", description="Namespace of the deployment; only processes of one namespace see each other."
+    )
     etcd: str = Field(
         default="127.0.0.1:2379",
         description="Endpoints of etcd, host:port, separated by commas.",
@@ -55,26 +57,33 @@ class ServiceSettings(BaseModel):
         description="URLs of NATS, separated by commas.",
         json_schema_extra={"env": ["NATS_SERVER"]},
     )
-    bind: Address = Field(default="127.0.0.1:0", description="Address of the gRPC server, host:port; 0 is a free port.")
+    bind: Address = Field(
+        default="127.0.0.1:0", description="Address of the gRPC server, host:port; port 0 takes a free one."
+    )
     advertise: str = Field(
-        default="", description="Host, or host:port, that others reach the gRPC server by; empty for where it listens."
+        default="",
+        description="Host or host:port at which other processes reach the gRPC server; empty for the host of --bind.",
     )
     http_bind: OptionalAddress = Field(
         default="127.0.0.1:0",
-        description="Address of /metrics, /health and /ready, host:port; 0 is a free port, empty is none.",
+        description="Address of /metrics, /health and /ready, host:port; port 0 takes a free one, empty serves none.",
     )
     http_header_seconds: float = Field(
-        default=10.0, gt=0, description="Time in which the headers of an HTTP request must come, seconds."
+        default=10.0, gt=0, description="Longest time for the headers of an HTTP request, in seconds."
     )
-    instance_id: Name = Field(default_factory=_made_up_id, description="Id of this process, unique among live ones.")
+    instance_id: Name = Field(
+        default_factory=_made_up_id, description="Id of this process, unique among live processes."
+    )
     lease_seconds: int = Field(
-        default=10, ge=2, le=3600, description="Time after which a process that died is taken to be gone, seconds."
+        default=10, ge=2, le=3600, description="Time after which a process that died is considered gone, in seconds."
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="Time that calls under way get to finish on SIGTERM, seconds."
+        default=30.0, ge=0, description="Longest time for running calls to finish after SIGTERM, in seconds."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
-    log_format: Literal["json", "console"] = Field(default="json", description="Form of log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
+    log_format: Literal["json", "console"] = Field(default="json", description="Format of log lines.")
 
     @classmethod
     def table(cls) -> str:
@@ -90,20 +99,21 @@ class RoutingSettings(ServiceSettings):
     """Options of the services that route, which can do so without etcd and NATS."""
 
     max_prompt_tokens: int = Field(
-        default=1 << 20, ge=1, description="Most tokens in a prompt, whatever the model allows."
+        default=1 << 20, ge=1, description="Largest prompt, in tokens, whatever the model allows."
     )
     static_workers: tuple[str, ...] = Field(
         default=(),
-        description="Workers, where there is neither etcd nor NATS: addresses host:port, separated by commas, or one"
-        " TOML file that lists them.",
+        description="Workers of a system without etcd and NATS: addresses host:port, separated by commas, or a file.",
     )
-    static_model: str = Field(default="", description="Model that these workers serve; in a file, it says so itself.")
-    static_component: Name = Field(default="workers", description="Component that they form; as before.")
+    static_model: str = Field(default="", description="Name of the model that the workers listed by address serve.")
+    static_component: Name = Field(
+        default="workers", description="Name of the component that the workers listed by address form."
+    )
     static_block_size: int = Field(
-        default=16, ge=1, le=1 << 20, description="Tokens per KV block of these workers; as before."
+        default=16, ge=1, le=1 << 20, description="Tokens per KV block of the workers listed by address."
     )
     static_probe_seconds: float = Field(
-        default=1.0, gt=0, le=3600, description="Time between two looks at which of them are there, seconds."
+        default=1.0, gt=0, le=3600, description="Interval between liveness probes of listed workers, in seconds."
     )
 
     @model_validator(mode="after")
@@ -127,7 +137,7 @@ class RoutingSettings(ServiceSettings):
             if not listed:
                 return ()
             if not self.static_model:
-                raise ValueError("name the model that they serve with --static-model")
+                raise ValueError("name the model of the listed workers with --static-model")
             named = static_component(
                 listed, name=self.static_component, model=self.static_model, block_size=self.static_block_size
             )

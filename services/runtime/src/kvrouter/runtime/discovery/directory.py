@@ -76,19 +76,21 @@ class Directory:
         self._rebuilding: asyncio.TimerHandle | None = None
         self._rest_seconds = 0.0
         self._ignored_total = Counter(
-            "kvrouter_directory_ignored", "Registrations left out because they do not fit.", registry=registry
+            "kvrouter_directory_ignored",
+            "Registrations ignored because they do not fit their component.",
+            registry=registry,
         )
         workers = Gauge("kvrouter_directory_workers", "Live workers.", registry=registry)
         workers.set_function(lambda: sum(len(view.workers) for view in self._components.values()))
         retained = Gauge(
             "kvrouter_directory_retained",
-            "Registrations that vanished from etcd and are kept because their processes answer.",
+            "Registrations that vanished from etcd and are retained because their processes answer.",
             registry=registry,
         )
         retained.set_function(lambda: len(self._retention))
         age = Gauge(
             "kvrouter_directory_age_seconds",
-            "Time since etcd last confirmed what is registered; 0 before the first, and without etcd.",
+            "Time since etcd last confirmed the registrations; 0 before the first time, and without etcd.",
             registry=registry,
         )
         age.set_function(lambda: self.age_seconds or 0.0)

@@ -65,7 +65,7 @@ class StaticDiscovery:
         self._listed = listed
         self._twins: set[str] = set()
         """Workers left out because another has their id."""
-        workers = Gauge("kvrouter_directory_listed_workers", "Workers listed by hand, live or not.", registry=registry)
+        workers = Gauge("kvrouter_directory_listed_workers", "Listed workers, live or not.", registry=registry)
         workers.set(sum(len(component.workers) for component in listed.components))
         self._namespace = namespace
         self._known: dict[str, _Known] = {}

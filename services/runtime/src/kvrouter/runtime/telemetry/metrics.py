@@ -34,7 +34,11 @@ _MAX_CONNECTIONS = 256
 def new_registry() -> CollectorRegistry:
     """A registry with the figures of the process: release, core, memory, CPU time, open files, garbage collection."""
     registry = CollectorRegistry()
-    build = Info("kvrouter_build", "Release, and whether the core is the Rust one (native).", registry=registry)
+    build = Info(
+        "kvrouter_build",
+        "Release, and implementation of the core: native (Rust) or reference (Python).",
+        registry=registry,
+    )
     build.info({"version": VERSION, "core": core.IMPLEMENTATION})
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)

@@ -8,11 +8,11 @@ def metered_quarantine(registry: CollectorRegistry) -> Quarantine:
     """Makes the quarantine of a process."""
     rejected = Counter(
         "kvrouter_quarantined",
-        "Entries of etcd and messages of NATS that were skipped because they cannot be decoded.",
+        "Entries of etcd and messages of NATS that were quarantined because they cannot be decoded.",
         ["source", "reason"],
         registry=registry,
     )
-    entries = Gauge("kvrouter_quarantined_entries", "Keys and subjects that are quarantined.", registry=registry)
+    entries = Gauge("kvrouter_quarantined_entries", "Keys and subjects in quarantine.", registry=registry)
     quarantine = Quarantine(lambda source, reason: rejected.labels(source=source, reason=reason).inc())
     entries.set_function(lambda: quarantine.size)
     return quarantine

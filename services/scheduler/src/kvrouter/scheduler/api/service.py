@@ -163,9 +163,20 @@ class SchedulerService:
             case _:
                 raise BadRequest("no decision is named", field="which", advice="Send its id, or a request's id.")
         if decided is None:
-            raise NotFound("the decision is not known, or not kept any more", advice="Ask soon, of its Scheduler.")
+            raise NotFound(
+                f"decision {_decision_of(request)} not found: this Scheduler keeps its last"
+                f" {self._decisions.capacity:,} decisions",
+                field="which",
+                advice="Ask the Scheduler that made it, or raise --decisions-kept.",
+            )
         return ExplainResponse(decision=decided.to_message())
 
     async def get_status(self, request: GetStatusRequest, *, deadline: Deadline) -> GetStatusResponse:  # noqa: ARG002
         """What the Scheduler believes of its ranks, what it holds, and what it decided last."""
         return self._status.answer(request, ready=self.ready)
+
+
+def _decision_of(request: ExplainRequest) -> str:
+    if request.WhichOneof("which") == "decision_id":
+        return str(request.decision_id)
+    return f"for request {request.request_id[:128]!r}"

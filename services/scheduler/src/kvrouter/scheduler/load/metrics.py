@@ -34,7 +34,9 @@ class RankLoadMetrics(Collector):
 
 def _families() -> list[GaugeMetricFamily]:
     return [
-        GaugeMetricFamily("kvrouter_scheduler_active_blocks", "Distinct blocks of requests booked.", labels=_LABELS),
-        GaugeMetricFamily("kvrouter_scheduler_prefill_tokens", "Prefill tokens booked and not done.", labels=_LABELS),
-        GaugeMetricFamily("kvrouter_scheduler_active_requests", "Requests booked.", labels=_LABELS),
+        GaugeMetricFamily("kvrouter_scheduler_active_blocks", "Distinct blocks of booked requests.", labels=_LABELS),
+        GaugeMetricFamily(
+            "kvrouter_scheduler_prefill_tokens", "Prompt tokens booked and not yet computed.", labels=_LABELS
+        ),
+        GaugeMetricFamily("kvrouter_scheduler_active_requests", "Booked requests.", labels=_LABELS),
     ]

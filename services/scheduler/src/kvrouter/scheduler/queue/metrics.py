@@ -31,8 +31,8 @@ class QueueMetrics(Collector):
 def _families() -> list[GaugeMetricFamily]:
     labels = ["component"]
     return [
-        GaugeMetricFamily("kvrouter_scheduler_queue_length", "Requests in the queue.", labels=labels),
+        GaugeMetricFamily("kvrouter_scheduler_queue_length", "Queued requests.", labels=labels),
         GaugeMetricFamily(
-            "kvrouter_scheduler_queued_oldest_seconds", "Time since the oldest of them arrived.", labels=labels
+            "kvrouter_scheduler_queued_oldest_seconds", "Time since the oldest queued request arrived.", labels=labels
         ),
     ]

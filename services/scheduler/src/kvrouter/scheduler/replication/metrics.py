@@ -10,30 +10,30 @@ class SyncMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sent = Counter(
-            "kvrouter_scheduler_sync_sent", "Sync events handed to NATS, heartbeats left out.", registry=registry
+            "kvrouter_scheduler_sync_sent", "Replication events given to NATS, without heartbeats.", registry=registry
         )
         self.unsent = Counter(
             "kvrouter_scheduler_sync_unsent",
-            "Sync events that NATS could not take; the other Schedulers find them missing and fetch the state.",
+            "Replication events that NATS did not take; other Schedulers notice the gap and fetch the state.",
             registry=registry,
         )
         self.received = Counter(
             "kvrouter_scheduler_sync_received",
-            "Sync events of other Schedulers that came, heartbeats left out.",
+            "Replication events received from other Schedulers, without heartbeats.",
             registry=registry,
         )
         self.quarantined = Counter(
             "kvrouter_scheduler_sync_quarantined",
-            "Sync messages, or bookings in them, that were not used, by reason.",
+            "Replication messages, or bookings in them, that were not used, by reason.",
             ["reason"],
             registry=registry,
         )
         self.gaps = Counter(
-            "kvrouter_scheduler_sync_gaps", "Times that events of a Scheduler were missing.", registry=registry
+            "kvrouter_scheduler_sync_gaps", "Gaps noticed in the events of other Schedulers.", registry=registry
         )
         self.digest_mismatches = Counter(
             "kvrouter_scheduler_sync_digest_mismatches",
-            "Times that a Scheduler's digest differed at equal sequence: drift, which should not be.",
+            "Digests of other Schedulers that differed at equal sequence; should be 0.",
             registry=registry,
         )
         self.repairs = Counter(
@@ -44,18 +44,20 @@ class SyncMetrics:
         )
         self.orphans = Counter(
             "kvrouter_scheduler_sync_orphans_dropped",
-            "Bookings dropped because their Scheduler was gone for the grace and none took them over.",
+            "Bookings dropped because their Scheduler was gone for the grace period and no other owned them.",
             registry=registry,
         )
         self.remote_bookings = Gauge(
-            "kvrouter_scheduler_remote_bookings", "Bookings that only other Schedulers hold.", registry=registry
+            "kvrouter_scheduler_remote_bookings", "Bookings that only other Schedulers own.", registry=registry
         )
         self.replicas = Gauge(
-            "kvrouter_scheduler_replicas", "Other Schedulers that are heard, over all components.", registry=registry
+            "kvrouter_scheduler_replicas", "Other live Schedulers, summed over components.", registry=registry
         )
         self.incomplete = Gauge(
-            "kvrouter_scheduler_replicas_incomplete", "Those of them whose state is being fetched.", registry=registry
+            "kvrouter_scheduler_replicas_incomplete",
+            "Other Schedulers whose state is being fetched.",
+            registry=registry,
         )
         self.unsent_waiting = Gauge(
-            "kvrouter_scheduler_sync_outgoing", "Sync events that wait to be sent.", registry=registry
+            "kvrouter_scheduler_sync_outgoing", "Replication events that wait to be sent.", registry=registry
         )

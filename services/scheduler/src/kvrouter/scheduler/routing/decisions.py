@@ -90,7 +90,8 @@ class Decisions:
     """The newest decisions: so many, and of so many candidates in all, whichever is reached first."""
 
     def __init__(self, capacity: int, *, max_rows: int = _MAX_ROWS) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        """Most decisions that are kept."""
         self._max_rows = max_rows
         self._ring: deque[Decided] = deque()
         self._by_id: dict[int, Decided] = {}
@@ -113,7 +114,7 @@ class Decisions:
         self._by_id[decided.decision_id] = decided
         for request_id in _names(decided.request_id):
             self._by_request[request_id] = decided
-        while self._ring and (len(self._ring) > self._capacity or self._rows > self._max_rows):
+        while self._ring and (len(self._ring) > self.capacity or self._rows > self._max_rows):
             self._drop_oldest()
 
     def by_id(self, decision_id: int) -> Decided | None:
