@@ -1,8 +1,9 @@
-"""The reference agrees with the code: calls, errors, keys and subjects."""
+"""The reference agrees with the code: options, metrics, calls, errors, keys and subjects."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -32,6 +33,18 @@ TYPES = {
     for name, kind in vars(errors).items()
     if inspect.isclass(kind) and issubclass(kind, KvRouterError) and kind is not KvRouterError
 }
+
+
+@pytest.mark.parametrize("page", ["options", "metrics"])
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    source = REFERENCE / f"generate_{page}.py"
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
+    assert module.page() == written, f"docs/reference/{page}.md is out of date: run make reference"
 
 
 def section(page: str, heading: str) -> str:
