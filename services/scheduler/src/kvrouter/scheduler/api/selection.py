@@ -380,7 +380,7 @@ class Selector:
             for index in range(len(context.ranks)):
                 formula = explanation.formula(index)
                 if formula:
-                    log.debug(formula, decision=decision_id, request_id=request_id)
+                    log.debug("decision.formula", formula=formula, decision=decision_id, request_id=request_id)
 
 
 def _waiting_reason(chosen: Chosen) -> Explanation:
