@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from measure import Figures, Runner, spread
+from measure import Measurements, Runner, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -29,10 +29,12 @@ STEADY = (
 PROMPTS = ("128", "512", "2048", "8192", "32768", "65536")
 
 
-def columns(console: Console, title: str, said: dict[str, list[Figures]], figures: tuple[str, ...] = ()) -> None:
+def columns(
+    console: Console, title: str, said: dict[str, list[Measurements]], measurements: tuple[str, ...] = ()
+) -> None:
     """A table with a column for each case."""
     table = Table(r"median \[least .. most]", *said, title=title)
-    for figure in figures or tuple(next(iter(said.values()))[0]):
+    for figure in measurements or tuple(next(iter(said.values()))[0]):
         table.add_row(figure, *(spread(rounds, figure) if figure in rounds[0] else "" for rounds in said.values()))
     console.print(table)
 

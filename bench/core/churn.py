@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import encode
-from engines import RANDOM, Figures, Kvrouter, hashes, now, resident
+from engines import RANDOM, Kvrouter, Measurements, hashes, now, resident
 
 MIB = float(1 << 20)
 WORKERS = 16
@@ -26,7 +26,7 @@ PROMPT = 128
 """Blocks of each prompt that many conversations begin with."""
 
 
-def departure(engine: Kvrouter, blocks: int) -> Figures:
+def departure(engine: Kvrouter, blocks: int) -> Measurements:
     """Resident memory when 15 of 16 workers leave."""
     before = resident()
     for start in range(0, blocks, 512):
@@ -95,7 +95,7 @@ class Worker:
         self.blocks = 0
 
 
-def day(engine: Kvrouter, hours: int, blocks: int) -> Figures:
+def day(engine: Kvrouter, hours: int, blocks: int) -> Measurements:
     """Every hour brings new prompts and takes a worker's life; blocks come and go all the while."""
     prompts = [hashes(PROMPT) for _ in range(32)]
     workers = [Worker(engine, name, prompts) for name in range(WORKERS)]

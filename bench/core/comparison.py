@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from measure import Figures, Runner, median, shown, spread
+from measure import Measurements, Runner, median, shown, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +26,7 @@ class Line:
     """What our figure is to stay below."""
     more_is_better: bool = False
 
-    def judged(self, ours: list[Figures], theirs: list[Figures]) -> tuple[str, str]:
+    def judged(self, ours: list[Measurements], theirs: list[Measurements]) -> tuple[str, str]:
         """The ratio, and how the bars are met."""
         our, bars, times = median(ours, self.figure), [], ""
         if theirs and self.figure != "wrong":

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import encode
 
 RANDOM = np.random.default_rng(1)
-Figures = dict[str, float]
+Measurements = dict[str, float]
 
 now: Callable[[], int] = time.process_time_ns if "--cpu" in sys.argv else time.perf_counter_ns
 """Nanoseconds of the wall clock; of processor time with --cpu."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-Figures = dict[str, float]
-Rounds = dict[str, list[Figures]]
+Measurements = dict[str, float]
+Rounds = dict[str, list[Measurements]]
 """Engine → figures of each round."""
 
 
@@ -36,19 +36,19 @@ class Runner:
             self._said[arguments] = said
         return self._said[arguments]
 
-    def ours(self, *arguments: str, rounds: int | None = None) -> list[Figures]:
+    def ours(self, *arguments: str, rounds: int | None = None) -> list[Measurements]:
         """A measurement of ours alone."""
         return [self._one(Path(sys.executable), "kvrouter", arguments) for _ in range(rounds or self.rounds)]
 
-    def _one(self, python: Path, engine: str, arguments: tuple[str, ...]) -> Figures:
+    def _one(self, python: Path, engine: str, arguments: tuple[str, ...]) -> Measurements:
         script, *rest = arguments
         command = [str(python), str(HERE / script), engine, *rest, *self.clock]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        figures: Figures = json.loads(done.stdout.splitlines()[-1])
-        return figures
+        measurements: Measurements = json.loads(done.stdout.splitlines()[-1])
+        return measurements
 
 
-def median(rounds: list[Figures], name: str) -> float:
+def median(rounds: list[Measurements], name: str) -> float:
     return statistics.median(one[name] for one in rounds)
 
 
@@ -56,7 +56,7 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.2f}"
 
 
-def spread(rounds: list[Figures], name: str) -> str:
+def spread(rounds: list[Measurements], name: str) -> str:
     """Median [least .. most]."""
     values = [one[name] for one in rounds]
     return f"{shown(statistics.median(values))} [{shown(min(values))} .. {shown(max(values))}]"

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import Figures, Kvrouter, hashes, now
+from engines import Kvrouter, Measurements, hashes, now
 
 LIVE = 1_000_000
 BLOCKS = 1 << 20
 """Blocks that are stored, asked for and removed at each length."""
 
 
-def prompts(engine: Kvrouter, length: int) -> Figures:
+def prompts(engine: Kvrouter, length: int) -> Measurements:
     """Prompts come, are asked for while they are cold, and go, leaf first."""
     for _ in range(LIVE // 512):
         chain = hashes(512)

@@ -19,13 +19,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import encode
-from engines import RANDOM, Engine, Figures, Kvrouter, at, each, engine_of, hashes, now, resident
+from engines import RANDOM, Engine, Kvrouter, Measurements, at, each, engine_of, hashes, now, resident
 
 STEADY_BLOCKS = 1 << 20
 """Blocks that come, and as many that go, while a steady state is measured."""
 
 
-def memory(engine: Engine, kind: str, blocks: int, chain: int) -> Figures:
+def memory(engine: Engine, kind: str, blocks: int, chain: int) -> Measurements:
     """Resident bytes per distinct block with one holder, four of equal engine hashes, or four of their own."""
     engine.apply(*engine.stored(999, None, hashes(1), hashes(1)))
     gc.collect()
@@ -37,13 +37,13 @@ def memory(engine: Engine, kind: str, blocks: int, chain: int) -> Figures:
                 own = hashes(chain)
             engine.apply(*engine.stored((start // chain + holder) % 16, None, own, local))
     gc.collect()
-    figures = {"bytes/block": (resident() - before) / blocks}
+    measurements = {"bytes/block": (resident() - before) / blocks}
     if isinstance(engine, Kvrouter):
-        figures["accounted bytes/block"] = engine.bytes() / blocks
-    return figures
+        measurements["accounted bytes/block"] = engine.bytes() / blocks
+    return measurements
 
 
-def hashing(engine: Engine, tokens: int) -> Figures:
+def hashing(engine: Engine, tokens: int) -> Measurements:
     """Million tokens a second, blocks of 16, from what each takes fastest: a buffer, or a list."""
     ids = RANDOM.integers(0, 128_000, tokens, dtype=np.uint32)
     call: Callable[[], Any]
@@ -61,7 +61,7 @@ def hashing(engine: Engine, tokens: int) -> Figures:
     return {"Mtokens/s": tokens * 1e3 / best}
 
 
-def steady(engine: Engine, live: int, chain: int, workers: int) -> Figures:
+def steady(engine: Engine, live: int, chain: int, workers: int) -> Measurements:
     """Chains come and the oldest go, leaf first, at a number of live blocks that workers share.
 
     Workers take turns; with more than one, each chain begins with the 64 blocks that all of them hold.
@@ -99,7 +99,7 @@ def steady(engine: Engine, live: int, chain: int, workers: int) -> Figures:
         engine.apply(*event)
         spent["removed"] += now() - start
     asked.sort()
-    figures = {
+    measurements = {
         "growing ns/block": sum(filling) / max(1, fill) / chain,
         "stored ns/block": spent["stored"] / rounds / chain,
         "removed ns/block": spent["removed"] / rounds / chain,
@@ -108,15 +108,15 @@ def steady(engine: Engine, live: int, chain: int, workers: int) -> Figures:
     }
     filling.sort()
     if filling:
-        figures["growth p99.9 us"] = at(filling, 0.999) / 1e3
-        figures["growth worst us"] = filling[-1] / 1e3
+        measurements["growth p99.9 us"] = at(filling, 0.999) / 1e3
+        measurements["growth worst us"] = filling[-1] / 1e3
     if isinstance(engine, Kvrouter):
         asking = engine.prompt(np.concatenate([prompt, chains[0][1]]))
-        figures["answer for all tiers us"] = each(lambda: engine.index.find_matches(asking), 200) / 1e3
-        figures["most moved"] = engine.index.most_moved()
-        figures["bytes/block"] = engine.bytes() / live
-        figures["grew while measured, %"] = 100 * (engine.bytes() - grown) / grown
-    return figures
+        measurements["answer for all tiers us"] = each(lambda: engine.index.find_matches(asking), 200) / 1e3
+        measurements["most moved"] = engine.index.most_moved()
+        measurements["bytes/block"] = engine.bytes() / live
+        measurements["grew while measured, %"] = 100 * (engine.bytes() - grown) / grown
+    return measurements
 
 
 def main() -> None:
@@ -124,14 +124,14 @@ def main() -> None:
     case, arguments = sys.argv[2], [one for one in sys.argv[3:] if not one.startswith("--")]
     gc.disable()
     if case == "memory":
-        figures = memory(engine, arguments[0], int(arguments[1]), int(arguments[2]))
+        measurements = memory(engine, arguments[0], int(arguments[1]), int(arguments[2]))
     elif case == "hashing":
-        figures = hashing(engine, int(arguments[0]))
+        measurements = hashing(engine, int(arguments[0]))
     elif case == "steady":
-        figures = steady(engine, int(arguments[0]), int(arguments[1]), int((arguments[2:] or ["1"])[0]))
+        measurements = steady(engine, int(arguments[0]), int(arguments[1]), int((arguments[2:] or ["1"])[0]))
     else:
         sys.exit(f"no such case: {case}")
-    print(json.dumps(figures))
+    print(json.dumps(measurements))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import Figures, Kvrouter, at, hashes
+from engines import Kvrouter, Measurements, at, hashes
 
 LIVE = 1_000_000
 PROMPTS = 64
@@ -35,7 +35,7 @@ def batches(engine: Kvrouter, count: int) -> list[tuple[Any, ...]]:
     return made
 
 
-def threads(engine: Kvrouter, rate: float) -> Figures:
+def threads(engine: Kvrouter, rate: float) -> Measurements:
     for number in range(LIVE // 512):
         chain = hashes(512)
         engine.apply(*engine.stored(2 + number % 14, None, chain, chain))

@@ -153,7 +153,7 @@ def main() -> None:
         spent[kind] += taken
         blocks[kind] += count
     latencies.sort()
-    figures = {
+    measurements = {
         "stored ns/block": spent[STORED] / blocks[STORED],
         "removed ns/block": spent[REMOVED] / blocks[REMOVED],
         "query us": spent[QUERY] / query / 1e3,
@@ -163,9 +163,9 @@ def main() -> None:
         "queries": query,
     }
     if native:
-        figures["bytes/entry"] = keep.stats().memory_bytes / max(1, keep.stats().blocks)
-        figures["most moved"] = keep.most_moved()
-    print(json.dumps(figures))
+        measurements["bytes/entry"] = keep.stats().memory_bytes / max(1, keep.stats().blocks)
+        measurements["most moved"] = keep.most_moved()
+    print(json.dumps(measurements))
 
 
 if __name__ == "__main__":

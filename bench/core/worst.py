@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engines import RANDOM, Figures, Kvrouter, each, hashes, now
+from engines import RANDOM, Kvrouter, Measurements, each, hashes, now
 
 MANY = 200_000
 Events = Iterator[tuple[Any, ...]]
@@ -24,7 +24,7 @@ class Cases:
 
     def __init__(self) -> None:
         self.engine = Kvrouter()
-        self.figures: Figures = {}
+        self.measurements: Measurements = {}
         self.own, self.local = hashes(MANY), hashes(MANY)
 
     def measure(self, name: str, events: Events, blocks: int) -> None:
@@ -33,7 +33,7 @@ class Cases:
         start = now()
         for event in prepared:
             self.engine.apply(*event)
-        self.figures[f"{name}, ns/block"] = (now() - start) / blocks
+        self.measurements[f"{name}, ns/block"] = (now() - start) / blocks
 
     def store(self, worker: int, start: int, count: int, engine: int | None = None) -> tuple[Any, ...]:
         named = start if engine is None else engine
@@ -45,7 +45,7 @@ class Cases:
 
     def siblings(self) -> None:
         self.measure("one-block siblings stored", (self.store(1, one, 1) for one in range(MANY)), MANY)
-        self.figures["one-block siblings, bytes/block"] = self.engine.bytes() / MANY
+        self.measurements["one-block siblings, bytes/block"] = self.engine.bytes() / MANY
         gone = (self.engine.removed(1, self.own[one : one + 1]) for one in range(MANY))
         self.measure("one-block siblings removed", gone, MANY)
 
@@ -55,7 +55,7 @@ class Cases:
         before = self.engine.bytes()
         gone = (self.engine.removed(1, self.own[start : start + 512 : 2]) for start in range(0, blocks, 512))
         self.measure("every second block removed", gone, blocks // 2)
-        self.figures["every second block removed, more bytes/block"] = (self.engine.bytes() - before) / blocks
+        self.measurements["every second block removed, more bytes/block"] = (self.engine.bytes() - before) / blocks
 
     def random_order(self) -> None:
         blocks = MANY // 512 * 512
@@ -75,21 +75,23 @@ class Cases:
     def longest_prompt(self) -> None:
         self.measure("a prompt of 65,536 blocks stored", iter([self.store(1, 0, 65_536)]), 65_536)
         prompt = self.local[:65_536].tobytes()
-        self.figures["a prompt of 65,536 blocks asked for, us"] = each(lambda: self.engine.find(prompt), 50) / 1e3
+        self.measurements["a prompt of 65,536 blocks asked for, us"] = each(lambda: self.engine.find(prompt), 50) / 1e3
 
     def one_prefix(self) -> None:
         stores = (self.store(worker, 0, 512) for worker in range(2048))
         self.measure("2,048 workers on one prefix of 512", stores, 2048 * 512)
         prompt = self.local[:512].tobytes()
-        self.figures["2,048 workers on one prefix asked for, us"] = each(lambda: self.engine.find(prompt), 500) / 1e3
+        self.measurements["2,048 workers on one prefix asked for, us"] = (
+            each(lambda: self.engine.find(prompt), 500) / 1e3
+        )
         asked = each(lambda: self.engine.index.find_matches(prompt), 200) / 1e3
-        self.figures["2,048 workers on one prefix, answer for all tiers, us"] = asked
+        self.measurements["2,048 workers on one prefix, answer for all tiers, us"] = asked
 
     def second_engine_hash(self) -> None:
         both = [self.store(1, 0, 4096), self.store(1, 0, 4096, engine=4096)]
         self.measure("a prefix under a second engine hash", iter(both), 8192)
 
-    def run(self) -> Figures:
+    def run(self) -> Measurements:
         for case in (
             self.siblings,
             self.every_second_removed,
@@ -102,8 +104,8 @@ class Cases:
         ):
             case()
             self.engine.forget()
-        self.figures["most entries moved at once"] = self.engine.index.most_moved()
-        return self.figures
+        self.measurements["most entries moved at once"] = self.engine.index.most_moved()
+        return self.measurements
 
 
 def main() -> None:

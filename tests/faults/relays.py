@@ -33,7 +33,7 @@ class RelayedNode(EngineNode):
             "engine_incarnation": "one",
         }
         self._messages: list[list[list[Any]]] = []
-        self._told = asyncio.Event()
+        self._notified = asyncio.Event()
         self._recorded = (-1, (0, 0))
         self._process: asyncio.subprocess.Process | None = None
         self._port = 0
@@ -71,7 +71,7 @@ class RelayedNode(EngineNode):
 
     async def kill_relay(self) -> None:
         process, self._process = self._process, None
-        self._told.set()
+        self._notified.set()
         if process is not None:
             process.kill()
             await process.wait()
@@ -85,7 +85,7 @@ class RelayedNode(EngineNode):
     def _tell(self, events: Sequence[CacheEvent]) -> None:
         if events:
             self._messages.append([_as_json(event) for event in events])
-            self._told.set()
+            self._notified.set()
 
     async def _feed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._feeding += 1
@@ -104,8 +104,8 @@ class RelayedNode(EngineNode):
             self.incarnations.append(begin["incarnation"])
             while True:
                 while number == len(self._messages):
-                    self._told.clear()
-                    await self._told.wait()
+                    self._notified.clear()
+                    await self._notified.wait()
                     if self._process is None:
                         return
                 message = {"number": number, "events": self._messages[number]}

@@ -41,8 +41,8 @@ async def test_every_command_does_what_it_says(rig: Rig) -> None:
     stats = await one.stats()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
     for rank, row in zip(stats.ranks, rows, strict=True):
-        figures = (rank.cursor.incarnation, rank.cursor.next_event_id, rank.blocks)
-        assert row[:4] == [f"{rank.rank.worker_id}:0", *map(str, figures)]
+        expected = (rank.cursor.incarnation, rank.cursor.next_event_id, rank.blocks)
+        assert row[:4] == [f"{rank.rank.worker_id}:0", *map(str, expected)]
         assert row[5:7] == ["0", "verified"]
         assert row[7].startswith("registered, ")
         assert row[8] == "durable"

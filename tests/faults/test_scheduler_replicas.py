@@ -20,7 +20,7 @@ async def until_all_booked(processes: Processes, count: int) -> None:
         await processes.until_booked(name, count)
 
 
-async def test_the_one_that_takes_over_has_the_load_before_it_is_told(processes: Processes) -> None:
+async def test_the_scheduler_that_takes_over_has_the_load_before_sessions_move(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SYNC)
     frontend = processes.frontend("frontend-0")
     running = [asyncio.create_task(streamed(frontend, number, TOKENS)) for number in range(STREAMS)]

@@ -217,8 +217,8 @@ async def test_publish_acknowledgements_are_dropped_doubled_and_reordered(rig: R
     await rig.until(lambda: sum(node.worker.rank(0).stats().retries for node in nodes) >= wire.counts["dropped"])
     counted = (await one.stats()).events
     assert (counted.gaps, counted.repairs) == (0, 0)
-    told = await _events_of_stream(await rig.client())
-    assert len(told) == len(set(told)), "the stream keeps each event once"
+    event_ids = await _events_of_stream(await rig.client())
+    assert len(event_ids) == len(set(event_ids)), "the stream keeps each event once"
 
 
 async def _events_of_stream(client: Client) -> list[tuple[int, int]]:

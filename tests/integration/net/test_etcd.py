@@ -63,19 +63,19 @@ async def test_keys_that_take_longer_to_write_than_a_lease_lives_stay(namespace:
 
 
 async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str) -> None:
-    told = 0
+    calls = 0
 
     async def tell() -> None:
-        nonlocal told
-        told += 1
+        nonlocal calls
+        calls += 1
 
     keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, on_registered=tell)
     keys.put(f"/{namespace}/a", b"1")
     async with held(keys), connect(etcd_endpoint) as client:
-        assert told == 1
+        assert calls == 1
         assert keys.lease_id is not None
         await client.revoke_lease(keys.lease_id)
-        await eventually(lambda: told == 2)
+        await eventually(lambda: calls == 2)
 
 
 async def test_a_key_that_an_earlier_life_writes_is_taken_back(namespace: str, etcd_endpoint: str) -> None:

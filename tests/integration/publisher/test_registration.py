@@ -116,7 +116,7 @@ async def test_a_worker_waits_for_etcd(namespace: str, own_etcd: EtcdServer, nat
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "expected"),
     [
         ("block_size", 8, "block_size: 4 there, 8 here"),
         ("model", "other", "model: 'm' there, 'other' here"),
@@ -125,14 +125,14 @@ async def test_a_worker_waits_for_etcd(namespace: str, own_etcd: EtcdServer, nat
     ],
 )
 async def test_a_worker_that_differs_is_refused(
-    namespace: str, etcd_endpoint: str, nats_url: str, field: str, value: object, told: str
+    namespace: str, etcd_endpoint: str, nats_url: str, field: str, value: object, expected: str
 ) -> None:
     async with running(config(namespace, etcd_endpoint, nats_url), EchoEngine()):
         other = config(namespace, etcd_endpoint, nats_url, **{field: value})
         with pytest.raises(DescriptorMismatch) as caught:
             async with running(other, EchoEngine()):
                 pass
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
         assert list(caught.value.differences) == [field]
         assert await registration(other) is None
 

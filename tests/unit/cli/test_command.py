@@ -57,7 +57,7 @@ def test_help_lists_the_commands(
     assert all(command in said for command in ("demo", "up", "replay"))
 
 
-def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"kvrouter {version('kvrouter')}\n"
 

@@ -150,11 +150,11 @@ def test_an_indexer_that_cannot_ask_nats_says_how_old_its_knowledge_is() -> None
 
 
 def test_without_an_indexer_cached_blocks_are_what_the_worker_reports() -> None:
-    told = rank(1, reported=LoadReport(cached_blocks=77))
-    found = lines(system([scheduler(pool(told))], [IndexerView("i-1:1", failure="refused")]))
+    reporting = rank(1, reported=LoadReport(cached_blocks=77))
+    found = lines(system([scheduler(pool(reporting))], [IndexerView("i-1:1", failure="refused")]))
     assert line(found, "Indexer") == "Indexer   at i-1:1 does not answer: refused"
     assert line(found, "1:0").split()[-5] == "77"
-    assert any("no Indexer is there" in each for each in lines(system([scheduler(pool(told))])))
+    assert any("no Indexer is there" in each for each in lines(system([scheduler(pool(reporting))])))
 
 
 def test_a_decision_shows_the_next_cheapest_and_why() -> None:
@@ -294,7 +294,7 @@ def test_a_rank_that_was_forgotten_in_between_counts_from_then() -> None:
     assert window.rate(POOL) == HitRate(0.5, 0.5)
 
 
-def test_figures_in_words() -> None:
+def test_numbers_as_text() -> None:
     assert [duration(seconds) for seconds in (0.0031, 1.24, 48.2, 300, 12_600, 10**6)] == [
         *("3 ms", "1.2 s", "48 s", "5 min", "3.5 h", "12 d")
     ]

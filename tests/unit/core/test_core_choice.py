@@ -82,10 +82,10 @@ run(main, ServiceSettings(), "indexer")
 """
 
 
-def test_a_service_refuses_the_reference_unless_told() -> None:
+def test_a_service_refuses_the_reference_unless_allowed() -> None:
     refused = start(None, WITHOUT_NATIVE)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
     assert "KVROUTER_CORE=reference" in refused.stderr
-    told = start("reference", WITHOUT_NATIVE)
-    assert (told.returncode, told.stdout) == (0, "serving\n")
+    allowed = start("reference", WITHOUT_NATIVE)
+    assert (allowed.returncode, allowed.stdout) == (0, "serving\n")

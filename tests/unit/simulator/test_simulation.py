@@ -96,7 +96,7 @@ def test_a_restart_loses_what_is_out_and_sends_the_rest_again() -> None:
     assert (counts.requests, counts.failed, counts.retried) == (2, 1, 1)
 
 
-def test_figures_add_up() -> None:
+def test_statistics_add_up() -> None:
     outcome = run("kv")
     summary = summed(outcome)
     assert summary.requests == len(outcome.served)

@@ -116,8 +116,8 @@ impl Engine {
         let Some(step) = self.model.begin_step(now) else { return Ok(None) };
         let events: Vec<_> = self.model.events.iter().map(|event| event_tuple(py, event)).collect::<PyResult<_>>()?;
         self.model.events.clear();
-        let figures = (step.seconds, step.prefill_tokens, step.reused_tokens, step.decode_sequences, step.preempted);
-        Ok(Some((figures, PyList::new(py, events)?).into_pyobject(py)?))
+        let totals = (step.seconds, step.prefill_tokens, step.reused_tokens, step.decode_sequences, step.preempted);
+        Ok(Some((totals, PyList::new(py, events)?).into_pyobject(py)?))
     }
 
     /// (number, token, 0 or 1 for length or 2 for stop, first, cached tokens, submitted at, scheduled at) of each.

@@ -60,12 +60,12 @@ async def test_servers_end_with_their_context(tmp_path: Path) -> None:
             await asyncio.open_connection(host, int(port))
 
 
-async def test_a_taken_port_is_told(own_nats: NatsServer, tmp_path: Path) -> None:
+async def test_a_taken_port_is_reported(own_nats: NatsServer, tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match="address already in use"):
         await NatsServer(tmp_path, port=own_nats.port).start()
 
 
-def test_a_missing_binary_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_binary_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BinaryMissing, match="pip install"):

@@ -118,7 +118,7 @@ async def test_a_body_that_is_no_json_is_refused(system: System, http: aiohttp.C
         assert "token ids to /v1/completions" in (await response.json())["error"]["message"]
 
 
-async def test_without_workers_it_is_told_when_to_retry(system: System, http: aiohttp.ClientSession) -> None:
+async def test_without_workers_the_answer_says_when_to_retry(system: System, http: aiohttp.ClientSession) -> None:
     await system.start_worker(1)
     await system.stop_worker(1)
     async with http.post("/v1/completions", json=body()) as response:

@@ -71,9 +71,9 @@ async def test_what_was_recorded_is_simulated_and_replayed(
         assert shape(recorded) == [(53, 4, [0, 1, 2, 3]), (53, 5, [0, 1, 4, 5]), (53, 6, [0, 1, 2, 6])]
         assert str(SECRET) not in path.read_text()
 
-        figures = tmp_path / "statistics.json"
-        await kvrouter("simulate", str(path), "--workers", "1", "--json", str(figures))
-        (run,) = json.loads(figures.read_text())["runs"]
+        results = tmp_path / "statistics.json"
+        await kvrouter("simulate", str(path), "--workers", "1", "--json", str(results))
+        (run,) = json.loads(results.read_text())["runs"]
         assert run["statistics"]["requests"] == 3
         assert run["statistics"]["reuse"] == pytest.approx((32 + 48) / (3 * 53))
 

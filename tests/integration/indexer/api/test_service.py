@@ -152,7 +152,7 @@ async def test_a_dump_loads_into_another_component(stack: Stack) -> None:
         await copy.indexer.load(unfinished(), deadline=soon())
 
 
-async def test_figures_tell_what_arrived_and_from_whom(stack: Stack) -> None:
+async def test_stats_say_what_arrived_and_from_whom(stack: Stack) -> None:
     await stack.create_component()
     js = stack.nats.jetstream()
     here, gone = RankSource(stack.component, 1), RankSource(stack.component, 2, dp_rank=3)
@@ -164,15 +164,15 @@ async def test_figures_tell_what_arrived_and_from_whom(stack: Stack) -> None:
     await stack.follows(gone)
     stats = await stack.indexer.get_stats(GetStatsRequest(), deadline=soon())
     assert stats.replica_id == "indexer-1"
-    (figures,) = stats.components
-    assert figures.component == stack.named
-    assert figures.ready
-    assert (figures.blocks, figures.events.applied, figures.events.unparsable) == (12, 2, 1)
-    assert [(rank.rank.worker_id, rank.blocks, rank.registered) for rank in figures.ranks] == [
+    (component,) = stats.components
+    assert component.component == stack.named
+    assert component.ready
+    assert (component.blocks, component.events.applied, component.events.unparsable) == (12, 2, 1)
+    assert [(rank.rank.worker_id, rank.blocks, rank.registered) for rank in component.ranks] == [
         (1, 6, True),
         (2, 6, False),
     ]
-    assert 0 < figures.lag_seconds < PATIENCE_SECONDS
+    assert 0 < component.lag_seconds < PATIENCE_SECONDS
 
 
 async def test_a_worker_that_differs_from_its_component_is_not_listened_to(stack: Stack) -> None:

@@ -93,7 +93,7 @@ async def test_it_is_ready_only_when_it_has_read_what_the_stream_held(
         assert min(seen) < last
 
 
-async def test_what_is_applied_is_acknowledged_and_told(connection: Client, component: ComponentName) -> None:
+async def test_what_is_applied_is_acknowledged_and_counted(connection: Client, component: ComponentName) -> None:
     js = connection.jetstream()
     stream = await ensure_stream(js, component)
     source = RankSource(component, 1)

@@ -146,7 +146,7 @@ async def test_a_rank_that_went_wrong_is_replaced(
             assert stats.drifts == (fault == "drift")
 
 
-async def test_drift_that_persists_is_told_and_not_fetched_again(
+async def test_drift_that_persists_is_logged_and_not_fetched_again(
     connection: Client, component: ComponentName, nats_url: str, etcd_endpoint: str
 ) -> None:
     await ensure_stream(connection.jetstream(), component)

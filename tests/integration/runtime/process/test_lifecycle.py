@@ -195,7 +195,7 @@ async def test_a_failure_is_one_event_and_status_1(tmp_path: Path, settings: Ser
 
 
 @pytest.mark.parametrize("flag", ["--bind", "--http-bind"])
-async def test_a_taken_address_is_told_in_one_line(tmp_path: Path, settings: ServiceSettings, flag: str) -> None:
+async def test_a_taken_address_is_one_line(tmp_path: Path, settings: ServiceSettings, flag: str) -> None:
     port = free_port()
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
     async with server, started(tmp_path, settings, flag, f"127.0.0.1:{port}") as process:

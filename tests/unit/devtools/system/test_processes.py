@@ -29,13 +29,13 @@ def gone(pid: int) -> bool:
     return not stat.exists() or " Z " in stat.read_text()
 
 
-async def test_a_process_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_process_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
     process = await ManagedProcess.start(python("import sys; print('so long'); sys.exit(3)"), tmp_path)
     with pytest.raises(ProcessDied, match=r"child ended with status 3(.|\n)*child\.log(.|\n)*so long"):
         await process.watch()
 
 
-async def test_a_killed_process_is_told_by_signal(tmp_path: Path) -> None:
+async def test_a_killed_process_is_reported_by_signal(tmp_path: Path) -> None:
     process = await ManagedProcess.start(python("import time; print('up', flush=True); time.sleep(60)"), tmp_path)
     await until_logged(process, "up")
     os.kill(process.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ async def test_what_ignores_the_stop_is_killed_with_its_children(tmp_path: Path)
     await until(lambda: gone(grandchild))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the leash is a Linux feature")
+@pytest.mark.skipif(sys.platform != "linux", reason="ending with the parent is a Linux feature")
 async def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     code = f"""
 import asyncio, os, sys

@@ -69,7 +69,7 @@ async def sent(requested: FrontendService) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("known", [(True,), (False, True), (None, True), (True, None)])
-async def test_whoever_has_it_is_told(known: tuple[bool | None, ...]) -> None:
+async def test_whoever_has_it_gets_the_call(known: tuple[bool | None, ...]) -> None:
     assert await sent(frontend(*known)) == (True, True)
 
 

@@ -72,7 +72,7 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
     assert caught.value.info.field == field
 
 
-def test_a_text_prompt_is_told_what_to_send() -> None:
+def test_the_answer_to_a_text_prompt_says_what_to_send() -> None:
     with pytest.raises(BadRequest) as caught:
         parse(prompt="hello")
     assert "token ids" in caught.value.info.advice

@@ -40,7 +40,7 @@ def request(**fields: Any) -> FrontendServiceGenerateRequest:
     return FrontendServiceGenerateRequest(**(defaults | fields))
 
 
-def test_an_unknown_model_is_told_which_are_known() -> None:
+def test_the_answer_to_an_unknown_model_lists_those_that_are_known() -> None:
     with pytest.raises(UnknownModel) as caught:
         component_of_model("x", by_name(view("a", "m"), view("b", "n"), view("c", "dead", workers=0)))
     assert list(caught.value.info.known_values) == ["m", "n"]

@@ -139,7 +139,7 @@ async def test_a_refused_booking_is_asserted_until_it_is_taken_as_it_is_by_then(
     assert [each.prefill_complete for each in scheduler.asserted] == [False, True, True]
 
 
-async def test_what_changes_while_a_session_opens_is_told() -> None:
+async def test_what_changes_while_a_session_opens_is_sent() -> None:
     scheduler = Refusing(0)
     async with linked(scheduler) as link:
         done, freed = booking("done"), booking("freed")
@@ -197,7 +197,7 @@ async def test_advice_to_spread_is_passed_on() -> None:
     assert advised.is_set()
 
 
-async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_is_told_all_in_the_next_session(
+async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in_the_next_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_link, "_QUEUE_LIMIT", 8)

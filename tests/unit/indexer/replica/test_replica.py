@@ -46,7 +46,7 @@ class Keys:
             await asyncio.sleep(0.001)
 
 
-async def test_a_component_that_comes_back_is_told_of_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_component_that_comes_back_is_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others must not purge what this replica has not applied, so they must see how far it is."""
     monkeypatch.setattr(replica, "ComponentIndex", Index)
     monkeypatch.setattr(replica, "DurableConsumer", lambda *_: None)

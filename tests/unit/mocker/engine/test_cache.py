@@ -139,7 +139,7 @@ def test_engine_hashes_follow_content_and_seed() -> None:
     assert all(0 <= h < 1 << 64 for h in hashes())
 
 
-def test_without_prefix_caching_nothing_is_reused_or_told() -> None:
+def test_without_prefix_caching_nothing_is_reused_or_reported() -> None:
     drive = Drive(engine(prefix_caching=False))
     drive.run("a", range(9), 9)
     assert drive.run("b", range(9))[0].cached_tokens == 0

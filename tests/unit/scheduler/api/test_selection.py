@@ -84,7 +84,7 @@ async def test_round_robin_takes_turns_with_and_without_booking() -> None:
     assert [(each.rank.worker_id, each.rank.dp_rank) for each in chosen] == [(1, 0), (1, 1), (2, 0), (1, 0)]
 
 
-async def test_direct_goes_where_it_is_told() -> None:
+async def test_direct_goes_to_the_named_worker() -> None:
     parts = Parts(view(worker(1, ranks=2), worker(2)), options=RoutingOptions(mode="direct"))
     request = routing(constraints=constraints(worker_id=1, dp_rank=1))
     chosen = await parts.select(selecting("a", request))

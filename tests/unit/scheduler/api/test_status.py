@@ -29,7 +29,7 @@ def ranks(parts: Parts) -> list[RankStatus]:
     return list(ask(parts).components[0].ranks)
 
 
-async def test_load_is_told_rank_by_rank_with_what_makes_it_busy() -> None:
+async def test_load_is_shown_rank_by_rank_with_what_makes_it_busy() -> None:
     options = RoutingOptions(thresholds=Thresholds(prefill_tokens=4 * BLOCK - 1))
     parts = Parts(view(worker(1), worker(2, total_blocks=50)), options=options)
     chosen = await parts.select(selecting("a"))
@@ -56,7 +56,7 @@ async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:
     assert ranks(parts) == []
 
 
-async def test_hits_are_summed_as_predicted_and_as_told() -> None:
+async def test_hits_are_summed_as_predicted_and_as_reported() -> None:
     parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 4}))
     for request_id, cached in (("a", 3 * BLOCK), ("b", 0), ("says nothing", None)):
         await parts.select(selecting(request_id))
@@ -67,7 +67,7 @@ async def test_hits_are_summed_as_predicted_and_as_told() -> None:
     assert (hits.predicted_prompt_tokens, hits.predicted_cached_tokens) == (8 * BLOCK, 6 * BLOCK)
 
 
-async def test_hits_are_told_where_nothing_was_predicted() -> None:
+async def test_hits_are_shown_where_nothing_was_predicted() -> None:
     parts = Parts(view(worker(1)), options=RoutingOptions(mode="random"))
     await parts.select(selecting("a"))
     parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a"), cached_tokens=2 * BLOCK))

@@ -1,6 +1,6 @@
 """A booking has one owner, its client: no Scheduler keeps one that ended, and none that lives is lost.
 
-Clients (the Frontend's own bookkeeping) move their sessions between Schedulers (the real ledgers) that may freeze.
+Clients (the Frontend's own bookkeeping) move their sessions between Schedulers (with real leases) that may freeze.
 A stream keeps its order, but what was sent before a move may come after what was sent by the next stream, or never. The
 model is the list of requests that each client runs.
 """

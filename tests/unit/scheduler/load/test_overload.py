@@ -10,7 +10,7 @@ def feed(overload: OverloadDetector, late_ms: float, seconds: float) -> None:
         overload.sample(late_ms / 1e3)
 
 
-def test_a_pause_is_nothing_and_steady_lateness_is_told_until_it_has_ended() -> None:
+def test_a_pause_is_nothing_and_steady_lateness_is_reported_until_it_has_ended() -> None:
     overload = OverloadDetector(20.0)
     feed(overload, 0.5, 10)
     overload.sample(0.3)

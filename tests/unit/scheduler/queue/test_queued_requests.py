@@ -318,7 +318,7 @@ async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch
         assert (answer.overlap_blocks, answer.prefill_tokens, answer.load_only) == (3, 16, False)
 
 
-async def test_depth_age_and_reason_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_depth_age_and_reason_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now)
     parts = parts_of()

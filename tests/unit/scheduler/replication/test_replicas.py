@@ -221,7 +221,7 @@ async def test_a_free_that_overtakes_its_booking_holds() -> None:
     assert node.parts.idle()
 
 
-async def test_what_is_told_elsewhere_is_told_again_by_the_holder() -> None:
+async def test_an_update_received_elsewhere_is_announced_again_by_the_owner() -> None:
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
     node.hear(event(0, mark_prefill_completed={"booking": {"request_id": "r0"}}))
@@ -262,7 +262,9 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     assert sum(hearer.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
 
 
-async def test_a_booking_too_large_to_tell_is_counted_here_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_booking_too_large_to_announce_is_counted_here_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvrouter.scheduler.replication.replicas.MAX_ANNOUNCED_BYTES", 10)
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))

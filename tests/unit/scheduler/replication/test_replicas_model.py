@@ -356,7 +356,7 @@ class Cluster(RuleBasedStateMachine):
             assert sum(load.requests for load in pool.booked_load.load_by_rank().values()) == len(booking_table)
 
     @invariant()
-    def what_is_held_here_is_what_is_told(self) -> None:
+    def what_is_owned_here_is_what_is_announced(self) -> None:
         for name, parts in self.alive.items():
             owned = {
                 live_booking.key

@@ -136,7 +136,7 @@ def test_it_stops_where_a_request_starts_or_ends_before_the_next_step_begins() -
     assert fleet.now == 10.0
 
 
-def test_blocks_that_output_begins_are_told_without_a_stop() -> None:
+def test_blocks_that_output_begins_are_reported_without_a_stop() -> None:
     fleet = ReferenceFleet(CONFIGS, record_events=False)
     fleet.submit(0, 7, pack_tokens([1] * 4), 10)
     announcement = [notice.generated for _ in range(2) for notice in fleet.advance(10.0)]

@@ -1,7 +1,7 @@
 """Becomes another command that the kernel kills when the parent dies, so that a killed stack leaves no orphans.
 
 Run by path, as ``python -ISs exec_with_parent.py PARENT_PID COMMAND...``: a program of its own rather than code between
-fork and exec, where locks that other threads held can hang. Outside Linux the command runs without the leash.
+fork and exec, where locks that other threads held can hang. Outside Linux the command outlives its parent.
 """
 
 import ctypes

@@ -20,7 +20,7 @@ Outgoing = Callable[[ComponentName, ReplicaSyncEvent], None]
 class ReplicaSync:
     """The replicas of every component.
 
-    It is the witness of a ledger (``kvrouter.scheduler.bookings.leases.Witness``).
+    It witnesses the changes of bookings (``kvrouter.scheduler.bookings.leases.Witness``).
     """
 
     def __init__(

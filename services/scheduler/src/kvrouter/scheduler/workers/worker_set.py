@@ -16,7 +16,7 @@ Mask = NDArray[np.bool_]
 """Whether, for each candidate."""
 
 Places = NDArray[np.intp]
-"""Candidates, by their places in the roster, rising."""
+"""Candidates, by their places in the worker set, in ascending order."""
 
 
 class WorkerSet:
