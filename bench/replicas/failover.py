@@ -31,7 +31,7 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.simulator import simulation
 from kvrouter.simulator.plan import routing_options
-from kvrouter.simulator.routing.router import Router, Told, pool_of
+from kvrouter.simulator.routing.router import Announcement, Router, pool_of
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.generators import generate
 from kvrouter.simulator.workloads.workload import Prompts, Workload
@@ -75,12 +75,12 @@ CASES = (Case(None), *(Case(knows, moves) for moves in (KILLED, FROZEN) for know
 class Live:
     """A booking that its Frontend remembers."""
 
-    booked: Told
+    booked: Announcement
     generated: int = 0
 
 
 @dataclass(slots=True)
-class Takeover:
+class Failover:
     """The Schedulers of a run, one after the other, seen as one ``Router``."""
 
     make: Callable[[], Router]
@@ -94,7 +94,7 @@ class Takeover:
     live: dict[int, Live] = field(default_factory=dict)
     waiting: dict[int, Prompt] = field(default_factory=dict)
     """Requests that no Scheduler has decided: at their Frontend, or queued."""
-    ended: dict[int, list[Told]] = field(default_factory=dict)
+    ended: dict[int, list[Announcement]] = field(default_factory=dict)
     """Ends that each Frontend repeats once it has moved."""
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Takeover:
         if self.case.knows is None:
             self.fails_at = math.inf
         self.router, self.standby = self.make(), self.make()
-        self.router.tell = self._told
+        self.router.announce = self._note_announced
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Where a request goes that has just come; None if it waits."""
@@ -139,9 +139,9 @@ class Takeover:
             self.live[number].generated = generated
         if number % FRONTENDS in self.moving:
             if finished:
-                end = Told(self.live[number].booked.key, generated, freed=True)
+                end = Announcement(self.live[number].booked.key, generated, freed=True)
                 self.ended.setdefault(number % FRONTENDS, []).append(end)
-                self._told(end)
+                self._note_announced(end)
             return
         self.router.progress(number, generated, finished=finished)
 
@@ -149,14 +149,14 @@ class Takeover:
         """The engine of a request has gone."""
         self.router.lost(number)
 
-    def _told(self, told: Told) -> None:
-        number = int(told.key[0])
-        if told.booked is not None:
-            self.live[number] = Live(told)
-        elif told.freed:
+    def _note_announced(self, announcement: Announcement) -> None:
+        number = int(announcement.key[0])
+        if announcement.booked is not None:
+            self.live[number] = Live(announcement)
+        elif announcement.freed:
             self.live.pop(number, None)
         if self.case.knows is Knows.SYNC:
-            self.standby.hear(told)
+            self.standby.hear(announcement)
 
     def _fail(self, now: float) -> None:
         self.fails_at += EVERY_S
@@ -164,7 +164,7 @@ class Takeover:
         step = (last - first) / (FRONTENDS - 1)
         self.moving = {frontend: now + first + step * frontend for frontend in range(FRONTENDS)}
         self.router, self.standby = self.standby, self.make()
-        self.router.tell = self._told
+        self.router.announce = self._note_announced
         if self.case.knows is Knows.SYNC:
             for live in self.live.values():
                 assert_booking(self.standby, live)
@@ -179,21 +179,21 @@ class Takeover:
             if self.case.knows is Knows.SESSIONS:
                 assert_booking(self.router, live)
             elif self.case.knows is Knows.SYNC and live.generated:
-                self.router.hear(Told(live.booked.key, 1))
-                self.router.hear(Told(live.booked.key, live.generated))
+                self.router.hear(Announcement(live.booked.key, 1))
+                self.router.hear(Announcement(live.booked.key, live.generated))
 
 
 def assert_booking(router: Router, live: Live) -> None:
     """Tells a Scheduler of a booking and its progress."""
     router.hear(live.booked)
     if live.generated:
-        router.hear(Told(live.booked.key, 1))
-        router.hear(Told(live.booked.key, live.generated))
+        router.hear(Announcement(live.booked.key, 1))
+        router.hear(Announcement(live.booked.key, live.generated))
 
 
-def takeover(case: Case, engines: Any, events: Any, options: Any, clock: Any, *, seed: int, **_: Any) -> Takeover:
+def failover(case: Case, engines: Any, events: Any, options: Any, clock: Any, *, seed: int, **_: Any) -> Failover:
     """Stands in for the simulator's Schedulers."""
-    return Takeover(lambda: Router(pool_of(engines, clock), events, options, seed=seed), clock, case)
+    return Failover(lambda: Router(pool_of(engines, clock), events, options, seed=seed), clock, case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Row:
 def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) -> Row:
     """One run."""
     setting = Setting(ENGINES, routing_options(policy), seed, event_lag_s=0.05, regret=False)
-    with mock.patch.object(simulation, "Schedulers", partial(takeover, case)):
+    with mock.patch.object(simulation, "Schedulers", partial(failover, case)):
         outcome = simulate(load, setting, prompts)
     after = [
         served for served in outcome.served if served.arrived_at >= EVERY_S and served.arrived_at % EVERY_S < WINDOW_S
