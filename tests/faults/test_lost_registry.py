@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 from kvrouter.devtools.system.servers import EtcdServer
-from kvrouter.net.etcd import connect
+from kvrouter.net.etcd import AWAY, connect
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
@@ -51,6 +51,18 @@ async def start(processes: Processes) -> None:
 async def keys_of(etcd: str, prefix: str) -> set[bytes]:
     async with connect(etcd) as client:
         return {pair.key for pair in await client.get_prefix(prefix.encode())}
+
+
+async def until_back(etcd: str, prefix: str, keys: set[bytes]) -> None:
+    """Returns when all keys are in etcd. An etcd that does not answer yet, as just after a freeze, is asked again."""
+
+    async def back() -> bool:
+        try:
+            return keys <= await keys_of(etcd, prefix)
+        except AWAY:
+            return False
+
+    await until(back)
 
 
 async def more_requests(outcomes: Outcomes, count: int = 100) -> None:
@@ -109,11 +121,7 @@ async def test_every_key_that_is_deleted_comes_back_and_no_request_notices(
             assert before, kind
             async with connect(etcd_endpoint) as client:
                 await client.delete_prefix(prefix.encode())
-
-            async def back(prefix: str = prefix, before: set[bytes] = before) -> bool:
-                return before <= await keys_of(etcd_endpoint, prefix)
-
-            await until(back)
+            await until_back(etcd_endpoint, prefix, before)
             await more_requests(outcomes)
             assert outcomes.failed == {}, kind
     record_property("outcomes", dict(outcomes.seen))
@@ -139,12 +147,8 @@ async def test_no_request_fails_while_etcd_is_frozen_or_when_it_goes_on(
             # The fault itself: the time for which etcd is frozen, as a multiple of the lease.
             await asyncio.sleep(leases * LEASE_SECONDS)
             own_etcd.resume()
-
-            async def back() -> bool:
-                return keys <= await keys_of(own_etcd.endpoint, namespace_prefix(namespace))
-
             await more_requests(outcomes)
-            await until(back)
+            await until_back(own_etcd.endpoint, namespace_prefix(namespace), keys)
             await more_requests(outcomes)
     record_property("outcomes", dict(outcomes.seen))
     assert outcomes.failed == {}
