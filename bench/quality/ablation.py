@@ -1,36 +1,49 @@
 """What each part of mode forecast is worth: the same runs without it, one part at a time.
 
-    .venv/bin/python bench/quality/ablation.py [--on prompts@3#1,trace@5] [--without batch,held]
+    .venv/bin/python bench/quality/ablation.py [--on prompts@3,chat@5] [--seeds 5] [--minutes 10]
 
-A run is a workload of ``tables.py`` at a load, and perhaps with a seed. A line for each: mean time to first token, its
-p99, and the share of requests within their objectives.
+Runs what the results lack, a line for each run, and prints a table of what is there; called again, it continues. Each
+run is compared with the complete policy on the same workload and seed. A run depends on its key and on the code: where
+that has changed, begin with --fresh.
 """
 
 import argparse
+import itertools
+import json
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from random import Random
+from statistics import fmean, stdev
 from typing import Any
 from unittest import mock
 
 import numpy as np
 from kvrouter.scheduler.load import latency_calibration
 from kvrouter.scheduler.load.booked_load import Accounting
-from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast import policy as forecast
-from kvrouter.scheduler.policies.interface import Amounts, Choice, SchedulingContext, Wait
+from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
 from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
 from kvrouter.simulator.workloads.workload import Prompts
-from tables import CONDITIONS, SHARED_TRACE, Cell, measure, workload_of
+from tables import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure, workload_of
 
 Changed = Callable[[SchedulingContext], SchedulingContext]
 MS_PER_TOKEN = 0.0167
 """A prompt of 8,192 tokens takes as long by this as by the time model."""
+
+LINEAR = {
+    "PREFILL_N2_MS": 0.0,
+    "PREFILL_N1_MS": 0.0170,
+    "DECODE_P2_MS": 0.0,
+    "DECODE_P1_MS": 28.27,
+    "DECODE_P0_MS": 10.03,
+}
+"""The time model with straight lines through its curves."""
 
 
 def constant(module: Any, name: str, value: object) -> Any:
@@ -39,35 +52,41 @@ def constant(module: Any, name: str, value: object) -> Any:
 
 
 @contextmanager
-def context(change: Changed) -> Iterator[None]:
-    """The policy sees changed facts."""
-    rule = type(POLICIES["forecast"])
-    decide = rule.decide
-
-    def changed(self: Any, context: SchedulingContext, rng: Random) -> Choice | Wait:
-        return decide(self, change(context), rng)
-
-    with mock.patch.object(rule, "decide", changed):
-        yield
-
-
-@contextmanager
-def no_batch() -> Iterator[None]:
-    """Others in the step do not count."""
+def terms(change: Callable[[forecast.Weighed, SchedulingContext], forecast.Weighed], seen: Changed) -> Iterator[None]:
+    """The policy works with changed terms, which it computes from what it sees."""
     weigh = forecast.weigh
 
-    def without(context: SchedulingContext, shares: Amounts) -> forecast.Weighed:
-        weighed = weigh(context, shares)
-        return weighed._replace(batch=np.zeros_like(weighed.batch))
+    def changed(context: SchedulingContext, shares: Amounts) -> forecast.Weighed:
+        return change(weigh(seen(context), shares), context)
 
-    with constant(forecast, "weigh", without):
+    with constant(forecast, "weigh", changed):
         yield
+
+
+def no_batch(weighed: forecast.Weighed, _: SchedulingContext) -> forecast.Weighed:
+    """Others in the step do not count."""
+    return weighed._replace(batch=np.zeros_like(weighed.batch))
+
+
+def any_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast.Weighed:
+    """Calibration uses every rank without a prompt to compute."""
+    return weighed._replace(fit=context.prefill_requests == 0)
+
+
+def unchanged(given: SchedulingContext) -> SchedulingContext:
+    """The policy sees what there is."""
+    return given
 
 
 def no_progress(given: SchedulingContext) -> SchedulingContext:
-    """Nothing is known of the prompt under way."""
+    """Nothing is known of the prompt that is being computed."""
     zeros = np.zeros_like(given.head_prefill_seconds)
     return replace(given, head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_seconds=zeros)
+
+
+def idle_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast.Weighed:
+    """Calibration still needs a rank without a prompt to compute."""
+    return weighed._replace(fit=weighed.fit & (context.prefill_requests == 0))
 
 
 def in_proportion(tokens: Any, budget: Any, decode: Any) -> Any:  # noqa: ARG001 - stands in for prefill_ms
@@ -77,13 +96,16 @@ def in_proportion(tokens: Any, budget: Any, decode: Any) -> Any:  # noqa: ARG001
 
 PARTS: Mapping[str, Callable[[], Any]] = {
     "shortage": lambda: constant(forecast, "SHORTAGE_MS", 0.0),
-    "queued": lambda: constant(router, "RequestQueue", partial(request_queue.RequestQueue, 0)),
+    "queue": lambda: constant(router, "RequestQueue", partial(request_queue.RequestQueue, 0)),
     "b": lambda: constant(forecast, "BASE", 0.0),
     "crowd": lambda: constant(forecast, "CROWD", 0.0),
-    "batch": no_batch,
-    "progress": lambda: context(no_progress),
+    "batch": lambda: terms(no_batch, unchanged),
+    "progress": lambda: terms(idle_fits, no_progress),
     "decode": lambda: constant(forecast, "decode_ms", np.zeros_like),
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),
+    "curves": lambda: mock.patch.multiple(forecast, **LINEAR),
+    "room": lambda: constant(forecast, "ROOM", 1.0),
+    "fit": lambda: terms(any_fits, unchanged),
     "latency-calibration": lambda: constant(latency_calibration, "STEP", 0.0),
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
     "least-first": lambda: constant(request_queue, "AGING", 1e9),
@@ -91,31 +113,108 @@ PARTS: Mapping[str, Callable[[], Any]] = {
 """What is taken away: for its time, the code is another."""
 
 
+COMPLETE = "complete"
+CELLS = "prompts@3,prompts@4,chat@5,chat@7,documents@2,documents@3"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What taking a part away changes, over seeds: medians say little where runs are chaotic, so means with errors."""
+
+    mean: Sequence[float]
+    """Time to first token, percent."""
+    p99: Sequence[float]
+    """Its 99th percentile, percent."""
+    slo: Sequence[float]
+    """Share of requests within their objectives, percentage points."""
+
+    def text(self) -> str:
+        """As a cell of the table."""
+        return f"{with_error(self.mean)} / {with_error(self.p99)} / {with_error(self.slo)}"
+
+
+def with_error(values: Sequence[float]) -> str:
+    """Mean and its standard error; bold where the mean is more than twice that from 0."""
+    if len(values) < 2:
+        return f"{values[0]:+.1f}"
+    middle, error = fmean(values), stdev(values) / math.sqrt(len(values))
+    text = f"{middle:+.1f} ± {error:.1f}"
+    return f"**{text}**" if abs(middle) > 2 * error else text
+
+
+def changes(known: Mapping[str, Any], spec: str, condition: str, part: str, seeds: Sequence[int]) -> Change | None:
+    """Those of one part, over the seeds that were run with it and without."""
+    both = [
+        (known[key], known[whole])
+        for seed in seeds
+        if (key := key_of(spec, seed, condition, part)) in known
+        and (whole := key_of(spec, seed, condition, COMPLETE)) in known
+    ]
+    if not both:
+        return None
+    return Change(
+        *([100 * (without[name] / complete[name] - 1) for without, complete in both] for name in ("mean", "p99")),
+        [100 * (without["slo"] - complete["slo"]) for without, complete in both],
+    )
+
+
+def key_of(spec: str, seed: int, condition: str, part: str) -> str:
+    """Name of a run in the results."""
+    return f"{spec}#{seed}/{condition}/{part}"
+
+
+def run_missing(options: argparse.Namespace, known: dict[str, Any], parts: Sequence[str], until: float) -> None:
+    """Runs what is missing until that time."""
+    with options.results.open("a", encoding="utf-8") as lines:
+        for seed, spec in itertools.product(range(options.seeds), options.on.split(",")):
+            missing = [part for part in parts if key_of(spec, seed, options.condition, part) not in known]
+            if not missing:
+                continue
+            traffic, _, load = spec.partition("@")
+            cell = Cell(traffic, seed, options.condition, float(load), "forecast")
+            workload = workload_of(traffic, seed, options.trace)
+            prompts = Prompts(workload, 16)
+            for part in missing:
+                if time.monotonic() > until:
+                    return
+                with PARTS[part]() if part in PARTS else nullcontext():
+                    row = measure(cell, workload, prompts) | {"key": key_of(spec, seed, options.condition, part)}
+                known[row["key"]] = row
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()
+
+
+def show(options: argparse.Namespace, known: Mapping[str, Any], parts: Sequence[str]) -> None:
+    """Prints a row for each part, a column for each workload."""
+    specs = options.on.split(",")
+    print("| without | " + " | ".join(specs) + " |\n" + "|---" * (len(specs) + 1) + "|")
+    for part in parts[1:]:
+        found = [changes(known, spec, options.condition, part, range(options.seeds)) for spec in specs]
+        print(f"| `{part}` | " + " | ".join(each.text() if each else "" for each in found) + " |")
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", default="prompts@3#0,prompts@3#1,prompts@4#0,chat@5#0,chat@7#0,documents@2#0")
+    parser.add_argument("--on", default=CELLS, help="workloads with their load")
     parser.add_argument("--without", default=",".join(PARTS), help="parts")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--condition", default="plain", choices=CONDITIONS)
     parser.add_argument("--trace", type=Path, default=SHARED_TRACE)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "ablation.jsonl")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after; call again to continue")
+    parser.add_argument("--fresh", action="store_true", help="forget the results: the code has changed")
     options = parser.parse_args()
-    for spec in options.on.split(","):
-        run(spec, options.without.split(","), options.condition, options.trace)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    if options.fresh:
+        options.results.unlink(missing_ok=True)
+    known: dict[str, Any] = {}
+    if options.results.exists():
+        known = {row["key"]: row for row in map(json.loads, options.results.read_text("utf-8").splitlines())}
+    parts = (COMPLETE, *filter(None, options.without.split(",")))
+    run_missing(options, known, parts, time.monotonic() + options.minutes * 60)
+    show(options, known, parts)
     return 0
-
-
-def run(spec: str, parts: Sequence[str], condition: str, trace: Path) -> None:
-    """One workload with all, then without each."""
-    traffic, _, at = spec.partition("@")
-    load, _, seed = at.partition("#")
-    cell = Cell(traffic, int(seed or 0), condition, float(load), "forecast")
-    workload = workload_of(traffic, cell.seed, trace)
-    prompts = Prompts(workload, 16)
-    for part in ("nothing", *filter(None, parts)):
-        with PARTS[part]() if part in PARTS else nullcontext():
-            row = measure(cell, workload, prompts)
-        run_statistics = f"mean {row['mean']:9,.1f}  p99 {row['p99']:9,.0f}  within SLO {row['slo']:.1%}"
-        print(f"{spec:14} without {part:18} {run_statistics}", flush=True)
 
 
 if __name__ == "__main__":
