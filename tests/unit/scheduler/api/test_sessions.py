@@ -357,7 +357,7 @@ async def test_a_session_that_comes_back_frees_what_ended_elsewhere() -> None:
             await before.ask(call_id=2 + number, select=selecting(name))
     async with line(parts, None) as after:
         assert (await after.ask(call_id=1, open=opening(2, "kept", "asked again"))).HasField("opened")
-        assert {live_booking.key[0] for live_booking in parts.booking_leases.booking_table} == {"kept", "asked again"}
+        assert {booking.key[0] for booking in parts.booking_leases.booking_table} == {"kept", "asked again"}
         assert (await after.ask(call_id=2, select=selecting("asked again"))).select.repeated
 
 

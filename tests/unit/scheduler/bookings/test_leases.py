@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
-from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases, LiveBooking
+from kvrouter.scheduler.bookings.leases import Booking, BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import Placement
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.v1.common_pb2 import Stage
@@ -21,13 +21,13 @@ class Books:
         self.booked_load.set_ranks([RANK])
         self.booking_leases = BookingLeases(session_grace_seconds=grace, tombstones=tombstones)
 
-    def book(self, name: str, *, session: str = "", lease: float = 100.0, now: float = 0.0) -> LiveBooking:
+    def book(self, name: str, *, session: str = "", lease: float = 100.0, now: float = 0.0) -> Booking:
         key = (name, 0, int(Stage.STAGE_WHOLE))
         self.booking_leases.check_bookable(key, session)
         assert self.booked_load.book(key, RANK, prompt(2), 32)
-        live_booking = LiveBooking(key, POOL, self.booked_load, SelectWorkerResponse(), True, session, lease)
-        self.booking_leases.add(live_booking, now)
-        return live_booking
+        booking = Booking(key, POOL, self.booked_load, SelectWorkerResponse(), True, session, lease)
+        self.booking_leases.add(booking, now)
+        return booking
 
     def requests(self) -> int:
         return self.booked_load.load_by_rank()[RANK].requests
@@ -91,19 +91,19 @@ def test_a_session_that_is_not_open_owns_nothing_new() -> None:
 
 def test_a_lease_is_renewed_by_whatever_names_it() -> None:
     books = Books()
-    live_booking = books.book("a", lease=10, now=0)
-    books.booking_leases.find(live_booking.key, now=9)
+    booking = books.book("a", lease=10, now=0)
+    books.booking_leases.find(booking.key, now=9)
     assert books.booking_leases.expire(18.9).leases == []
-    assert books.booking_leases.expire(19).leases == [live_booking]
+    assert books.booking_leases.expire(19).leases == [booking]
     assert books.requests() == 0
     assert books.booking_leases.expire(100).leases == []
 
 
 def test_a_freed_lease_does_not_run_out() -> None:
     books = Books()
-    live_booking = books.book("a", lease=10)
-    assert books.booking_leases.free(live_booking.key) is live_booking
-    assert books.booking_leases.free(live_booking.key) is None
+    booking = books.book("a", lease=10)
+    assert books.booking_leases.free(booking.key) is booking
+    assert books.booking_leases.free(booking.key) is None
     assert books.booking_leases.expire(100).leases == []
 
 
@@ -177,7 +177,7 @@ def test_a_session_that_is_reopened_frees_what_its_client_no_longer_lists() -> N
     books.booking_leases.close_session("s", token, now=0)
     books.booking_leases.open_session("s", "c", 2)
     assert books.booking_leases.free_all_but("s", {kept.key, leased.key}) == 1
-    assert {live_booking.key[0] for live_booking in books.booking_leases.booking_table} == {"a", "c", "d"}
+    assert {booking.key[0] for booking in books.booking_leases.booking_table} == {"a", "c", "d"}
     assert books.booking_leases.was_freed(ended.key)
     assert books.booking_leases.holds("other", other)
 

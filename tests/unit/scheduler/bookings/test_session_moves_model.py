@@ -337,14 +337,14 @@ class Moves(RuleBasedStateMachine):
         for name, parts in self.parts.items():
             here = [each for each in self.clients if each.stream is not None and each.stream.node == name]
             expected = set[Key]().union(*(each.keys for each in (self.clients if self.syncs else here)))
-            assert {live_booking.key for live_booking in parts.booking_leases.booking_table} == expected, name
+            assert {booking.key for booking in parts.booking_leases.booking_table} == expected, name
             for client in here:
-                for booking in client.live.values():
-                    live_booking = parts.booking_leases.booking_table.get(key_of(booking.key))
-                    assert live_booking is not None
-                    assert (live_booking.prefilled, live_booking.output_tokens) == (
-                        booking.prefill_complete,
-                        booking.output_tokens,
+                for known in client.live.values():
+                    booking = parts.booking_leases.booking_table.get(key_of(known.key))
+                    assert booking is not None
+                    assert (booking.prefilled, booking.output_tokens) == (
+                        known.prefill_complete,
+                        known.output_tokens,
                     )
 
     # Means.

@@ -49,9 +49,9 @@ class Node:
         return only
 
     def rank(self, number: int) -> Rank:
-        live_booking = self.parts.booking_leases.booking_table.get(key(number))
-        assert live_booking is not None
-        return booking_of(live_booking).rank
+        booking = self.parts.booking_leases.booking_table.get(key(number))
+        assert booking is not None
+        return booking_of(booking).rank
 
     def quarantined(self, reason: str) -> float:
         return self.parts.figure("kvrouter_scheduler_sync_quarantined_total", reason=reason)
@@ -177,7 +177,7 @@ def test_events_of_an_earlier_life_are_fenced() -> None:
     # The earlier life's bookings are orphans: registered or not, their Scheduler is gone.
     node.parts.now += 11
     node.parts.sync.expire({"other"})
-    assert [live_booking.key for live_booking in node.parts.booking_leases.booking_table] == [key(1)]
+    assert [booking.key for booking in node.parts.booking_leases.booking_table] == [key(1)]
 
 
 async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:

@@ -341,17 +341,15 @@ class Cluster(RuleBasedStateMachine):
             assert pool is not None
             booking_table = list(parts.booking_leases.booking_table)
             for rank, load in pool.booked_load.load_by_rank().items():
-                here = [live_booking for live_booking in booking_table if booking_of(live_booking).rank == rank]
-                bookings = [(live_booking, booking_of(live_booking)) for live_booking in here]
+                here = [booking for booking in booking_table if booking_of(booking).rank == rank]
+                bookings = [(booking, booking_of(booking)) for booking in here]
                 shared = {
-                    booking.sequence_hashes[at : at + 8]
-                    for _, booking in bookings
-                    for at in range(0, len(booking.sequence_hashes), 8)
+                    counted.sequence_hashes[at : at + 8]
+                    for _, counted in bookings
+                    for at in range(0, len(counted.sequence_hashes), 8)
                 }
-                filled = sum(-(-live_booking.output_tokens // BLOCK) for live_booking in here)
-                prefill = sum(
-                    0 if live_booking.prefilled else booking.prefill_tokens for live_booking, booking in bookings
-                )
+                filled = sum(-(-booking.output_tokens // BLOCK) for booking in here)
+                prefill = sum(0 if booking.prefilled else counted.prefill_tokens for booking, counted in bookings)
                 assert load[:3] == (len(shared) + filled, prefill, len(here))
             assert sum(load.requests for load in pool.booked_load.load_by_rank().values()) == len(booking_table)
 
@@ -359,12 +357,12 @@ class Cluster(RuleBasedStateMachine):
     def what_is_owned_here_is_what_is_announced(self) -> None:
         for name, parts in self.alive.items():
             owned = {
-                live_booking.key
-                for live_booking in parts.booking_leases.booking_table
-                if parts.booking_leases.booking_table.is_here(live_booking)
+                booking.key
+                for booking in parts.booking_leases.booking_table
+                if parts.booking_leases.booking_table.is_here(booking)
             }
             assert set(self._replicas(name).own) == owned
-            assert all(live_booking.owners for live_booking in parts.booking_leases.booking_table)
+            assert all(booking.owners for booking in parts.booking_leases.booking_table)
 
     # Means.
 
@@ -443,9 +441,9 @@ class Cluster(RuleBasedStateMachine):
 
     def _table(self, parts: Parts) -> dict[Key, Seen]:
         return {
-            live_booking.key: (booking_of(live_booking).rank, live_booking.prefilled, live_booking.output_tokens)
-            for live_booking in parts.booking_leases.booking_table
-            if live_booking.key not in self.unsure
+            booking.key: (booking_of(booking).rank, booking.prefilled, booking.output_tokens)
+            for booking in parts.booking_leases.booking_table
+            if booking.key not in self.unsure
         }
 
 

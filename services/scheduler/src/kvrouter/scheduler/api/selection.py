@@ -26,7 +26,7 @@ from kvrouter.runtime.errors import (
     RequestIdReused,
 )
 from kvrouter.scheduler.api.selection_response import answer
-from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases, LiveBooking
+from kvrouter.scheduler.bookings.leases import Booking, BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, stage_of
 from kvrouter.scheduler.load.pools import Pools
@@ -218,24 +218,24 @@ class Selector:
 
     def _repeated(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse | None:
         now = self._clock()
-        live_booking = self._booking_leases.find(key, now)
-        if live_booking is None:
+        booking = self._booking_leases.find(key, now)
+        if booking is None:
             return None
-        request_context, booking = booking_context.request_context, live_booking.booked_load.booking(key)
+        request_context, counted = booking_context.request_context, booking.booked_load.booking(key)
         if (
-            booking is None
-            or live_booking.component != request_context.pool.name
-            or booking.sequence_hashes != request_context.prompt.sequence_hashes
-            or booking.prompt_tokens != request_context.prompt.tokens
+            counted is None
+            or booking.component != request_context.pool.name
+            or counted.sequence_hashes != request_context.prompt.sequence_hashes
+            or counted.prompt_tokens != request_context.prompt.tokens
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
         self._booking_leases.own(
-            live_booking, booking_context.session_id, booking_context.lease_seconds, now, booking_context.session_token
+            booking, booking_context.session_id, booking_context.lease_seconds, now, booking_context.session_token
         )
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
-        outcome.CopyFrom(live_booking.outcome)
+        outcome.CopyFrom(booking.outcome)
         outcome.repeated = True
         return outcome
 
@@ -301,7 +301,7 @@ class Selector:
             response.prefill_tokens = chosen.prefill_tokens
             queried_indexer = request_context.options.queries_indexer and not booking_context.overlaps.failure
             audited = queried_indexer and request_context.constraints.stage != Stage.STAGE_DECODE
-            live_booking = LiveBooking(
+            booking = Booking(
                 key,
                 pool.name,
                 pool.booked_load,
@@ -310,13 +310,13 @@ class Selector:
                 booking_context.session_id,
                 booking_context.lease_seconds,
             )
-            live_booking.conversation = conversation_of(booking_context.routing)
+            booking.conversation = conversation_of(booking_context.routing)
             if self._predictions is not None:
-                live_booking.local_hashes = request_context.prompt.local_hashes
-            self._booking_leases.add(live_booking, self._clock())
-            self._affinity.note(pool.name, live_booking.conversation, candidate.rank)
+                booking.local_hashes = request_context.prompt.local_hashes
+            self._booking_leases.add(booking, self._clock())
+            self._affinity.note(pool.name, booking.conversation, candidate.rank)
             if self._predictions is not None:
-                self._predictions.live_booking(pool, candidate.rank, candidate.incarnation, request_context.prompt)
+                self._predictions.record(pool, candidate.rank, candidate.incarnation, request_context.prompt)
         pool.previous[request_context.options.mode] = candidate.rank
         self._keep(booking_context, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
         return response

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.scheduler.bookings.table import LiveBooking, Placement, booking_of
+from kvrouter.scheduler.bookings.table import Booking, Placement, booking_of
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
@@ -13,26 +13,26 @@ from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 from kvrouter.v1.sync_pb2 import AddRequest
 
 
-def add_request(live_booking: LiveBooking, place: Placement, now: float) -> AddRequest:
+def add_request(booking: Booking, place: Placement, now: float) -> AddRequest:
     """A live booking, as the Scheduler that holds it at that place tells others of it."""
-    booking = booking_of(live_booking)
-    lease_until_unix_ns = 0 if live_booking.session_id else time.time_ns() + int((live_booking.lease_until - now) * 1e9)
+    counted = booking_of(booking)
+    lease_until_unix_ns = 0 if booking.session_id else time.time_ns() + int((booking.lease_until - now) * 1e9)
     return AddRequest(
-        booking=key_message(live_booking.key),
+        booking=key_message(booking.key),
         rank=rank_message(place.rank),
-        sequence_hashes=memoryview(booking.sequence_hashes).cast("Q").tolist(),
-        local_hashes=memoryview(live_booking.local_hashes).cast("Q").tolist(),
-        prompt_tokens=booking.prompt_tokens,
+        sequence_hashes=memoryview(counted.sequence_hashes).cast("Q").tolist(),
+        local_hashes=memoryview(booking.local_hashes).cast("Q").tolist(),
+        prompt_tokens=counted.prompt_tokens,
         prefill_tokens=place.prefill_tokens,
-        overlap_blocks=live_booking.outcome.overlap_blocks,
-        session_id=live_booking.session_id,
+        overlap_blocks=booking.outcome.overlap_blocks,
+        session_id=booking.session_id,
         lease_until_unix_ns=lease_until_unix_ns,
-        tracks_active_blocks=booking.track_blocks,
-        conversation=live_booking.conversation,
+        tracks_active_blocks=counted.track_blocks,
+        conversation=booking.conversation,
     )
 
 
-def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddRequest) -> LiveBooking | None:
+def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddRequest) -> Booking | None:
     """Books what was told. Returns its record, without an owner, or None where the key is booked already.
 
     Raises:
@@ -62,4 +62,4 @@ def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddReques
         component=component_message(pool.name),
         role=pool.role,
     )
-    return LiveBooking(key, pool.name, pool.booked_load, outcome, audited=False)
+    return Booking(key, pool.name, pool.booked_load, outcome, audited=False)

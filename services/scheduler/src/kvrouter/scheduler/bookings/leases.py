@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
-from kvrouter.scheduler.bookings.table import BookingTable, LiveBooking, Placement, SchedulerIncarnation
+from kvrouter.scheduler.bookings.table import Booking, BookingTable, Placement, SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key, rank_of
 from kvrouter.v1.names import ComponentName
 
-__all__ = ["BookingFreed", "BookingLeases", "EndedSession", "Expired", "LiveBooking", "Witness"]
+__all__ = ["Booking", "BookingFreed", "BookingLeases", "EndedSession", "Expired", "Witness"]
 
 _LEAST_SWEEP = 1024
 """Entries of the heap of leases below which a sweep is not worth it."""
@@ -34,15 +34,15 @@ class BookingFreed(RequestIdReused):
 class Witness(Protocol):
     """Is told of what happens to bookings at this Scheduler, after it has happened."""
 
-    def owned(self, live_booking: LiveBooking) -> None:
+    def owned(self, booking: Booking) -> None:
         """It was booked here, or has another owner here."""
         ...
 
-    def prefilled(self, live_booking: LiveBooking) -> None:
+    def prefilled(self, booking: Booking) -> None:
         """Its prompt is computed."""
         ...
 
-    def generated(self, live_booking: LiveBooking) -> None:
+    def generated(self, booking: Booking) -> None:
         """It has generated more tokens."""
         ...
 
@@ -56,13 +56,13 @@ class Witness(Protocol):
 
 
 class _NobodyListens:
-    def owned(self, live_booking: LiveBooking) -> None:
+    def owned(self, booking: Booking) -> None:
         pass
 
-    def prefilled(self, live_booking: LiveBooking) -> None:
+    def prefilled(self, booking: Booking) -> None:
         pass
 
-    def generated(self, live_booking: LiveBooking) -> None:
+    def generated(self, booking: Booking) -> None:
         pass
 
     def freed(self, key: Key, component: ComponentName | None) -> None:
@@ -99,7 +99,7 @@ class EndedSession:
 class Expired:
     """What time has ended."""
 
-    leases: list[LiveBooking]
+    leases: list[Booking]
     sessions: list[EndedSession]
 
 
@@ -135,12 +135,12 @@ class BookingLeases:
         """Sessions that are open or in their grace."""
         return len(self._sessions)
 
-    def find(self, key: Key, now: float) -> LiveBooking | None:
+    def find(self, key: Key, now: float) -> Booking | None:
         """The live booking of a key, its lease renewed."""
-        live_booking = self.booking_table.get(key)
-        if live_booking is not None and not live_booking.session_id:
-            live_booking.lease_until = now + live_booking.lease_seconds
-        return live_booking
+        booking = self.booking_table.get(key)
+        if booking is not None and not booking.session_id:
+            booking.lease_until = now + booking.lease_seconds
+        return booking
 
     def was_freed(self, key: Key) -> bool:
         """Whether the key is remembered as freed. One that went with its owner was not: that may come back."""
@@ -161,60 +161,60 @@ class BookingLeases:
         if self.booking_table.was_freed(key) or (not session_id and self.booking_table.is_gone(key)):
             raise BookingFreed(key[0])
 
-    def add(self, live_booking: LiveBooking, now: float) -> None:
+    def add(self, booking: Booking, now: float) -> None:
         """Takes a booking in whose key passed ``check_bookable`` and is booked in its slots."""
-        self.booking_table.add(live_booking, self.booking_table.here)
-        self._own(live_booking, now)
+        self.booking_table.add(booking, self.booking_table.here)
+        self._own(booking, now)
 
     def own(
-        self, live_booking: LiveBooking, session_id: str, lease_seconds: float, now: float, token: int | None = None
+        self, booking: Booking, session_id: str, lease_seconds: float, now: float, token: int | None = None
     ) -> None:
         """Makes a session, or a lease, own a booking that was known through other Schedulers only.
 
         Raises:
             SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
         """
-        if self.booking_table.is_here(live_booking):
+        if self.booking_table.is_here(booking):
             return
-        self.check_bookable(live_booking.key, session_id, token)
-        answered = live_booking.outcome
+        self.check_bookable(booking.key, session_id, token)
+        answered = booking.outcome
         self.booking_table.add_owner(
-            live_booking, self.booking_table.here, Placement(rank_of(answered), answered.prefill_tokens)
+            booking, self.booking_table.here, Placement(rank_of(answered), answered.prefill_tokens)
         )
-        live_booking.session_id, live_booking.lease_seconds = session_id, lease_seconds
-        self._own(live_booking, now)
+        booking.session_id, booking.lease_seconds = session_id, lease_seconds
+        self._own(booking, now)
 
-    def adopt(self, live_booking: LiveBooking, session_id: str, place: Placement) -> None:
+    def adopt(self, booking: Booking, session_id: str, place: Placement) -> None:
         """Makes an open session the owner of a booking, which is at that place by its own account."""
         here = self.booking_table.here
-        is_same = self.booking_table.is_here(live_booking) and self.booking_table.place(live_booking, here) == place
-        if is_same and live_booking.session_id == session_id:
+        is_same = self.booking_table.is_here(booking) and self.booking_table.place(booking, here) == place
+        if is_same and booking.session_id == session_id:
             return
-        self._disown(live_booking)
-        self.booking_table.add_owner(live_booking, here, place)
-        live_booking.session_id = session_id
-        self._sessions[session_id].keys.add(live_booking.key)
-        self.witness.owned(live_booking)
+        self._disown(booking)
+        self.booking_table.add_owner(booking, here, place)
+        booking.session_id = session_id
+        self._sessions[session_id].keys.add(booking.key)
+        self.witness.owned(booking)
 
-    def prefill_complete(self, live_booking: LiveBooking) -> None:
+    def prefill_complete(self, booking: Booking) -> None:
         """The prompt of a live booking is computed."""
-        self._note_announced(live_booking)
-        self.booking_table.prefill_complete(live_booking)
-        self.witness.prefilled(live_booking)
+        self._note_announced(booking)
+        self.booking_table.prefill_complete(booking)
+        self.witness.prefilled(booking)
 
-    def generated(self, live_booking: LiveBooking, output_tokens: int) -> None:
+    def generated(self, booking: Booking, output_tokens: int) -> None:
         """A live booking has generated so many tokens."""
-        self._note_announced(live_booking)
-        self.booking_table.generated(live_booking, output_tokens)
-        self.witness.generated(live_booking)
+        self._note_announced(booking)
+        self.booking_table.generated(booking, output_tokens)
+        self.witness.generated(booking)
 
-    def free(self, key: Key) -> LiveBooking | None:
+    def free(self, key: Key) -> Booking | None:
         """Releases a booking. A key that is unknown is remembered as freed all the same."""
         known_before = self.booking_table.was_freed(key)
-        live_booking = self.booking_table.free(key)
-        if live_booking is not None or not known_before:
-            self.witness.freed(key, None if live_booking is None else live_booking.component)
-        return live_booking
+        booking = self.booking_table.free(key)
+        if booking is not None or not known_before:
+            self.witness.freed(key, None if booking is None else booking.component)
+        return booking
 
     def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> int:
         """Opens a session, or takes over one of that id with its bookings. Returns the token of its stream.
@@ -277,18 +277,18 @@ class BookingLeases:
         """Releases what leases and graces no longer hold."""
         return Expired(self._expired_leases(now), self._ended_sessions(now))
 
-    def _expired_leases(self, now: float) -> list[LiveBooking]:
+    def _expired_leases(self, now: float) -> list[Booking]:
         expired = []
         while self._leases and self._leases[0][0] <= now:
             _, _, key = heapq.heappop(self._leases)
-            live_booking = self.booking_table.get(key)
-            if live_booking is None or not self._is_leased(key):
+            booking = self.booking_table.get(key)
+            if booking is None or not self._is_leased(key):
                 continue
-            if live_booking.lease_until > now:
-                heapq.heappush(self._leases, (live_booking.lease_until, next(self._order), key))
+            if booking.lease_until > now:
+                heapq.heappush(self._leases, (booking.lease_until, next(self._order), key))
                 continue
             self.free(key)
-            expired.append(live_booking)
+            expired.append(booking)
         return expired
 
     def _ended_sessions(self, now: float) -> list[EndedSession]:
@@ -297,39 +297,37 @@ class BookingLeases:
         for session_id in due:
             session = self._sessions.pop(session_id)
             went = [self.booking_table.remove_owner(key, self.booking_table.here) for key in session.keys]
-            for live_booking in went:
-                if live_booking is not None:
-                    live_booking.session_id = ""
+            for booking in went:
+                if booking is not None:
+                    booking.session_id = ""
             if session.keys:
-                self.witness.session_ended(
-                    session_id, {live_booking.component for live_booking in went if live_booking is not None}
-                )
+                self.witness.session_ended(session_id, {booking.component for booking in went if booking is not None})
             ended.append(EndedSession(session_id, session.client_name, len(session.keys)))
         return ended
 
-    def _own(self, live_booking: LiveBooking, now: float) -> None:
-        if live_booking.session_id:
-            self._sessions[live_booking.session_id].keys.add(live_booking.key)
+    def _own(self, booking: Booking, now: float) -> None:
+        if booking.session_id:
+            self._sessions[booking.session_id].keys.add(booking.key)
         else:
-            self._push_lease(live_booking, now)
-        self.witness.owned(live_booking)
+            self._push_lease(booking, now)
+        self.witness.owned(booking)
 
-    def _disown(self, live_booking: LiveBooking) -> None:
-        session = self._sessions.get(live_booking.session_id)
+    def _disown(self, booking: Booking) -> None:
+        session = self._sessions.get(booking.session_id)
         if session is not None:
-            session.keys.discard(live_booking.key)
+            session.keys.discard(booking.key)
 
-    def _note_announced(self, live_booking: LiveBooking) -> None:
-        live_booking.announced = live_booking.announced or not self.booking_table.is_here(live_booking)
+    def _note_announced(self, booking: Booking) -> None:
+        booking.announced = booking.announced or not self.booking_table.is_here(booking)
 
-    def _push_lease(self, live_booking: LiveBooking, now: float) -> None:
-        live_booking.lease_until = now + live_booking.lease_seconds
-        heapq.heappush(self._leases, (live_booking.lease_until, next(self._order), live_booking.key))
+    def _push_lease(self, booking: Booking, now: float) -> None:
+        booking.lease_until = now + booking.lease_seconds
+        heapq.heappush(self._leases, (booking.lease_until, next(self._order), booking.key))
         # Bookings are mostly freed long before their lease ends; what they leave behind is swept out now and then.
         if len(self._leases) > 2 * len(self.booking_table) + _LEAST_SWEEP:
             self._leases = [entry for entry in self._leases if self._is_leased(entry[2])]
             heapq.heapify(self._leases)
 
     def _is_leased(self, key: Key) -> bool:
-        live_booking = self.booking_table.get(key)
-        return live_booking is not None and not live_booking.session_id and self.booking_table.is_here(live_booking)
+        booking = self.booking_table.get(key)
+        return booking is not None and not booking.session_id and self.booking_table.is_here(booking)

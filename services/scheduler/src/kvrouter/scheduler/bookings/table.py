@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvrouter.core import Booking, Rank
+from kvrouter.core import Booking as CountedBooking
+from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import BookedLoad
 from kvrouter.scheduler.request.prompt import Prompt
@@ -31,7 +32,7 @@ class Placement(NamedTuple):
 
 
 @dataclass(slots=True)
-class LiveBooking:
+class Booking:
     """A live booking."""
 
     key: Key
@@ -61,7 +62,7 @@ class LiveBooking:
 class BookingTable:
     """Live bookings by key, and the keys that were freed. A booking is released exactly once."""
 
-    def __init__(self, here: SchedulerIncarnation, released: Callable[[LiveBooking], None], *, tombstones: int) -> None:
+    def __init__(self, here: SchedulerIncarnation, released: Callable[[Booking], None], *, tombstones: int) -> None:
         """Nothing is booked.
 
         Args:
@@ -71,7 +72,7 @@ class BookingTable:
         """
         self.here = here
         self._released = released
-        self._booking_table: dict[Key, LiveBooking] = {}
+        self._booking_table: dict[Key, Booking] = {}
         # Whether a key was freed, or only dropped: with its owner, by a Scheduler that nothing told of its end.
         self._gone: OrderedDict[Key, bool] = OrderedDict()
         self._max_gone = tombstones
@@ -80,17 +81,17 @@ class BookingTable:
         """Live bookings."""
         return len(self._booking_table)
 
-    def __iter__(self) -> Iterator[LiveBooking]:
+    def __iter__(self) -> Iterator[Booking]:
         """Every live booking, as they are at this moment."""
         return iter(list(self._booking_table.values()))
 
-    def get(self, key: Key) -> LiveBooking | None:
+    def get(self, key: Key) -> Booking | None:
         """The live booking of a key."""
         return self._booking_table.get(key)
 
-    def is_here(self, live_booking: LiveBooking) -> bool:
+    def is_here(self, booking: Booking) -> bool:
         """Whether this Scheduler holds it."""
-        return self.here in live_booking.owners
+        return self.here in booking.owners
 
     def is_gone(self, key: Key) -> bool:
         """Whether the key is remembered as freed or dropped."""
@@ -104,59 +105,59 @@ class BookingTable:
         """The keys that are remembered as freed, oldest first."""
         return [key for key, freed in self._gone.items() if freed]
 
-    def add(self, live_booking: LiveBooking, owner: SchedulerIncarnation) -> None:
+    def add(self, booking: Booking, owner: SchedulerIncarnation) -> None:
         """Takes a booking in that is booked in its slots and held by one Scheduler."""
-        self._gone.pop(live_booking.key, None)
-        self._booking_table[live_booking.key] = live_booking
-        live_booking.owners[owner] = None
+        self._gone.pop(booking.key, None)
+        self._booking_table[booking.key] = booking
+        booking.owners[owner] = None
 
-    def add_owner(self, live_booking: LiveBooking, owner: SchedulerIncarnation, place: Placement) -> None:
+    def add_owner(self, booking: Booking, owner: SchedulerIncarnation, place: Placement) -> None:
         """A Scheduler holds a live booking, at that place."""
-        if len(live_booking.owners) == 1:
-            (only,) = live_booking.owners
-            live_booking.owners[only] = self.place(live_booking, only)
-        live_booking.owners[owner] = place
-        self._settle(live_booking)
+        if len(booking.owners) == 1:
+            (only,) = booking.owners
+            booking.owners[only] = self.place(booking, only)
+        booking.owners[owner] = place
+        self._settle(booking)
 
-    def place(self, live_booking: LiveBooking, owner: SchedulerIncarnation) -> Placement:
+    def place(self, booking: Booking, owner: SchedulerIncarnation) -> Placement:
         """Where one of its holders has a live booking."""
-        return live_booking.owners.get(owner) or _place_of(live_booking)
+        return booking.owners.get(owner) or _place_of(booking)
 
-    def remove_owner(self, key: Key, owner: SchedulerIncarnation) -> LiveBooking | None:
+    def remove_owner(self, key: Key, owner: SchedulerIncarnation) -> Booking | None:
         """A Scheduler holds a booking no longer; with its last holder it is dropped. Returns it if that held it."""
-        live_booking = self._booking_table.get(key)
-        if live_booking is None or owner not in live_booking.owners:
+        booking = self._booking_table.get(key)
+        if booking is None or owner not in booking.owners:
             return None
-        del live_booking.owners[owner]
-        if live_booking.owners:
-            self._settle(live_booking)
+        del booking.owners[owner]
+        if booking.owners:
+            self._settle(booking)
         else:
             self._remember(key, freed=False)
-            self._release(live_booking)
-        return live_booking
+            self._release(booking)
+        return booking
 
-    def prefill_complete(self, live_booking: LiveBooking) -> None:
+    def prefill_complete(self, booking: Booking) -> None:
         """The prompt of a live booking is computed."""
-        live_booking.prefilled = True
-        live_booking.booked_load.prefill_complete(live_booking.key)
+        booking.prefilled = True
+        booking.booked_load.prefill_complete(booking.key)
 
-    def generated(self, live_booking: LiveBooking, output_tokens: int) -> None:
+    def generated(self, booking: Booking, output_tokens: int) -> None:
         """A live booking has generated so many tokens."""
-        live_booking.output_tokens = max(live_booking.output_tokens, output_tokens)
-        live_booking.booked_load.output_tokens(live_booking.key, live_booking.output_tokens)
+        booking.output_tokens = max(booking.output_tokens, output_tokens)
+        booking.booked_load.output_tokens(booking.key, booking.output_tokens)
 
-    def free(self, key: Key) -> LiveBooking | None:
+    def free(self, key: Key) -> Booking | None:
         """A booking has ended. A key that is unknown is remembered all the same."""
         self._remember(key, freed=True)
-        live_booking = self._booking_table.get(key)
-        if live_booking is not None:
-            self._release(live_booking)
-        return live_booking
+        booking = self._booking_table.get(key)
+        if booking is not None:
+            self._release(booking)
+        return booking
 
-    def _release(self, live_booking: LiveBooking) -> None:
-        del self._booking_table[live_booking.key]
-        live_booking.booked_load.free(live_booking.key)
-        self._released(live_booking)
+    def _release(self, booking: Booking) -> None:
+        del self._booking_table[booking.key]
+        booking.booked_load.free(booking.key)
+        self._released(booking)
 
     def _remember(self, key: Key, *, freed: bool) -> None:
         self._gone[key] = freed or self._gone.get(key, False)
@@ -164,32 +165,32 @@ class BookingTable:
         if len(self._gone) > self._max_gone:
             self._gone.popitem(last=False)
 
-    def _settle(self, live_booking: LiveBooking) -> None:
+    def _settle(self, booking: Booking) -> None:
         """Books it where the greatest of its holders has it."""
-        place = live_booking.owners[max(live_booking.owners)]
-        if place is None or place == _place_of(live_booking):
+        place = booking.owners[max(booking.owners)]
+        if place is None or place == _place_of(booking):
             return
-        booking = booking_of(live_booking)
-        live_booking.booked_load.free(live_booking.key)
-        prompt = Prompt(booking.prompt_tokens, b"", booking.sequence_hashes)
-        live_booking.booked_load.book(live_booking.key, place.rank, prompt, place.prefill_tokens)
-        if live_booking.prefilled:
-            live_booking.booked_load.prefill_complete(live_booking.key)
-        live_booking.booked_load.output_tokens(live_booking.key, live_booking.output_tokens)
+        counted = booking_of(booking)
+        booking.booked_load.free(booking.key)
+        prompt = Prompt(counted.prompt_tokens, b"", counted.sequence_hashes)
+        booking.booked_load.book(booking.key, place.rank, prompt, place.prefill_tokens)
+        if booking.prefilled:
+            booking.booked_load.prefill_complete(booking.key)
+        booking.booked_load.output_tokens(booking.key, booking.output_tokens)
 
 
-def booking_of(live_booking: LiveBooking) -> Booking:
+def booking_of(booking: Booking) -> CountedBooking:
     """The load of a live booking.
 
     Raises:
         LookupError: it is not live.
     """
-    booking = live_booking.booked_load.booking(live_booking.key)
-    if booking is None:
-        raise LookupError(f"{live_booking.key} is not booked")
-    return booking
+    counted = booking.booked_load.booking(booking.key)
+    if counted is None:
+        raise LookupError(f"{booking.key} is not booked")
+    return counted
 
 
-def _place_of(live_booking: LiveBooking) -> Placement:
-    booking = booking_of(live_booking)
-    return Placement(booking.rank, booking.prefill_tokens)
+def _place_of(booking: Booking) -> Placement:
+    counted = booking_of(booking)
+    return Placement(counted.rank, counted.prefill_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.bookings.conversions import book_replicated
-from kvrouter.scheduler.bookings.leases import BookingLeases, LiveBooking
+from kvrouter.scheduler.bookings.leases import Booking, BookingLeases
 from kvrouter.scheduler.bookings.table import Placement
 from kvrouter.scheduler.identifiers import Key, key_of, rank_of
 from kvrouter.scheduler.load.pools import Pools
@@ -63,26 +63,26 @@ class BookingUpdates:
 
     def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
         """The prompt is computed."""
-        live_booking = self._find(request.booking)
-        if live_booking is not None:
-            self._booking_leases.prefill_complete(live_booking)
-        return MarkPrefillCompleteResponse(known=live_booking is not None)
+        booking = self._find(request.booking)
+        if booking is not None:
+            self._booking_leases.prefill_complete(booking)
+        return MarkPrefillCompleteResponse(known=booking is not None)
 
     def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
         """So many tokens are generated."""
-        live_booking = self._find(request.booking)
-        if live_booking is not None:
-            self._booking_leases.generated(live_booking, request.output_tokens)
-        return ReportOutputResponse(known=live_booking is not None)
+        booking = self._find(request.booking)
+        if booking is not None:
+            self._booking_leases.generated(booking, request.output_tokens)
+        return ReportOutputResponse(known=booking is not None)
 
     def free(self, request: FreeRequest) -> FreeResponse:
         """Releases a booking, and holds its prediction against what the worker says."""
         key = checked_key(request.booking)
-        live_booking = self._booking_leases.find(key, self._clock())
-        if live_booking is None:
+        booking = self._booking_leases.find(key, self._clock())
+        if booking is None:
             self._metrics.unknown_frees.inc()
         elif request.HasField("cached_tokens"):
-            self._audit(live_booking, request.cached_tokens)
+            self._audit(booking, request.cached_tokens)
         return FreeResponse(known=self._booking_leases.free(key) is not None)
 
     def reassert(self, request: ReassertBooking, session_id: str, token: int | None = None) -> BookingReasserted:
@@ -97,30 +97,30 @@ class BookingUpdates:
         key = checked_key(request.booking)
         self._booking_leases.check_open(session_id, token)
         now = self._clock()
-        live_booking = self._booking_leases.find(key, now)
-        known = live_booking is not None or self._booking_leases.was_freed(key)
-        if live_booking is not None:
+        booking = self._booking_leases.find(key, now)
+        known = booking is not None or self._booking_leases.was_freed(key)
+        if booking is not None:
             place = Placement(rank_of(request), min(request.prefill_tokens, request.prompt_tokens))
-            self._booking_leases.adopt(live_booking, session_id, place)
+            self._booking_leases.adopt(booking, session_id, place)
         elif not known:
-            live_booking = self._book_again(key, request, session_id, now)
-        if live_booking is not None:
+            booking = self._book_again(key, request, session_id, now)
+        if booking is not None:
             if request.prefill_complete:
-                self._booking_leases.prefill_complete(live_booking)
+                self._booking_leases.prefill_complete(booking)
             if request.output_tokens:
-                self._booking_leases.generated(live_booking, request.output_tokens)
+                self._booking_leases.generated(booking, request.output_tokens)
         return BookingReasserted(known=known)
 
     def expire(self) -> None:
         """Releases what leases and graces no longer hold."""
         expired = self._booking_leases.expire(self._clock())
-        for live_booking in expired.leases:
+        for booking in expired.leases:
             self._metrics.expired_leases.inc()
             log.warning(
                 "booking.lease_expired",
-                request_id=live_booking.key[0],
-                attempt=live_booking.key[1],
-                routed=str(live_booking.component),
+                request_id=booking.key[0],
+                attempt=booking.key[1],
+                routed=str(booking.component),
             )
         for session in expired.sessions:
             self._metrics.lost_bookings.inc(session.bookings)
@@ -128,34 +128,34 @@ class BookingUpdates:
                 "session.expired", session=session.session_id, client=session.client_name, bookings=session.bookings
             )
 
-    def _find(self, booking: BookingKey) -> LiveBooking | None:
-        return self._booking_leases.find(checked_key(booking), self._clock())
+    def _find(self, key: BookingKey) -> Booking | None:
+        return self._booking_leases.find(checked_key(key), self._clock())
 
-    def _audit(self, live_booking: LiveBooking, cached_tokens: int) -> None:
-        booking = live_booking.booked_load.booking(live_booking.key)
-        if booking is None:
+    def _audit(self, booking: Booking, cached_tokens: int) -> None:
+        counted = booking.booked_load.booking(booking.key)
+        if counted is None:
             return
-        block_size = live_booking.booked_load.block_size
+        block_size = booking.booked_load.block_size
         # The block of the last token is computed even where it is cached: the model needs its output.
-        reachable = (booking.prompt_tokens - 1) // block_size
-        predicted = min(live_booking.outcome.overlap_blocks, reachable)
-        if live_booking.audited:
+        reachable = (counted.prompt_tokens - 1) // block_size
+        predicted = min(booking.outcome.overlap_blocks, reachable)
+        if booking.audited:
             self._metrics.audit(predicted, cached_tokens // block_size)
-        pool = self._pools.get(live_booking.component)
+        pool = self._pools.get(booking.component)
         if pool is not None:
             pool.cache_hits.add(
-                booking.rank,
-                prompt_tokens=booking.prompt_tokens,
-                cached_tokens=min(cached_tokens, booking.prompt_tokens),
-                predicted_tokens=predicted * block_size if live_booking.audited else None,
+                counted.rank,
+                prompt_tokens=counted.prompt_tokens,
+                cached_tokens=min(cached_tokens, counted.prompt_tokens),
+                predicted_tokens=predicted * block_size if booking.audited else None,
             )
 
-    def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> LiveBooking | None:
+    def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Booking | None:
         pool = self._pools.named(request.component.namespace, request.component.name)
-        live_booking = book_replicated(pool, key, request)
-        if live_booking is None:
+        booking = book_replicated(pool, key, request)
+        if booking is None:
             return None
         self._metrics.reasserted.inc()
-        live_booking.session_id = session_id
-        self._booking_leases.add(live_booking, now)
-        return live_booking
+        booking.session_id = session_id
+        self._booking_leases.add(booking, now)
+        return booking

@@ -98,11 +98,11 @@ class SharedThresholds:
                     found = await client.get(key)
                     before = None if found is None else self._read(key.decode(), found.value)
                     merged = update.apply(before or Thresholds())
-                    live_booking = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
+                    record = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
                     revision = 0 if found is None else found.mod_revision
                     written, _responses = await client.transaction(
                         compare=[client.transactions.mod(key) == revision],
-                        success=[client.transactions.put(key, live_booking.SerializeToString())],
+                        success=[client.transactions.put(key, record.SerializeToString())],
                         failure=[],
                     )
                     if written:

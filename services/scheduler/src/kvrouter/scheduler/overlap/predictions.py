@@ -54,7 +54,7 @@ class Predictions:
         found = predicted.index.overlaps(prompt.local_hashes, self._clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
 
-    def live_booking(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
+    def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
         """A request was booked on a rank, in that life of it."""
         predicted = self._of(pool)
         if predicted.incarnations.get(rank, incarnation) != incarnation:

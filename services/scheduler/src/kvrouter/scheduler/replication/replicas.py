@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 import structlog
 from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.bookings.conversions import add_request, book_replicated
-from kvrouter.scheduler.bookings.table import BookingTable, LiveBooking, Placement, SchedulerIncarnation, booking_of
+from kvrouter.scheduler.bookings.table import Booking, BookingTable, Placement, SchedulerIncarnation, booking_of
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_of
 from kvrouter.scheduler.load.pools import Pools
@@ -93,32 +93,32 @@ class Replicas:
 
     # What happens here.
 
-    def announced(self, live_booking: LiveBooking) -> AddRequest:
+    def announced(self, booking: Booking) -> AddRequest:
         """A booking that is held here, as the others are told of it."""
-        return add_request(live_booking, self.booking_table.place(live_booking, self.booking_table.here), self.now())
+        return add_request(booking, self.booking_table.place(booking, self.booking_table.here), self.now())
 
-    def owned(self, live_booking: LiveBooking) -> None:
+    def owned(self, booking: Booking) -> None:
         """A booking is held here, or by another owner here."""
-        announced = self.announced(live_booking)
+        announced = self.announced(booking)
         if announced.ByteSize() > MAX_ANNOUNCED_BYTES:
             self._quarantine("too_large")
             return
-        self.own.put(live_booking.key, live_booking.session_id)
+        self.own.put(booking.key, booking.session_id)
         self._announce(add_request=announced)
-        if live_booking.prefilled:
-            self.prefilled(live_booking)
-        if live_booking.output_tokens:
-            self.generated(live_booking)
+        if booking.prefilled:
+            self.prefilled(booking)
+        if booking.output_tokens:
+            self.generated(booking)
 
-    def prefilled(self, live_booking: LiveBooking) -> None:
+    def prefilled(self, booking: Booking) -> None:
         """A booking's prompt is computed."""
         # Where others hold it their leases live by being told, however often.
-        if self.own.prefilled(live_booking.key) or live_booking.key not in self.own:
-            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(live_booking.key)))
+        if self.own.prefilled(booking.key) or booking.key not in self.own:
+            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(booking.key)))
 
-    def generated(self, live_booking: LiveBooking) -> None:
+    def generated(self, booking: Booking) -> None:
         """A booking has generated tokens."""
-        progress = OutputProgress(booking=key_message(live_booking.key), output_tokens=live_booking.output_tokens)
+        progress = OutputProgress(booking=key_message(booking.key), output_tokens=booking.output_tokens)
         self._announce(output_progress=progress)
 
     def freed(self, key: Key) -> None:
@@ -200,19 +200,19 @@ class Replicas:
     def hear_prefilled(self, heard: Log, key: Key) -> None:
         """A life was told, or has heard, that a prompt is computed."""
         heard.owned.prefilled(key)
-        live_booking = self._find(key)
-        if live_booking is not None and not live_booking.prefilled:
-            self.booking_table.prefill_complete(live_booking)
-        if live_booking is not None and self.own.prefilled(key):
+        booking = self._find(key)
+        if booking is not None and not booking.prefilled:
+            self.booking_table.prefill_complete(booking)
+        if booking is not None and self.own.prefilled(key):
             self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
 
     def hear_generated(self, key: Key, output_tokens: int) -> None:
         """Somebody was told that so many tokens are generated."""
-        live_booking = self._find(key)
-        if live_booking is not None and output_tokens > live_booking.output_tokens:
-            self.booking_table.generated(live_booking, output_tokens)
+        booking = self._find(key)
+        if booking is not None and output_tokens > booking.output_tokens:
+            self.booking_table.generated(booking, output_tokens)
             if key in self.own:
-                self.generated(live_booking)
+                self.generated(booking)
 
     def hear_freed(self, heard: Log, key: Key) -> None:
         """A life was told, or has heard, that a booking has ended."""
@@ -316,8 +316,8 @@ class Replicas:
     def _forget(self, heard: Log) -> None:
         dropped = 0
         for key in heard.owned:
-            live_booking = self.booking_table.remove_owner(key, heard.scheduler)
-            dropped += live_booking is not None and not live_booking.owners
+            booking = self.booking_table.remove_owner(key, heard.scheduler)
+            dropped += booking is not None and not booking.owners
         del self._logs[heard.scheduler]
         # A fence stays as long as any life of its Scheduler is followed.
         if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
@@ -329,39 +329,37 @@ class Replicas:
         pool = self._pools.get(self.component)
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
-        live_booking = self.booking_table.get(key)
+        booking = self.booking_table.get(key)
         rank = rank_of(announced)
-        if live_booking is None:
-            live_booking = book_replicated(pool, key, announced)
-            if live_booking is None:
+        if booking is None:
+            booking = book_replicated(pool, key, announced)
+            if booking is None:
                 raise RequestIdReused(key[0])
-            live_booking.local_hashes, live_booking.conversation = (
+            booking.local_hashes, booking.conversation = (
                 pack_hashes(announced.local_hashes),
                 announced.conversation,
             )
-            self.booking_table.add(live_booking, scheduler)
+            self.booking_table.add(booking, scheduler)
         else:
-            same_prompt = booking_of(live_booking).sequence_hashes == pack_hashes(announced.sequence_hashes)
-            if live_booking.component != self.component or not same_prompt:
+            same_prompt = booking_of(booking).sequence_hashes == pack_hashes(announced.sequence_hashes)
+            if booking.component != self.component or not same_prompt:
                 raise RequestIdReused(key[0])
             self.booking_table.add_owner(
-                live_booking, scheduler, Placement(rank, min(announced.prefill_tokens, announced.prompt_tokens))
+                booking, scheduler, Placement(rank, min(announced.prefill_tokens, announced.prompt_tokens))
             )
-        if self._affinity is not None and live_booking.conversation:
-            self._affinity.note(self.component, live_booking.conversation, rank)
-        if self._predictions is not None and live_booking.local_hashes:
+        if self._affinity is not None and booking.conversation:
+            self._affinity.note(self.component, booking.conversation, rank)
+        if self._predictions is not None and booking.local_hashes:
             candidate = pool.worker_set.candidate(rank)
-            if candidate is not None and len(live_booking.local_hashes) == 8 * live_booking.outcome.prompt_blocks:
-                prompt = Prompt(
-                    announced.prompt_tokens, live_booking.local_hashes, booking_of(live_booking).sequence_hashes
-                )
-                self._predictions.live_booking(pool, rank, candidate.incarnation, prompt)
+            if candidate is not None and len(booking.local_hashes) == 8 * booking.outcome.prompt_blocks:
+                prompt = Prompt(announced.prompt_tokens, booking.local_hashes, booking_of(booking).sequence_hashes)
+                self._predictions.record(pool, rank, candidate.incarnation, prompt)
 
-    def _find(self, key: Key) -> LiveBooking | None:
-        live_booking = self.booking_table.get(key)
-        if live_booking is not None and self.booking_table.is_here(live_booking) and not live_booking.session_id:
-            live_booking.lease_until = self.now() + live_booking.lease_seconds
-        return live_booking
+    def _find(self, key: Key) -> Booking | None:
+        booking = self.booking_table.get(key)
+        if booking is not None and self.booking_table.is_here(booking) and not booking.session_id:
+            booking.lease_until = self.now() + booking.lease_seconds
+        return booking
 
     def _announce(self, **event: object) -> None:
         self._send(self._event(**event))

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
-from kvrouter.scheduler.bookings.table import LiveBooking
+from kvrouter.scheduler.bookings.table import Booking
 from kvrouter.scheduler.identifiers import Key, key_message, key_of
 from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -59,24 +59,18 @@ def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     booking_table = replicas.booking_table
     own, all_bookings, freed = list(replicas.own), list(booking_table), booking_table.freed()
     for key in own:
-        live_booking = booking_table.get(key)
-        if live_booking is not None:
-            yield "bookings", _state(live_booking, replicas.announced(live_booking))
-    for live_booking in all_bookings:
-        if (
-            live_booking.announced
-            and live_booking.component == replicas.component
-            and not booking_table.is_here(live_booking)
-        ):
-            yield "progress", _state(live_booking, AddRequest(booking=key_message(live_booking.key)))
+        booking = booking_table.get(key)
+        if booking is not None:
+            yield "bookings", _state(booking, replicas.announced(booking))
+    for booking in all_bookings:
+        if booking.announced and booking.component == replicas.component and not booking_table.is_here(booking):
+            yield "progress", _state(booking, AddRequest(booking=key_message(booking.key)))
     for key in freed:
         yield "tombstones", key_message(key)
 
 
-def _state(live_booking: LiveBooking, announced: AddRequest) -> BookingState:
-    return BookingState(
-        request=announced, prefill_complete=live_booking.prefilled, output_tokens=live_booking.output_tokens
-    )
+def _state(booking: Booking, announced: AddRequest) -> BookingState:
+    return BookingState(request=announced, prefill_complete=booking.prefilled, output_tokens=booking.output_tokens)
 
 
 class Fetch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from kvrouter.scheduler.bookings.table import BookingTable, LiveBooking
+from kvrouter.scheduler.bookings.table import Booking, BookingTable
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.overlap.predictions import Predictions
@@ -67,17 +67,17 @@ class ReplicaSync:
             )
         return replicas
 
-    def owned(self, live_booking: LiveBooking) -> None:
+    def owned(self, booking: Booking) -> None:
         """A booking is held here, or by another owner here."""
-        self.of(live_booking.component).owned(live_booking)
+        self.of(booking.component).owned(booking)
 
-    def prefilled(self, live_booking: LiveBooking) -> None:
+    def prefilled(self, booking: Booking) -> None:
         """A booking's prompt is computed."""
-        self.of(live_booking.component).prefilled(live_booking)
+        self.of(booking.component).prefilled(booking)
 
-    def generated(self, live_booking: LiveBooking) -> None:
+    def generated(self, booking: Booking) -> None:
         """A booking has generated tokens."""
-        self.of(live_booking.component).generated(live_booking)
+        self.of(booking.component).generated(booking)
 
     def freed(self, key: Key, component: ComponentName | None) -> None:
         """A booking has ended. Where it is unknown here, each component's Schedulers are told: one may hold it."""
