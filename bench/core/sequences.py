@@ -126,7 +126,7 @@ def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> 
     pool = Pool(view, Accounting(), report_age_seconds=10)
     for number, hashes in enumerate(case.prompts):
         key = (str(number), 0, int(Stage.STAGE_WHOLE))
-        pool.slots.book(key, (number % ranks, 0), Prompt(tokens, b"", hashes), number * 7 % tokens)
+        pool.booked_load.book(key, (number % ranks, 0), Prompt(tokens, b"", hashes), number * 7 % tokens)
     answer = FindMatchesResponse(
         worker_ids=range(ranks),
         dp_ranks=[0] * ranks,
