@@ -1,8 +1,8 @@
 """Bounds on what a message may hold, checked on its encoding before it is parsed.
 
 A parser can make forty bytes of one: an empty submessage has 2 bytes on the wire and some 70 in memory, and a 64-bit id
-1 and 8. Only token ids and hashes are long in a sound message, in fields that are packed. Parsed, these take four times
-their encoding at most; everything besides them is bounded.
+1 and 8. Only token ids and hashes are long in a sound message, in packed fields of fixed width. Parsed, these take as
+many bytes as their encoding; everything besides them is bounded.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ LONG_FIELDS = frozenset(
         "kvrouter.v1.ReassertBooking.sequence_hashes",
     }
 )
-"""Packed fields that may be long."""
+"""Packed fields of fixed width (4 bytes a token, 8 a hash) that may be long."""
 
 _VARINT, _FIXED64, _BYTES, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
-_CONTINUED = bytes(range(0x80, 0x100))
-"""Bytes that do not end a varint."""
-_PART_BYTES = 1 << 20
+_ELEMENT_BYTES = {FieldDescriptor.TYPE_FIXED32: 4, FieldDescriptor.TYPE_FIXED64: 8}
 
 
 class InvalidMessage(ValueError):
@@ -76,11 +74,11 @@ class MessageLimits:
         counts: dict[str, int] = {}
         besides = 0
         walk = _walk(encoded, 0, len(encoded), cast(Descriptor, kind.DESCRIPTOR), "")
-        for records, (path, field, size, payload) in enumerate(walk, 1):
-            if payload is None:
+        for records, (path, size, elements) in enumerate(walk, 1):
+            if elements is None:
                 besides += size
             else:
-                counts[path] = counts.get(path, 0) + _elements(encoded, *payload, field)
+                counts[path] = counts.get(path, 0) + elements
             if besides > self.besides_bytes or records > self.records:
                 raise InvalidMessage(
                     f"{path} has too many elements or is too long: a message may hold {self.besides_bytes} bytes in"
@@ -96,10 +94,8 @@ class MessageLimits:
 DEFAULT_LIMITS = MessageLimits()
 
 
-def _walk(
-    data: bytes, start: int, end: int, message: Descriptor, path: str
-) -> Iterator[tuple[str, FieldDescriptor | None, int, tuple[int, int] | None]]:
-    """The records of a message: path and field, size in bytes, and where the elements are if it is a long field."""
+def _walk(data: bytes, start: int, end: int, message: Descriptor, path: str) -> Iterator[tuple[str, int, int | None]]:
+    """Yields the path and size in bytes of each record of a message, and the number of elements of a long field."""
     position = start
     while position < end:
         begin = position
@@ -121,12 +117,12 @@ def _walk(
         field = message.fields_by_number.get(tag >> 3)
         named = f"{path}{field.name}" if field is not None else f"{path}{tag >> 3}"
         if field is not None and wire_type == _BYTES and field.full_name in LONG_FIELDS:
-            yield named, field, stop - begin, (position, stop)
+            yield named, stop - begin, (stop - position) // _ELEMENT_BYTES[field.type]
         elif field is not None and wire_type == _BYTES and _leads_to_long(inner := field.message_type):
             yield from _walk(data, position, stop, inner, f"{named}.")
-            yield named, field, position - begin, None
+            yield named, position - begin, None
         else:
-            yield named, field, stop - begin, None
+            yield named, stop - begin, None
         position = stop
 
 
@@ -140,13 +136,6 @@ def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
             return value, position
         shift += 7
     raise InvalidMessage("the message ends within a field")
-
-
-def _elements(data: bytes, start: int, end: int, field: FieldDescriptor | None) -> int:
-    if field is not None and field.type == FieldDescriptor.TYPE_FIXED64:
-        return (end - start) // 8
-    parts = (data[at : min(at + _PART_BYTES, end)] for at in range(start, end, _PART_BYTES))
-    return sum(len(part.translate(None, _CONTINUED)) for part in parts)
 
 
 def _leads_to_long(message: Descriptor | None) -> TypeGuard[Descriptor]:
