@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import Worker, running
@@ -226,10 +226,15 @@ async def test_load_health_and_reflection(namespace: str, etcd_endpoint: str, na
         assert (report.rank.worker_id, report.incarnation) == (worker.config.worker_id, worker.incarnation)
         check = health_pb2_grpc.HealthStub(channel).Check
         assert (await check(health_pb2.HealthCheckRequest(service=SERVICE))).status == 1
-        info = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        names = [s.name async for r in info(asked) for s in r.list_services_response.service]
-        assert SERVICE in names
+        for version in ("v1", "v1alpha"):
+            info: Any = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            names = [s.name async for r in info(requests) for s in r.list_services_response.service]
+            assert SERVICE in names
 
 
 async def test_a_worker_that_stops_lets_requests_finish_and_takes_no_more(

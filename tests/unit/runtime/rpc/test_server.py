@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from kvrouter.runtime import errors
 from kvrouter.runtime.rpc import BindFailed, add_service, open_channel, open_server, remote
 from kvrouter.v1 import worker_pb2
@@ -133,11 +133,16 @@ async def test_health_follows_each_service_and_all_of_them() -> None:
     await server.drain(0)
 
 
-async def test_reflection_lists_services_by_their_full_names() -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_services_by_their_full_names(version: str) -> None:
     async with serving(WORKER, Worker()) as (_, channel):
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        info: Any = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        async for answer in stub.ServerReflectionInfo(iter([request])):
+        async for answer in info(iter([request])):
             names = {service.name for service in answer.list_services_response.service}
             assert {"kvrouter.v1.WorkerService", "grpc.health.v1.Health"} <= names
             return

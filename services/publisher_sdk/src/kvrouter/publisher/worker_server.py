@@ -13,7 +13,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
-from grpc_reflection.v1alpha import reflection
+from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.server_reflection import add_reflection
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1 import worker_pb2
@@ -37,22 +38,6 @@ log = structlog.get_logger(__name__)
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 """Full name of the service, for health and reflection."""
-
-_OPTIONS = (
-    # A prompt of a million tokens is 4 MB; what is far beyond that is a mistake and gets RESOURCE_EXHAUSTED.
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", -1),
-    # Clients ping every 20 s to see a host that vanished; by default that often would close their connections.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # A burst waits for the event loop; by default, what exceeds 1,000 calls of one is mostly refused unseen.
-    ("grpc.server.max_pending_requests", 16_384),
-    ("grpc.server.max_pending_requests_hard_limit", 16_384),
-    # Two workers that are given the same port must fail, not share its connections.
-    ("grpc.so_reuseport", 0),
-)
 
 _M = TypeVar("_M", bound=Message)
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -90,7 +75,7 @@ class WorkerServer:
         self._load_reports = load_reports
         self._draining = False
         self._health = health.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self.requests = 0
         """Generate calls under way."""
 
@@ -109,8 +94,7 @@ class WorkerServer:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_reflection(self._server, [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
         try:
             port = self._server.add_insecure_port(bind)
         except RuntimeError as error:

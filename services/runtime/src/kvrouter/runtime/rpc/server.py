@@ -21,8 +21,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
+from kvrouter.net.server_reflection import add_reflection
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     STATUS_KEY,
@@ -98,7 +98,7 @@ class RpcServer:
         """
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection([*self._names, health_name, reflection.SERVICE_NAME], self._server)
+        add_reflection(self._server, [*self._names, health_name])
         await self.health.announce(self._names)
         try:
             self._port = self._server.add_insecure_port(self._bind)
