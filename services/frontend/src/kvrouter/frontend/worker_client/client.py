@@ -52,10 +52,13 @@ class WorkerClient:
             KvRouterError: the request is at fault, or the deadline has passed.
         """
         call = self.health.begin(endpoint)
-        limit = OutputLimit(request.stop_conditions.max_tokens)
+        request_id, max_tokens = request.request_id, request.stop_conditions.max_tokens
+        limit = OutputLimit(max_tokens)
         has_output = finished = False
         try:
-            async with aclosing(self._pool.generate(endpoint, request, deadline=deadline)) as answer:
+            pieces = self._pool.generate(endpoint, request, deadline=deadline)
+            del request  # A long prompt: once it is encoded, the message is not needed.
+            async with aclosing(pieces) as answer:
                 while True:
                     try:
                         if has_output:
@@ -93,8 +96,8 @@ class WorkerClient:
                         log.warning(
                             "worker.exceeded_max_tokens",
                             worker=worker_id,
-                            request_id=request.request_id,
-                            max_tokens=request.stop_conditions.max_tokens,
+                            request_id=request_id,
+                            max_tokens=max_tokens,
                             consequence="the answer ends at the limit, the call is cancelled",
                         )
                         break

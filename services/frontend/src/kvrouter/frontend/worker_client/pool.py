@@ -53,7 +53,9 @@ class WorkerPool:
         worker = self._line(endpoint).worker
         self._calls[endpoint] += 1
         try:
-            async with aclosing(worker.generate(request, deadline=deadline)) as pieces:
+            answer = worker.generate(request, deadline=deadline)
+            del request  # See WorkerClient.generate.
+            async with aclosing(answer) as pieces:
                 async for piece in pieces:
                     yield cast(bytes, piece)
         finally:

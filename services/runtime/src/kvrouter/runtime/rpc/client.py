@@ -74,8 +74,8 @@ def _caller(method: MethodDescriptor, channel: grpc.aio.Channel, *, raw: bool) -
     return adapt(call)
 
 
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+def _serialize(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def _parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -128,7 +128,9 @@ def _unary(multicallable: Any) -> Callable[..., Any]:
 
 def _server_stream(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]]:
     async def call(request: Message, *, deadline: Deadline) -> AsyncGenerator[Any, None]:
-        rpc = multicallable(request, timeout=_timeout(deadline))
+        # gRPC keeps what it is given for as long as the call lasts: the encoding, and not the message as well.
+        rpc = multicallable(_serialize(request), timeout=_timeout(deadline))
+        del request
         try:
             while (response := await _read(rpc)) is not grpc.aio.EOF:
                 yield _checked(response)
