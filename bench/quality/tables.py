@@ -75,12 +75,12 @@ class Condition:
 
 CONDITIONS: Mapping[str, Condition] = {
     "plain": Condition("Nothing wrong", ("forecast", *WEIGHTS, *OTHERS)),
-    "event-lag": Condition("The index 50 ms late", READ_CACHES, event_lag_s=0.05),
+    "event-lag": Condition("Index 50 ms late", READ_CACHES, event_lag_s=0.05),
     "half-speed": Condition(
         "Every other worker at half speed", (*READ_CACHES, "power-of-two", "round-robin"), every_other_speed=0.5
     ),
-    "slow-model": Condition("forecast takes steps to last three times as long", ("forecast",), calibration_error=3.0),
-    "fast-model": Condition("forecast takes steps to last a third as long", ("forecast",), calibration_error=1 / 3),
+    "slow-model": Condition("Forecast times three times too long", ("forecast",), calibration_error=3.0),
+    "fast-model": Condition("Forecast times a third of the real ones", ("forecast",), calibration_error=1 / 3),
 }
 
 
@@ -217,17 +217,18 @@ def tables(known: Mapping[str, Any]) -> Iterator[str]:
     """Each with its title: one for each traffic, and one for each thing that is wrong."""
     for traffic, spec in TRAFFIC.items():
         lines = table(known, "plain", {f"load {load:g}": (traffic, load) for load in spec.loads})
-        requests = "all" if spec.requests is None else f"{spec.requests:,}"
-        yield "\n".join([f"**{traffic}** ({requests} requests, {spec.engines} engines)", "", *lines])
+        requests = "All" if spec.requests is None else f"{spec.requests:,}"
+        about = f"{requests} requests on {spec.engines} engines."
+        yield "\n".join([f"### {traffic.capitalize()}", "", about, "", *lines])
     at = {f"{traffic}, load {load:g}": (traffic, load) for traffic, spec in TRAFFIC.items() for load in spec.disturbed}
     for name, condition in CONDITIONS.items():
         if name != "plain":
-            yield "\n".join([f"**{condition.title}**", "", *table(known, name, at)])
+            yield "\n".join([f"### {condition.title}", "", *table(known, name, at)])
 
 
 def show(known: Mapping[str, Any]) -> None:
     """All tables."""
-    print("Mean time to first token, ms (least to greatest seed) / its p99 / share within SLO / prompt tokens reused\n")
+    print("Mean time to first token, ms (lowest to highest seed) / its p99 / share within objectives / reuse\n")
     print("\n\n".join(tables(known)))
 
 

@@ -82,8 +82,8 @@ class Case:
     def words(self) -> str:
         """As in the table."""
         if self.schedulers == 1:
-            return "one Scheduler"
-        return f"{self.schedulers} replicas, {'sync' if self.sync else 'no sync'}" + (
+            return "1"
+        return f"{self.schedulers}, {'sync' if self.sync else 'no sync'}" + (
             ", sharded by prefix" if self.sharded else ""
         )
 
@@ -301,7 +301,7 @@ def table(runs: Mapping[Case, Sequence[RunStatistics]]) -> str:
     def cell(values: Sequence[float], shape: str) -> str:
         return f"{median(values):{shape}} ({min(values):{shape}} - {max(values):{shape}})"
 
-    lines = ["| who decides | fullest / mean | queue | TTFT mean | p99 |", "|---|---|---|---|---|"]
+    lines = ["| deciding Schedulers | fullest / mean | queue | TTFT mean | p99 |", "|---|---|---|---|---|"]
     for case, found in runs.items():
         cells = (
             cell([each.fullest for each in found], ".2f"),

@@ -43,11 +43,11 @@ class Case:
     def words(self) -> str:
         """As in the table."""
         if self.schedulers == 1:
-            return "one Scheduler"
-        known = "no sync" if self.sync is None else f"sync, {self.sync.lag_s * 1e3:g} ms late"
+            return "1"
+        known = "no sync" if self.sync is None else f"sync {self.sync.lag_s * 1e3:g} ms late"
         if self.sync is not None and self.sync.loss:
             known += f", {self.sync.loss:.0%} lost and repaired {self.sync.repair_s * 1e3:g} ms after"
-        return f"{self.schedulers} replicas, {known}{', sharded by prefix' if self.sharded else ''}"
+        return f"{self.schedulers}, {known}{', sharded by prefix' if self.sharded else ''}"
 
 
 CASES: Sequence[Case] = (
@@ -88,7 +88,9 @@ def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) ->
 
 def table(runs: Mapping[tuple[str, Case], Sequence[RunStatistics]]) -> str:
     """Markdown: a row for each case, with each policy's figures."""
-    lines = ["| who decides |" + "".join(f" {name}: fullest / mean | queue | TTFT mean | p99 |" for name in POLICIES)]
+    lines = [
+        "| deciding Schedulers |" + "".join(f" {name}: fullest / mean | queue | TTFT mean | p99 |" for name in POLICIES)
+    ]
     lines.append("|---|" + "---|" * 4 * len(POLICIES))
     for case in dict.fromkeys(case for _, case in runs):
         cells = [case.words]
