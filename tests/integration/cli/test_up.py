@@ -119,7 +119,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(tmp_path: Path)
         frame = await run([*shlex.split(look.group(1)), "--once"])
         assert "kvrouter/workers  model mock-model, mode kv" in frame
         assert re.search(r"^1:0 .* 0 / 16,384 +0 +0 +[\d,]+ .* ok *$", frame, re.MULTILINE)
-        assert "round-robin: its turn" in frame
+        assert "round-robin: next in turn" in frame
         children = system.children()
         assert len(children) == 7  # nats-server, etcd, indexer, scheduler, frontend, two workers
         system.process.send_signal(signal.SIGINT)

@@ -1,1 +1,1 @@
-"""Ways to choose a rank, a folder each. A new one is a folder with ``policy.py``; ``catalogue`` finds it."""
+"""Routing policies, one folder each. ``catalogue`` finds every folder that has a ``policy.py``."""

@@ -1,4 +1,4 @@
-"""The policies by name: each folder of this package has a module ``policy`` with a class ``Rule``."""
+"""Policies by name. Each folder of this package has a module ``policy`` with a class ``Rule``."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def _found() -> dict[str, Policy]:
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(_found())
-"""Policy by the name of its mode, in order of name."""
+"""Policy by mode name, sorted by name."""

@@ -1,8 +1,8 @@
-"""What a policy gets and what it gives back.
+"""The interface between the Scheduler and a routing policy.
 
-A policy sees the candidates as columns, numpy arrays: entry i of each speaks of ``ranks[i]``. It weighs them, and names
-one by its index, or one to wait for. It keeps no state and does no I/O; all that it may know is in the facts. Columns
-are added when a policy needs more, so that those that are there keep their meaning.
+A policy receives a request and its candidates as columns: numpy arrays whose entry i describes ``ranks[i]``. It returns
+the index of one candidate, to go to or to wait for. It keeps no state and does no I/O. New policies may add columns;
+the meaning of existing ones does not change.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from kvrouter.core import Rank
 from numpy.typing import NDArray
 
 Column = NDArray[np.int64]
-"""A whole number for each candidate."""
+"""Integers by candidate, shape (candidates,)."""
 
 Amounts = NDArray[np.float64]
-"""A number for each candidate."""
+"""Numbers by candidate, shape (candidates,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingContext:
-    """A request, and the candidates that it may go to: one at least, in order of rank, none of them busy."""
+    """A request and its candidates: at least one, in order of rank, none of them busy."""
 
     prompt_tokens: int
-    """Tokens of the prompt, 1 or more."""
+    """Tokens of the prompt, at least 1."""
     block_size: int
     """Tokens per block."""
     overlap_score_weight: float
-    """Weight of prefill blocks against decode blocks, 0 or more."""
+    """Weight of prefill blocks relative to decode blocks, at least 0."""
     temperature: float
-    """Softmax temperature, 0 or more; 0 takes the best."""
+    """Softmax temperature, at least 0; 0 takes the cheapest rank."""
     previous: Rank | None
-    """The rank that this policy chose last in the component; None if it has not chosen yet."""
+    """Rank that this policy chose last in the component; None before its first choice."""
     ranks: tuple[Rank, ...]
     overlap_blocks: Column
-    """Leading blocks of the prompt in device memory; 0 for all where overlaps are not to be had."""
+    """Leading blocks of the prompt in device memory; 0 everywhere if there is no overlap information."""
     new_prefill_tokens: Column
-    """Prompt tokens that the rank would have to compute for this request."""
+    """Prompt tokens that the rank would have to compute."""
     prefill_tokens: Column
-    """Prefill tokens booked and not done, without those of this request."""
+    """Prefill tokens booked and not computed, without this request."""
     active_blocks: Column
-    """Distinct blocks of requests in flight once this request is added; 0 for all where blocks are not tracked."""
+    """Distinct blocks of requests in flight, with this request; 0 everywhere if blocks are not tracked."""
     leading_active_blocks: Column
-    """Leading blocks of this request that requests in flight use there."""
+    """Leading blocks of this request that requests in flight use on the rank."""
     active_requests: Column
     """Requests booked."""
     total_blocks: Column
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: Column
-    """Most prompt tokens computed in one step; 0 if unknown."""
+    """Prompt tokens that a step computes at most; 0 if unknown."""
     head_prefill_tokens: Column
-    """Prefill tokens of the request that was booked first of those without a first token; 0 where there is none."""
+    """Prefill tokens of the oldest request without a first token; 0 without one."""
     head_prefill_seconds: Amounts
-    """Seconds since that one became the first."""
+    """Seconds since that request became the oldest."""
     prefill_requests: Column
     """Requests booked without a first token."""
     latency_calibration: float = 1.0
-    """Time that prefills have taken of late, over what was forecast."""
+    """Ratio of measured to forecast prefill times in the component."""
 
 
 def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula
@@ -73,65 +73,66 @@ class Explanation:
     """How the candidates compared."""
 
     reason: str
-    """Why this one, for a person."""
+    """Why this candidate was chosen, for people."""
     costs: NDArray[Any] | Sequence[float] = ()
-    """Cost by candidate, in the policy's unit; empty for a policy that weighs nothing."""
+    """Cost by candidate, in the policy's unit; empty if the policy has no cost."""
     terms: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Terms of the cost by name: a column each."""
+    """Columns of the cost's terms, by name."""
     formula: Callable[[int], str] = _unexplained
-    """Writes the cost of one candidate out, given its index. Called only when somebody asks."""
+    """Renders the cost of the candidate at an index. Called only on demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The request goes to ``ranks[index]``."""
+    """Sends the request to ``ranks[index]``."""
 
     index: int
     explanation: Explanation
     prefill_tokens: int | None = None
-    """Prompt tokens that the policy takes the rank to compute; None: ``new_prefill_tokens``."""
+    """Prompt tokens that the rank will compute; None means ``new_prefill_tokens``."""
     forecast_ms: float | None = None
-    """Time to the first token, by which the pace is learned; None: no forecast, or too much plays into it."""
+    """Forecast time to first token in ms, for latency calibration; None if there is none, or it is unsuitable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The request had better wait for ``ranks[index]``."""
+    """Queues the request until ``ranks[index]`` has room."""
 
     index: int
     explanation: Explanation
     work_ms: float = 0.0
-    """Time that its prompt takes there, ms."""
+    """Time in ms to compute the prompt there."""
     room_tokens: int = 0
-    """KV cache that it adds to what is in use there, tokens: those that need little go first."""
+    """KV cache in tokens that the request adds to what is in use there. Requests that need less go first."""
     rank: Rank | None = None
-    """``ranks[index]``: when others that wait for it find no room there, this one is not tried either. None: it is."""
+    """``ranks[index]``. A pass over the queue skips further requests for a rank that has no room; None is always tried.
+    """
     prefill_tokens: int | None = None
     """As in ``Choice``."""
 
 
 class Policy(Protocol):
-    """A way to choose."""
+    """A routing policy."""
 
     name: ClassVar[str]
-    """The mode's name in options and requests."""
+    """Name of the mode in options and requests."""
     uses_overlap: ClassVar[bool]
-    """Whether ``overlap_blocks`` matters, so that an Indexer is worth asking."""
+    """Whether ``overlap_blocks`` matters, and an Indexer is worth a query."""
     needs_worker: ClassVar[bool]
     """Whether the request must name its worker."""
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
-        """Chooses. ``rng`` is the only source of chance."""
+        """Chooses a candidate. ``rng`` is the only source of randomness."""
         ...
 
 
 def rank_label(rank: Rank) -> str:
-    """A rank's name in formulas: ``worker_1``, and ``worker_1_dp2`` for a data parallel rank above 0."""
+    """Returns a rank's name in formulas: ``worker_1``, or ``worker_1_dp2`` for a data-parallel rank above 0."""
     worker_id, dp_rank = rank
     return f"worker_{worker_id}_dp{dp_rank}" if dp_rank else f"worker_{worker_id}"
 
 
 def draw_lowest(values: NDArray[Any], rng: Random) -> int:
-    """Index of the lowest value; among equals, any with the same chance."""
+    """Returns the index of the lowest value; ties are broken at random."""
     lowest = np.flatnonzero(values == values.min())
     return int(lowest[rng.randrange(len(lowest))])

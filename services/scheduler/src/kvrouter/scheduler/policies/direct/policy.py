@@ -1,9 +1,10 @@
 """Mode ``direct``: the worker that the request names.
 
-    cost(r) = requests booked on r        [requests]
+    cost(r) = requests(r)        [requests]
 
-Where the request names no rank of that worker, the one with the fewest requests is taken, ties at random. Whether the
-worker exists, is draining or is busy was judged before: only its own ranks are left as candidates. Reads no overlaps.
+If the request names no rank of that worker, the rank with the fewest requests wins; ties are broken at random. The
+candidates are ranks of the named worker only: whether it exists, is draining or is busy is checked before. Overlaps are
+not used.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Schedulin
 
 
 class Rule:
-    """Does as it is told."""
+    """Takes the worker that the request names."""
 
     name: ClassVar[str] = "direct"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = True
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """The named worker's rank."""
+        """Chooses the least loaded rank of the named worker."""
         costs = context.active_requests
         return Choice(draw_lowest(costs, rng), Explanation("named by the request", costs, {"active_requests": costs}))

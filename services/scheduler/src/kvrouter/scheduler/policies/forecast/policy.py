@@ -1,33 +1,33 @@
-"""Mode ``forecast``: the rank that is cheapest in time, with no weight to set.
+"""Mode ``forecast``: the rank that costs least time, without a weight to set.
 
-    cost(w)  = F(w) + batch(w) + (b + CROWD * n(w)) * own(w) + SHORTAGE_MS * short(w)      [ms]
+    cost(w)  = F(w) + batch(w) + (b + CROWD * n(w)) * own(w) + SHORTAGE_MS * short(w)             [ms]
 
-    own(w)   = T(uncached(w))                      time that the prompt takes there        [ms]
-    F(w)     = rest(w) + T(ahead(w) + uncached(w)) forecast of the time to first token     [ms]
-    batch(w) = what it adds to the step that the last prompts ahead of it end in, times those prompts      [ms]
-    b        = BASE * (mean of u)^4                what work here costs those that come later [1]
-    short(w) = max(0, u'(w) - ROOM)                KV cache that will be lacking           [share]
+    own(w)   = T(new(w))                       time to compute the prompt on w                    [ms]
+    F(w)     = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token                [ms]
+    batch(w) = added time of the step in which the prompts ahead end * number of those prompts    [ms]
+    b        = BASE * (mean over all ranks of u)^4   price of work for requests to come           [1]
+    short(w) = max(0, u'(w) - ROOM)            KV cache that will be lacking                      [share]
 
-    rest     = what is left of the prompt under way; where there is none, half a step of decoding          [ms]
-    ahead    = prefill tokens booked and not done, without the prompt under way            [tokens]
-    uncached = prompt tokens less the overlap: the greater of what the index says and what requests in flight have there
-    u, u'    = distinct blocks of requests in flight / blocks, without and with this request [share]; u is 1 at most
+    rest     = time left for the prompt being computed; without one, half a decode step           [ms]
+    ahead    = prefill tokens booked and not computed, without the prompt being computed          [tokens]
+    new      = prompt tokens less the overlap: the greater of the index's and the active one      [tokens]
+    u, u'    = distinct active blocks / total blocks, without and with this request; u at most 1  [share]
     n        = requests in flight
-    T(x)     = pace * (prefill(x) + decode(u) for each step that x takes)                  [ms]
+    T(x)     = latency calibration * sum of (prefill(step) + decode(u)) over the steps for x tokens     [ms]
 
-All terms are milliseconds of somebody's waiting. F is this request's. The others' are: ``batch``, of those whose first
-token waits for this prompt since one step computes both; CROWD, of those that run, whose every token waits for each
-step; b, of those that will come, the more the fuller the fleet; SHORTAGE_MS, of those whom a lack of KV blocks stops.
+All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
+same step, CROWD of the requests that decode there, b of requests to come, SHORTAGE_MS of requests that stop for lack of
+KV blocks.
 
-If the cheapest rank has no room for the request (u' > 1), it is held for that rank: in an engine's queue it would hold
-up all behind it, and another rank would compute its prompt anew.
+If the cheapest rank has no room for the request (u' > 1), the policy returns a Wait for that rank. In the engine's
+queue the request would block all requests behind it; another rank would compute its prompt again.
 
 Missing signals:
 
-- no overlaps: requests in flight still tell of shared prompts; else the load decides;
-- number of blocks unknown (0): u and u' are 0 there, so it never lacks room;
-- token budget unknown (0): 8,192;
-- blocks not tracked: u is 0 everywhere, which leaves the prefill.
+- no overlap: leading blocks of requests in flight still show shared prompts; otherwise load decides;
+- total blocks unknown (0): u and u' are 0, the rank never lacks room;
+- token budget unknown (0): DEFAULT_BUDGET;
+- active blocks not tracked: u is 0 everywhere, prefill decides.
 """
 
 from __future__ import annotations
@@ -49,35 +49,36 @@ from kvrouter.scheduler.policies.interface import (
 from numpy.typing import NDArray
 
 PREFILL_N2_MS, PREFILL_N1_MS, PREFILL_N0_MS = 4.209989e-07, 1.518344e-02, 16.50142
-"""ms of a step by new prompt tokens n: n2 n^2 + n1 n + n0. Proportions matter; ``pace`` follows the engines."""
+"""Coefficients of a step's prefill time in ms by its new prompt tokens n: n2 n^2 + n1 n + n0. Only their proportions
+matter, because the latency calibration follows the engines."""
 
 DECODE_P2_MS, DECODE_P1_MS, DECODE_P0_MS = -25.74, 54.01, 5.74
-"""ms of a step by the share of KV in use p, where anything decodes: p2 p^2 + p1 p + p0."""
+"""Coefficients of a step's decode time in ms by the share p of KV in use: p2 p^2 + p1 p + p0."""
 
 DEFAULT_BUDGET = 8192
-"""Prompt tokens that a step computes at most, where the rank does not say."""
+"""Prompt tokens that a step computes at most on a rank that does not report it."""
 
 BASE = 5.0
-"""Price of own work, in its own time, when all KV is in use. At half of that it is 0.3: work hardly matters to others
-while there is room for all."""
+"""Price of own work with all KV in use, as a multiple of that work. At half of the KV it is 0.3: while there is room
+for all, work hardly matters to others."""
 
 CROWD = 0.02
-"""Price of own work for each running request, in its own time: a token that comes later weighs little against a first
-token that does, and nothing breaks ties as well. At 0.05 prompts gather where they are cached until KV runs short."""
+"""Price of own work per request in flight, as a multiple of that work. A later token weighs little against a first
+token, but it breaks ties. At 0.05 prompts gather where they are cached until KV blocks run short."""
 
 SHORTAGE_MS = 5000.0
-"""ms for lacking the whole of a rank's KV. From 2,000 to 15,000 it makes no difference."""
+"""Price in ms of lacking a rank's whole KV cache. Results are the same from 2,000 to 15,000."""
 
 ROOM = 0.95
-"""Share of KV in use from which it counts: output needs blocks too."""
+"""Share of KV in use above which shortage counts: output needs blocks as well."""
 
 FIT_SHARE, FIT_TOKENS = 0.8, 256
-"""The pace is learned from ranks with no prompt to compute and below that share of KV in use (fuller ones preempt), by
-prompts of that many new tokens (of shorter ones the step's fixed part decides)."""
+"""Latency is calibrated on ranks without a prompt to compute and below this share of KV in use, since fuller ones
+preempt, and with prompts of at least this many new tokens, since the fixed part of a step dominates shorter ones."""
 
 
 class Weighed(NamedTuple):
-    """The terms of each rank, ms unless said."""
+    """Cost terms by candidate, in ms unless stated otherwise."""
 
     forecast: Amounts
     batch: Amounts
@@ -86,18 +87,18 @@ class Weighed(NamedTuple):
     own: Amounts
     new_tokens: Column
     fit: NDArray[np.bool_]
-    """Whether the pace may be learned from it."""
+    """Whether the first token may be used for latency calibration."""
 
 
 class Rule:
-    """Forecasts the time to first token, prices what it costs others, and waits for room."""
+    """Minimizes the forecast time to first token plus the cost for other requests."""
 
     name: ClassVar[str] = "forecast"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
-        """The cheapest rank, now or once it has room."""
+        """Chooses the cheapest rank, or returns a Wait for it if it has no room."""
         weighed = weigh(context, used_shares(context))
         costs = weighed.forecast + weighed.batch + weighed.work + weighed.shortage
         index = draw_lowest(costs, rng)
@@ -120,7 +121,7 @@ class Rule:
         new_tokens = int(weighed.new_tokens[index])
         total = context.total_blocks[index]
         if total and context.active_blocks[index] > total:
-            explanation = Explanation("cheapest once it has room", costs, terms, formula)
+            explanation = Explanation("the cheapest rank has no room", costs, terms, formula)
             return Wait(
                 index,
                 explanation,
@@ -138,9 +139,9 @@ class Rule:
 
 
 def used_shares(context: SchedulingContext) -> Amounts:
-    """Share of its KV blocks that each rank has in use, without the request; 0 where the number is unknown.
+    """Returns the share of KV blocks in use by candidate, without the request; 0 where the total is unknown.
 
-    At most 1: what is booked beyond that waits in the engine, and slows no step down.
+    It is at most 1: requests booked beyond that wait in the engine and do not slow its steps down.
     """
     prompt_blocks = -(-context.prompt_tokens // context.block_size)
     in_use = np.maximum(context.active_blocks - prompt_blocks + context.leading_active_blocks, 0)
@@ -148,7 +149,7 @@ def used_shares(context: SchedulingContext) -> Amounts:
 
 
 def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
-    """The terms of each rank, of whose KV those shares are in use."""
+    """Returns the cost terms, given the share of KV blocks in use by candidate."""
     size, prompt, latency_calibration = context.block_size, context.prompt_tokens, context.latency_calibration
     base = BASE * shares.mean() ** 4
     overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
@@ -156,10 +157,11 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     budget = np.where(context.max_batched_tokens, context.max_batched_tokens, DEFAULT_BUDGET)
     decode = np.where(context.active_requests, decode_ms(shares), 0.0)
     head, spent = context.head_prefill_tokens, context.head_prefill_seconds * 1e3
-    under_way = (head > 0) & (spent > decode / 2)  # what comes can only be part of the step after it
+    under_way = (head > 0) & (spent > decode / 2)  # a new prompt can join only the next step
     waiting, ahead = context.prefill_requests - under_way, context.prefill_tokens - head * under_way
     filled = ahead % budget
-    tokens = np.array([new, head, ahead + new, np.minimum(filled + new, budget), filled])  # half the time is calls
+    # One call for all of them, since calls take half of the time.
+    tokens = np.array([new, head, ahead + new, np.minimum(filled + new, budget), filled])
     new_ms, head_ms, all_ms, joint_ms, filled_ms = prefill_ms(tokens, budget, decode)
     own, left = latency_calibration * new_ms, np.maximum(latency_calibration * head_ms - spent, 0.0)
     rest = np.where(under_way, left, latency_calibration * decode / 2 - spent)
@@ -184,7 +186,7 @@ def _over(blocks: Column, total_blocks: Column) -> Amounts:
 
 
 def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
-    """Time that the steps take which compute so many prompt tokens, ms; ``decode`` is what each spends on decoding."""
+    """Returns the time in ms of the steps for ``tokens`` prompt tokens, each with ``decode`` ms of decoding."""
     full = np.floor(tokens / budget)
     rest = tokens - full * budget
     step = PREFILL_N0_MS + decode
@@ -193,5 +195,5 @@ def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
 
 
 def decode_ms(share: Amounts) -> Amounts:
-    """Time that a step spends on decoding, ms, where requests in flight use that share of the KV blocks."""
+    """Returns the time in ms that a step spends on decoding, given the share of KV blocks in use."""
     return (DECODE_P2_MS * share + DECODE_P1_MS) * share + DECODE_P0_MS

@@ -1,22 +1,21 @@
 """Mode ``kv``: the rank where the prompt costs least, in blocks.
 
-    prefill_blocks(w) = (prefill tokens booked on w and not done + max(0, prompt tokens - overlap(w) * block_size))
-                        / block_size                                              [blocks, with a fraction]
-    decode_blocks(w)  = distinct active blocks on w once the request is added     [blocks]
-    cost(w)           = overlap_score_weight * prefill_blocks(w) + decode_blocks(w)
+    prefill_blocks(w) = (prefill tokens(w) + max(0, prompt tokens - overlap(w) * block_size)) / block_size    [blocks]
+    decode_blocks(w)  = distinct active blocks on w, with this request                                        [blocks]
+    cost(w)           = overlap_score_weight * prefill_blocks(w) + decode_blocks(w)                           [blocks]
 
-Lowest cost wins, ties at random. At temperature T > 0 the rank is drawn with
+The lowest cost wins; ties are broken at random. At a temperature T > 0 the rank is drawn with
 
     p(w) ~ exp(-(cost(w) - min) / ((max - min) * T)),
 
-uniformly when all costs are equal. Prompt computed and blocks in use are both counted in blocks, so that they may be
-added; the weight says how many blocks in use one block of prefill is worth.
+and uniformly if all costs are equal. Prompt blocks to compute and blocks in use have one unit, so they can be added;
+the weight states how many blocks in use one block of prefill is worth.
 
 Missing signals:
 
-- no overlaps (no Indexer, or none that answered in time): all 0, which leaves the load;
-- active blocks not tracked: all 0, which leaves the prefill;
-- weight 0: prefill does not count, and no Indexer is asked.
+- no overlap (no Indexer, or no answer in time): all are 0, load decides;
+- active blocks not tracked: all are 0, prefill decides;
+- weight 0: prefill does not count, and no Indexer is queried.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from kvrouter.scheduler.policies.interface import (
 
 
 class Rule:
-    """The cost of prefill and decode blocks."""
+    """Minimizes a weighted sum of prefill and decode blocks."""
 
     name: ClassVar[str] = "kv"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """The cheapest rank, or one drawn by cost."""
+        """Chooses the cheapest rank, or draws one by cost."""
         weight = context.overlap_score_weight
         prefill_blocks = (context.prefill_tokens + context.new_prefill_tokens) / context.block_size
         costs = weight * prefill_blocks + context.active_blocks
@@ -66,16 +65,16 @@ class Rule:
 
 
 def softmax_weights(costs: Amounts, temperature: float) -> Amounts:
-    """Weights of a draw by cost, the cheapest having 1: exp(-(cost - min) / ((max - min) * temperature)).
+    """Returns weights for a draw: exp(-(cost - min) / ((max - min) * temperature)), 1 for the cheapest.
 
     Args:
-        costs: Finite costs, one at least.
+        costs: Finite costs, at least one.
         temperature: Above 0.
     """
     lowest, spread = costs.min(), costs.max() - costs.min()
     if spread == 0:
         return np.ones_like(costs)
-    # The ratio first: the product of a small spread and a small temperature may vanish.
+    # The ratio comes first: the product of a small spread and a small temperature may underflow.
     with np.errstate(over="ignore"):
         weights: Amounts = np.exp(-((costs - lowest) / spread / temperature))
     return weights

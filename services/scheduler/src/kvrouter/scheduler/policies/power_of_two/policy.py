@@ -1,9 +1,10 @@
 """Mode ``power-of-two``: of two ranks drawn at random, the one with fewer requests.
 
-    cost(w) = requests booked on w        [requests]; infinite for ranks that were not drawn
+    cost(w) = requests(w)        [requests]; infinite for ranks that were not drawn
 
-Ties at random; a single candidate is taken. Two draws keep the largest load within log log n of the mean, and
-Schedulers that decide at the same moment without seeing each other do not all find the same rank. Reads no overlaps.
+Ties are broken at random; a single candidate is taken. Two draws keep the highest load within log log n of the mean,
+and Schedulers that decide at the same moment without seeing each other do not all find the same rank. Overlaps are not
+used.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Schedulin
 
 
 class Rule:
-    """Draws two and compares."""
+    """Compares two ranks drawn at random."""
 
     name: ClassVar[str] = "power-of-two"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """The less loaded of two."""
+        """Chooses the less loaded of two ranks."""
         drawn = rng.sample(range(len(context.ranks)), min(2, len(context.ranks)))
         costs = np.full(len(context.ranks), np.inf)
         costs[drawn] = context.active_requests[drawn]

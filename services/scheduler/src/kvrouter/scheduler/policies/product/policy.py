@@ -1,12 +1,14 @@
-"""Mode ``product``: prompt tokens to compute times requests in flight, both as they would be with this request.
+"""Mode ``product``: prompt tokens to compute times requests in flight, both with this request.
 
-    cost(w) = (prefill tokens booked on w and not done + new tokens(w)) * (requests booked on w + 1)
-                                                                              [tokens * requests]
+    cost(w) = (prefill tokens(w) + new tokens(w)) * (requests(w) + 1)        [tokens * requests]
 
-Lowest cost wins, ties at random. A product has no weight to set: a rank twice as full must spare half the computing. It
-knows neither capacity nor time, so past the knee it piles requests on ranks whose cache is full.
+The lowest cost wins; ties are broken at random. A product needs no weight: a rank with twice the requests must save
+half of the computation. It knows neither capacity nor time, so past the knee it sends requests to ranks whose cache is
+full.
 
-Missing signals: no overlaps: all new tokens are the prompt's.
+Missing signals:
+
+- no overlap: all prompt tokens are new.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Schedulin
 
 
 class Rule:
-    """Multiplies."""
+    """Minimizes the product of tokens to compute and requests."""
 
     name: ClassVar[str] = "product"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """The rank of the lowest product."""
+        """Chooses the rank with the lowest product."""
         tokens = context.prefill_tokens + context.new_prefill_tokens
         requests = context.active_requests + 1
         costs = tokens.astype(np.float64) * requests

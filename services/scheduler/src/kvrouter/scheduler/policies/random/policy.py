@@ -1,4 +1,4 @@
-"""Mode ``random``: any rank, with the same chance. Reads neither overlaps nor loads."""
+"""Mode ``random``: any rank, with equal probability. Overlap and load are not used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Schedulin
 
 
 class Rule:
-    """Draws."""
+    """Draws a rank."""
 
     name: ClassVar[str] = "random"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """Any rank."""
+        """Chooses any rank."""
         return Choice(rng.randrange(len(context.ranks)), Explanation("drawn at random"))

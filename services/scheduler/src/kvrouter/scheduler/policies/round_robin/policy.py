@@ -1,9 +1,9 @@
-"""Mode ``round-robin``: each rank in its turn.
+"""Mode ``round-robin``: every rank in turn.
 
-    next = the first rank above the one chosen last, in order of (worker_id, dp_rank); the first of all after the last
+    next = first rank above the previous one in order of (worker_id, dp_rank); after the last rank, the first
 
-The turn goes by rank, not by a count, so that ranks that come, go or are busy for a while disturb nobody else's turn.
-Reads neither overlaps nor loads.
+The turn follows ranks, not a counter: ranks that come, go or are busy for a while do not disturb the turn of others.
+Overlap and load are not used.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Schedulin
 
 
 class Rule:
-    """Takes turns."""
+    """Takes ranks in turn."""
 
     name: ClassVar[str] = "round-robin"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:  # noqa: ARG002 - nothing is left to chance
-        """The rank whose turn it is."""
+        """Chooses the next rank."""
         turn = 0 if context.previous is None else bisect_right(context.ranks, context.previous)
-        return Choice(turn % len(context.ranks), Explanation("its turn"))
+        return Choice(turn % len(context.ranks), Explanation("next in turn"))

@@ -1,14 +1,15 @@
-"""Mode ``sticky``: the rank that holds most of the prompt, until it is saturated.
+"""Mode ``sticky``: the rank that holds most of the prompt, unless it is saturated.
 
-    saturated(w) = blocks in use with this request > 0.95 of w's, or prefill tokens booked on w and not done > one
-                   step's budget
-    cost(w)      = (saturated(w), -overlap(w), requests booked on w)          [compared in this order]
+    saturated(w) = active blocks(w) > ROOM * total blocks(w) or prefill tokens(w) > tokens per step of w
+    cost(w)      = (saturated(w), -overlap(w), requests(w))          [compared in this order]
 
-Lowest cost wins, ties at random. What sessions and prompt caches by prefix do in many routers: reuse first, load only
-where it hurts.
+Active blocks include this request, prefill tokens do not. The lowest cost wins; ties are broken at random. Many routers
+with session or prefix affinity work this way: cache hits first, load only where it hurts.
 
-Missing signals: no overlaps: fewest requests among those that are not saturated; number of blocks or token budget
-unknown (0): that rank is not judged by it.
+Missing signals:
+
+- no overlap: the fewest requests among ranks that are not saturated;
+- total blocks or token budget unknown (0): the rank is not judged by it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ ROOM = 0.95
 
 
 class Rule:
-    """Goes where it went."""
+    """Follows the longest overlap."""
 
     name: ClassVar[str] = "sticky"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """The longest overlap that is not saturated."""
+        """Chooses the longest overlap that is not saturated."""
         full = (context.total_blocks > 0) & (context.active_blocks > ROOM * context.total_blocks)
         behind = (context.max_batched_tokens > 0) & (context.prefill_tokens > context.max_batched_tokens)
         saturated = full | behind
@@ -46,4 +47,6 @@ class Rule:
             )
 
         terms = {"saturated": saturated.astype(np.int64), "active_requests": context.active_requests}
-        return Choice(draw_lowest(places, rng), Explanation("most of it cached there", places, terms, formula))
+        return Choice(
+            draw_lowest(places, rng), Explanation("longest overlap that is not saturated", places, terms, formula)
+        )
