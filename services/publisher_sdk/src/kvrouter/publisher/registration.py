@@ -99,7 +99,7 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     """Puts the incarnation back where etcd lost it, or has an earlier one or none that can be decoded.
 
     Raises:
-        TakenOver: a later one has begun, though its worker may be gone: it fences all that this one reports.
+        KeyTaken: a later one has begun, though its worker may be gone: it fences all that this one reports.
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()

@@ -268,7 +268,7 @@ async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]
 
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
-        TakenOver: another process registered the same worker; out of the body.
+        KeyTaken: another process registered the same worker; out of the body.
         InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``journal_path``.
     """
     with claimed(config):
