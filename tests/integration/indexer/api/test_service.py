@@ -116,6 +116,7 @@ async def test_a_dump_loads_into_another_component(stack: Stack) -> None:
     await stack.create_component()
     sources = [RankSource(stack.component, worker, incarnation=5) for worker in (1, 2)]
     for source in sources:
+        await stack.register(source)
         await (
             source.stored(PROMPT, 100 * source.worker_id)
             .removed(100 * source.worker_id + 3)
@@ -129,6 +130,8 @@ async def test_a_dump_loads_into_another_component(stack: Stack) -> None:
 
     copy = Stack(**{**vars(stack), "component": ComponentName(stack.component.namespace, "copy")})
     await copy.create_component()
+    for source in sources:
+        await copy.register(source)
 
     async def requests() -> AsyncIterator[LoadRequest]:
         for state in dumped:
