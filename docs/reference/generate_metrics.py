@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from kvrouter.core import MemoryBudget
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.indexer.replica.metrics import IndexerMetrics
@@ -68,7 +69,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     scheduler.register(QueueMetrics(MagicMock()))
     yield "Scheduler", scheduler
     indexer = CollectorRegistry()
-    IndexerMetrics(indexer, {})
+    IndexerMetrics(indexer, {}, MemoryBudget())
     yield "Indexer", indexer
     mocker = CollectorRegistry()
     lateness_histogram(mocker)

@@ -63,7 +63,8 @@ def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> 
         request = GetStatsRequest(component=_component(component)) if component else GetStatsRequest()
         answer = await service.get_stats(request, deadline=deadline)
         console = _console()
-        console.print(f"replica {answer.replica_id}")
+        bound = f" of at most {answer.max_index_bytes / 1e6:,.0f} MB" if answer.max_index_bytes else ""
+        console.print(f"replica {answer.replica_id}, indexes of {answer.index_bytes / 1e6:,.0f} MB{bound}")
         for stats in answer.components:
             _show_component(console, stats)
 
@@ -273,6 +274,8 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
     )
     if stats.stream_error:
         console.print(f"  the stream takes no messages: {stats.stream_error}", style="red", markup=False)
+    if stats.events.evictions:
+        console.print(f"  {stats.events.evictions} times a rank was emptied because the index exceeded its bound")
     if stats.events.unconfirmed:
         console.print(f"  {stats.events.unconfirmed} events dropped: their workers do not confirm them")
     table = Table(*_RANK_COLUMNS)
@@ -293,7 +296,9 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
 
 
 def _state(rank: RankStats) -> str:
-    if rank.partial:
+    if rank.evicted:
+        state = "evicted"
+    elif rank.partial:
         state = "partial"
     elif rank.stale:
         state = "stale"

@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import structlog
+from kvrouter.core import MemoryBudget
 from kvrouter.indexer.api.service import IndexerService
+from kvrouter.indexer.memory_bound import default_max_index_bytes
 from kvrouter.indexer.replica.component import Limits
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, SnapshotOptions
 from kvrouter.runtime.process.context import Runtime
+
+log = structlog.get_logger(component="indexer")
 
 
 @asynccontextmanager
@@ -21,9 +26,10 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
 
     It answers at once, with NotReady until etcd and NATS are there and a component is restored.
     """
-    limits = Limits(
-        settings.max_index_blocks, settings.max_index_bytes, settings.worker_grace_seconds, settings.compare_seconds
-    )
+    max_bytes = default_max_index_bytes() if settings.max_index_bytes is None else settings.max_index_bytes
+    log.info("index.bounded", max_bytes=max_bytes, is_default=settings.max_index_bytes is None)
+    budget = MemoryBudget(max_bytes)
+    limits = Limits(settings.max_index_blocks, budget, settings.worker_grace_seconds, settings.compare_seconds)
     options = SnapshotOptions(
         settings.snapshot_threshold,
         settings.snapshot_check_seconds,
@@ -42,10 +48,10 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         home=home,
         quarantine=runtime.quarantine,
     )
-    metrics = IndexerMetrics(runtime.registry, replica.components)
+    metrics = IndexerMetrics(runtime.registry, replica.components, budget)
     following = runtime.spawn(replica.run(), "indexer")
     try:
-        yield IndexerService(replica, metrics, max_prompt_tokens=settings.max_prompt_tokens)
+        yield IndexerService(replica, metrics, budget, max_prompt_tokens=settings.max_prompt_tokens)
     finally:
         following.cancel()
         await asyncio.wait({following})

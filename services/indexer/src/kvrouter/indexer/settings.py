@@ -20,8 +20,12 @@ class IndexerSettings(ServiceSettings):
     max_index_blocks: int = Field(
         default=0, ge=0, description="Most blocks in the index of a component, counted over all ranks; 0 is unlimited."
     )
-    max_index_bytes: int = Field(
-        default=0, ge=0, description="Most memory for the index of a component, in bytes; 0 is unlimited."
+    max_index_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most memory for the indexes of all components of the process together, in bytes; 0 is unlimited. "
+        "Default: half of the memory available to the process, which is the lowest limit of its control groups or the "
+        "memory of the machine.",
     )
     compare_seconds: float = Field(
         default=10.0,

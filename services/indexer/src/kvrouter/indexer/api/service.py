@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 
 from kvrouter.core import InvalidDump, Rank, local_hashes
+from kvrouter.core.interface import MemoryBudget
 from kvrouter.indexer.api.encoding import encoded_dump_response, packed_hashes
 from kvrouter.indexer.api.requests import check_prompt, scope_of
 from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
@@ -50,9 +51,12 @@ _MAX_LOAD_BYTES = 1 << 30  # of one rank: some 20 million blocks
 class IndexerService:
     """The object of the contract ``kvrouter.runtime.contracts.Indexer``."""
 
-    def __init__(self, replica: Replica, metrics: IndexerMetrics, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, replica: Replica, metrics: IndexerMetrics, budget: MemoryBudget, *, max_prompt_tokens: int
+    ) -> None:
         self._replica = replica
         self._metrics = metrics
+        self._budget = budget
         self._max_prompt_tokens = max_prompt_tokens
 
     @property
@@ -116,7 +120,12 @@ class IndexerService:
             else [component for _, component in sorted(self._replica.components.items(), key=lambda item: str(item[0]))]
         )
         stats = [await component.stats() for component in chosen]
-        return GetStatsResponse(components=stats, replica_id=self._replica.id)
+        return GetStatsResponse(
+            components=stats,
+            replica_id=self._replica.id,
+            index_bytes=self._budget.used_bytes,
+            max_index_bytes=self._budget.max_bytes,
+        )
 
     async def load(self, requests: AsyncIterator[LoadRequest], *, deadline: Deadline) -> LoadResponse:
         """Loads a dump: ranks that come whole replace those of the index, one after the other.

@@ -94,4 +94,5 @@ class Tally:
             unparsable=self.unparsable,
             repairs=self.repairs,
             unconfirmed=self.unconfirmed,
+            evictions=self.evictions,
         )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
@@ -43,8 +43,8 @@ class Limits:
 
     max_blocks: int = 0
     """Blocks over all ranks; 0 is no bound."""
-    max_bytes: int = 0
-    """Memory, bytes; 0 is no bound."""
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    """Memory, shared by the components of a process."""
     grace_seconds: float = 60.0
     """How long the blocks of a worker without registration are kept."""
     compare_seconds: float = 10.0
@@ -71,9 +71,7 @@ class ComponentIndex:
         self.name = name
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
-        self.state = IndexState(
-            str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, MemoryBudget(limits.max_bytes))
-        )
+        self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.budget))
         if quarantine is not None:
             self.state.quarantine = quarantine
         self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
@@ -294,6 +292,7 @@ class ComponentIndex:
             blocks=info.blocks,
             memory_bytes=info.memory_bytes,
             partial=info.partial,
+            evicted=info.evicted,
             verified=self.is_verified(rank),
             drifts=tally.drifts,
             resynced_unix_ns=tally.resynced_unix_ns,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
+from kvrouter.core.interface import MemoryBudget
 from kvrouter.indexer.index.evidence import age
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.v1.names import ComponentName
@@ -31,8 +32,11 @@ _OUTCOMES = (
 class IndexerMetrics(Collector):
     """The metrics of one replica over all its components."""
 
-    def __init__(self, registry: CollectorRegistry, components: Mapping[ComponentName, ComponentIndex]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, components: Mapping[ComponentName, ComponentIndex], budget: MemoryBudget
+    ) -> None:
         self._components = components
+        self._budget = budget
         self.find_matches_seconds = Histogram(
             "kvrouter_indexer_find_matches_seconds",
             "Duration of FindMatches in the service.",
@@ -49,6 +53,7 @@ class IndexerMetrics(Collector):
         counters = {
             "batches": "Batches applied to the index.",
             "repairs": "Ranks whose blocks were dropped because of a gap, a faulty event or drift.",
+            "evictions": "Ranks emptied because the index exceeded a bound on its blocks or its memory.",
             "stored_blocks": "Blocks stored.",
             "removed_blocks": "Blocks removed.",
             "resyncs": "Ranks replaced by their worker's whole state.",
@@ -64,6 +69,7 @@ class IndexerMetrics(Collector):
             "ready": "1 when the index is restored.",
             "blocks": "Resident blocks, summed over ranks.",
             "ranks": "Ranks in the index.",
+            "evicted_ranks": "Ranks that were emptied because of a bound and take no blocks since.",
             "partial_ranks": "Ranks that may hold more blocks than the index has.",
             "memory_bytes": "Estimated memory of the index.",
             "lag_seconds": "Time from publishing to applying the last batch.",
@@ -92,6 +98,7 @@ class IndexerMetrics(Collector):
                 events.add_metric([*of, outcome], getattr(tally, outcome))
             counts["batches"].add_metric(of, tally.batches)
             counts["repairs"].add_metric(of, tally.repairs)
+            counts["evictions"].add_metric(of, tally.evictions)
             counts["stored_blocks"].add_metric(of, tally.stored_blocks)
             counts["removed_blocks"].add_metric(of, tally.removed_blocks)
             counts["consumers_made"].add_metric(of, component.ingest.recreations)
@@ -122,9 +129,18 @@ class IndexerMetrics(Collector):
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
             levels["ranks"].add_metric(of, len(ranks))
+            levels["evicted_ranks"].add_metric(of, sum(info.evicted for info in ranks))
             levels["partial_ranks"].add_metric(of, sum(info.partial for info in ranks))
             levels["memory_bytes"].add_metric(of, sum(info.memory_bytes for info in ranks))
             levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
             levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))
             levels["quarantined_messages"].add_metric(of, len(component.state.quarantined))
-        return [events, *counts.values(), *levels.values()]
+        used = GaugeMetricFamily(
+            "kvrouter_indexer_index_bytes", "Memory of the indexes of all components.", value=self._budget.used_bytes
+        )
+        bound = GaugeMetricFamily(
+            "kvrouter_indexer_max_index_bytes",
+            "Bound on the memory of the indexes of all components; 0 for none.",
+            value=self._budget.max_bytes,
+        )
+        return [events, *counts.values(), *levels.values(), used, bound]
