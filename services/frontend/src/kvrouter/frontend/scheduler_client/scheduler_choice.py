@@ -60,7 +60,7 @@ class SchedulerChoice:
             await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=Deadline.after(seconds))
         except KvRouterError as error:
             self.avoid(scheduler_id)
-            log.info("scheduler.avoided", scheduler=scheduler_id, routed=str(self._component), cause=str(error))
+            log.info("scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=str(error))
             return False
         return True
 

@@ -243,12 +243,12 @@ class SchedulerLink:
                             for request in self._bookings.opened():
                                 self._put(request)
                             self._open.set()
-                            log.info("session.opened", scheduler=scheduler_id, routed=str(self._component))
+                            log.info("session.opened", scheduler=scheduler_id, component_name=str(self._component))
                         self._resolve(response)
                 raise _SessionEnded
         except* (_SessionEnded, KvRouterError) as group_error:
             causes = "; ".join(str(error) for error in group_error.exceptions if str(error))
-            log.warning("session.ended", scheduler=scheduler_id, routed=str(self._component), cause=causes)
+            log.warning("session.ended", scheduler=scheduler_id, component_name=str(self._component), cause=causes)
         finally:
             self._open.clear()
             for future in self._waiting.values():
@@ -272,9 +272,9 @@ class SchedulerLink:
             if refused:
                 pause = backoff.failed()
                 if backoff.failures == _REFUSALS_LOGGED:
-                    log.warning("bookings.refused", routed=str(self._component), bookings=len(refused))
+                    log.warning("bookings.refused", component_name=str(self._component), bookings=len(refused))
             elif not self._bookings.asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
-                log.info("bookings.accepted", routed=str(self._component), refusals=failures)
+                log.info("bookings.accepted", component_name=str(self._component), refusals=failures)
             for request in refused:
                 self._put(request)
 

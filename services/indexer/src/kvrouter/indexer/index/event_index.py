@@ -49,7 +49,7 @@ class EventIndex(SharedIndex):
         self.incarnations = Incarnations()
         self._known = KnownRanks()
         self._pending: PendingBuffers[ReceivedBatch] = PendingBuffers()
-        self._log = log.bind(of=component)
+        self._log = log.bind(component_name=component)
         self._evictions = EvictionLog(self._log)
 
     @property

@@ -61,7 +61,7 @@ class CoreNatsEvents:
         if self._queue.full() or self._bytes + len(message.data) > _PENDING_BYTES:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:
-                log.warning("resync.pending_events_dropped", of=str(self._component), dropped=self.dropped)
+                log.warning("resync.pending_events_dropped", component_name=str(self._component), dropped=self.dropped)
             return
         self._bytes += len(message.data)
         self._queue.put_nowait(message)

@@ -61,7 +61,7 @@ class Ingest:
         self._fingerprint: int | None = None
         self._began = 0.0
         self._messages = 0
-        self._log = log.bind(of=name)
+        self._log = log.bind(component_name=name)
         self.progress = Progress()
         self.backoff = Backoff(*_RETRY_SECONDS)
         """Attempts at the stream that failed in a row."""
@@ -135,7 +135,7 @@ class Ingest:
                 self._fingerprint = None
             position = Position(stream.identity, applied, consumer.created_unix_ns)
             self._log.info(
-                "ingest.consumer_created", start_sequence=start, last_sequence=stream.last_sequence, why=decision
+                "ingest.consumer_created", start_sequence=start, last_sequence=stream.last_sequence, reason=decision
             )
         if self._catch_up is None:
             self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()

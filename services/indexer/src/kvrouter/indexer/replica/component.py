@@ -88,7 +88,7 @@ class ComponentIndex:
         self._departures = Departures(limits.grace_seconds)
         self._silence = SilenceWatch()
         self._silence_logged = False
-        self._log = log.bind(of=str(name))
+        self._log = log.bind(component_name=str(name))
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._changed = asyncio.Event()
         self._transport_read = asyncio.Event()

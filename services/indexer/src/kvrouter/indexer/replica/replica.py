@@ -75,7 +75,7 @@ class Replica:
             await self._end(name)
         for name, view in views.items():
             if name not in self.components and view.descriptor.block_size:
-                log.info("component.found", of=str(name), block_size=view.descriptor.block_size)
+                log.info("component.found", component_name=str(name), block_size=view.descriptor.block_size)
                 consumer = DurableConsumer(connection, name, self.id)
                 self.components[name] = ComponentIndex(
                     name, view.descriptor, consumer, self._limits, self._slots, self._home, self._quarantine
@@ -97,7 +97,7 @@ class Replica:
         return frozenset(worker_id for worker_id in ids if worker_id is not None)
 
     async def _end(self, name: ComponentName) -> None:
-        log.info("component.removed", of=str(name))
+        log.info("component.removed", component_name=str(name))
         del self.components[name]
         self._recorded.pop(name, None)
         task = self._tasks.pop(name)

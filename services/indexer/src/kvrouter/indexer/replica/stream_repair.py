@@ -49,7 +49,7 @@ class StreamRepair:
         self._unfinished: StreamConfig | None = None
         self._pause = 0.0
         self._next_try = 0.0
-        self._log = log.bind(of=str(name))
+        self._log = log.bind(component_name=str(name))
         self.error = ""
         """Why the stream takes no messages; empty where it does, or where that is not known."""
         self.recreated = 0

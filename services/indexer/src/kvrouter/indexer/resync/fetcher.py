@@ -62,7 +62,7 @@ class Resync:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._open = False
-        self._log = log.bind(of=name)
+        self._log = log.bind(component_name=name)
         self.resyncs = 0
         """Ranks whose whole state was fetched."""
         self.refetches = 0

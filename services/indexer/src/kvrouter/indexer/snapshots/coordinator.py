@@ -115,7 +115,7 @@ class Snapshots:
             hash_scheme=descriptor.hash_scheme,
             replica_id=home.replica_id,
         )
-        self._log = log.bind(of=str(name))
+        self._log = log.bind(component_name=str(name))
         self.current = SnapshotRef()
         """The newest snapshot, as last heard of; empty for none."""
         self.unusable = 0

@@ -120,7 +120,7 @@ class BookingUpdates:
                 "booking.lease_expired",
                 request_id=booking.key[0],
                 attempt=booking.key[1],
-                routed=str(booking.component),
+                component_name=str(booking.component),
             )
         for session in expired.sessions:
             self._metrics.lost_bookings.inc(session.bookings)

@@ -51,7 +51,7 @@ class LoadListener:
                 await self._subscriptions.pop(gone).unsubscribe()
             for name in directory.components.keys() - self._subscriptions.keys():
                 self._subscriptions[name] = await client.subscribe(name.load_wildcard, cb=self._taker(name))
-                log.debug("load_report.subscribed", of=str(name))
+                log.debug("load_report.subscribed", component_name=str(name))
 
     def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
         """Takes in what a rank of a component says; ``subject`` is where it came from."""
@@ -59,7 +59,7 @@ class LoadListener:
         refused = pool.reports.take(encoded, self._clock()) if pool is not None else "unknown_component"
         if refused:
             self._metrics.reports_quarantined.labels(reason=refused).inc()
-            log.debug("load_report.quarantined", reason=refused, of=str(name))
+            log.debug("load_report.quarantined", reason=refused, component_name=str(name))
             if refused == "unparsable":
                 self._quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
 

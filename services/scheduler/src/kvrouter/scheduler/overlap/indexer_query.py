@@ -123,7 +123,7 @@ async def ask(
         return Overlaps(failure=error.code.name.lower())
     except Exception:
         # The Indexer may be an object in this process: what is wrong with it must not fail a request either.
-        log.exception("indexer.failed", routed=str(component))
+        log.exception("indexer.failed", component_name=str(component))
         return Overlaps(failure="internal")
     return read_answer(response, prompt.blocks)
 

@@ -227,7 +227,7 @@ class _Channel:
                 self._metrics.sent.inc(counts)
             except nats.errors.Error as error:
                 self._metrics.unsent.inc(counts)
-                log.debug("replica.event_send_failed", routed=str(self._component), cause=str(error))
+                log.debug("replica.event_send_failed", component_name=str(self._component), cause=str(error))
 
     async def _beat(self) -> None:
         while True:
@@ -264,7 +264,12 @@ class _Channel:
                 raise StateBroken(f"{chunk.scheduler_id[:64]!r} answered")
         except (StateBroken, Undecodable, nats.errors.Error) as error:
             self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
-            log.info("replica.incarnation_unconfirmed", of=scheduler_id, routed=str(self._component), cause=str(error))
+            log.info(
+                "replica.incarnation_unconfirmed",
+                origin=scheduler_id,
+                component_name=str(self._component),
+                cause=str(error),
+            )
         else:
             self._replicas.settle(scheduler_id, chunk.incarnation)
 
@@ -291,7 +296,7 @@ class _Channel:
             with suppress(nats.errors.Error):
                 await answers.unsubscribe()
         self._metrics.repairs.labels(outcome=outcome).inc()
-        log.info("replica.state_received", of=heard.scheduler[1], outcome=outcome, cause=cause)
+        log.info("replica.state_received", origin=heard.scheduler[1], outcome=outcome, cause=cause)
 
     async def _answer(self) -> None:
         while True:
@@ -304,7 +309,7 @@ class _Channel:
                     await asyncio.sleep(0)
             except (nats.errors.Error, ValueError) as error:
                 # A reply subject can be anything.
-                log.info("replica.state_send_failed", routed=str(self._component), cause=str(error))
+                log.info("replica.state_send_failed", component_name=str(self._component), cause=str(error))
 
     def _reject(self, reason: str, message: Msg) -> None:
         self._metrics.quarantined.labels(reason=reason).inc()

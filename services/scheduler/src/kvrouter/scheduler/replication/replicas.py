@@ -158,9 +158,9 @@ class Replicas:
             counter.inc()
             log.info(
                 "replica.state_requested",
-                of=found.scheduler[1],
-                routed=str(self.component),
-                why=found.state_requested,
+                origin=found.scheduler[1],
+                component_name=str(self.component),
+                reason=found.state_requested,
             )
 
     def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
@@ -183,7 +183,12 @@ class Replicas:
                     self._quarantine("unknown_event")
         except KvRouterError as error:
             self._quarantine(error.code.name.lower())
-            log.debug("replica.event_quarantined", of=heard.scheduler[1], routed=str(self.component), cause=str(error))
+            log.debug(
+                "replica.event_quarantined",
+                origin=heard.scheduler[1],
+                component_name=str(self.component),
+                cause=str(error),
+            )
 
     def receive_owned(self, heard: Log, announced: AddRequest) -> Key:
         """A life holds a booking.
@@ -278,7 +283,7 @@ class Replicas:
 
     def _follow(self, scheduler: SchedulerIncarnation) -> Log:
         followed = self._logs[scheduler] = Log(scheduler, self.now())
-        log.info("replica.joined", of=scheduler[1], routed=str(self.component))
+        log.info("replica.joined", origin=scheduler[1], component_name=str(self.component))
         return followed
 
     def settle(self, scheduler_id: str, incarnation: int) -> None:
@@ -293,8 +298,8 @@ class Replicas:
                 self._forget(heard)
         log.warning(
             "replica.incarnation_corrected",
-            of=scheduler_id,
-            routed=str(self.component),
+            origin=scheduler_id,
+            component_name=str(self.component),
             incarnation=incarnation,
             refuted_incarnation=before,
         )
@@ -323,7 +328,7 @@ class Replicas:
         if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
             self.incarnations.forget(heard.scheduler[1])
         self._metrics.orphans.inc(dropped)
-        log.info("replica.left", of=heard.scheduler[1], routed=str(self.component), bookings=dropped)
+        log.info("replica.left", origin=heard.scheduler[1], component_name=str(self.component), bookings=dropped)
 
     def _add_owned(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
         pool = self._pools.get(self.component)
