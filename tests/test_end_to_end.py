@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from kvrouter.cli.demo import DemoOptions, demo
+from kvrouter.cli.development.demo import DemoOptions, demo
 from kvrouter.devtools.replay.open_loop import ReplayOptions
 from kvrouter.devtools.replay.pacing import Pace
 from kvrouter.devtools.replay.sequential import sequential_replay

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvrouter.cli.development.options import OfModel
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
@@ -30,8 +31,6 @@ _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
 DEFAULT_SYNC = Sync()
 _PICTURES = (".png", ".svg", ".pdf")
-
-OfModel = Annotated[str | None, typer.Option(help="Model whose requests are taken from a recording of several models.")]
 
 
 def simulate_command(

@@ -6,9 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
+import typer
+from kvrouter.cli.addresses import parse_address
+from kvrouter.cli.development.options import Load, OfModel, Requests, check_modes, parse_time_scale, read_requests
 from kvrouter.cli.errors import CommandFailed
+from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
 from kvrouter.devtools.replay.pacing import TimeScale
@@ -16,6 +20,7 @@ from kvrouter.devtools.replay.probes import event_counts, faulty_events
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
 from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
+from kvrouter.devtools.system.stack import DEFAULT_GRPC_PORT
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
@@ -98,3 +103,41 @@ async def _model(frontend: Frontend, command: ReplayCommand) -> Model:
     if len(wanted) > 1:
         raise CommandFailed(f"{command.target} serves several models, choose one with --model: {served}")
     return wanted[0]
+
+
+def replay_command(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Mooncake trace or recording; the shipped trace by default.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="gRPC address of the Frontend, host:port.")
+    ] = f"127.0.0.1:{DEFAULT_GRPC_PORT}",
+    indexer: Annotated[
+        str | None, typer.Option(help="gRPC address of an Indexer whose events are counted, host:port.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to request; needed only if several are served.")] = None,
+    of_model: OfModel = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    clock: Annotated[
+        float, typer.Option(help="Engine seconds that pass in one second of wall time at the running engines.")
+    ] = 1.0,
+    mode: Annotated[str | None, typer.Option(help="Routing mode; the Scheduler's own by default.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the results as JSON.")] = None,
+) -> None:
+    """Replay a trace against a running system."""
+    if mode is not None:
+        check_modes([mode])
+    command = ReplayCommand(
+        requests=read_requests(trace, requests, of_model),
+        trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
+        target=parse_address(target),
+        indexer=parse_address(indexer) if indexer is not None else None,
+        model=model,
+        time_scale=parse_time_scale(load, clock),
+        mode=mode,
+        results=results,
+    )
+    run_statistics = run_interruptibly(replay_running(command, Console()))
+    if run_statistics.errors or not run_statistics.valid:
+        raise typer.Exit(1)

@@ -6,8 +6,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
+import typer
+from kvrouter.cli.development.options import (
+    Blocks,
+    BlockSize,
+    Load,
+    Requests,
+    Workers,
+    check_modes,
+    parse_time_scale,
+    read_requests,
+)
+from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
 from kvrouter.devtools.replay.pacing import TimeScale
@@ -22,6 +34,9 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
 from rich.console import Console
 
+DEFAULT_LOAD = 2.5
+DEFAULT_CLOCK = 2.0
+DEFAULT_REQUESTS = 800
 STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
 """Histogram of a worker: engine seconds by which steps ended late."""
 
@@ -110,3 +125,34 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
         counts=counts,
     )
     return DrawnRun(run_statistics, result.records)
+
+
+def demo_command(
+    trace: Annotated[Path | None, typer.Option(help="Mooncake trace; the shipped one by default.")] = None,
+    requests: Requests = None,
+    load: Load = DEFAULT_LOAD,
+    clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = DEFAULT_CLOCK,
+    workers: Workers = 8,
+    blocks: Blocks = 16_384,
+    block_size: BlockSize = 16,
+    mode: Annotated[list[str] | None, typer.Option(help="Routing mode to run; round-robin and kv by default.")] = None,
+    results: Annotated[Path, typer.Option(help="Directory for the picture, the results as JSON, and the logs.")] = Path(
+        "demo-results"
+    ),
+) -> None:
+    """Replay a real trace through a whole system, once for each routing mode, and compare the results."""
+    modes = check_modes(mode or ["round-robin", "kv"])
+    limit = DEFAULT_REQUESTS if requests is None and trace is None else requests
+    options = DemoOptions(
+        requests=read_requests(trace, limit),
+        trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
+        time_scale=parse_time_scale(load, clock),
+        modes=modes,
+        workers=workers,
+        blocks=blocks,
+        block_size=block_size,
+        results=results,
+    )
+    run_statistics = run_interruptibly(demo(options, Console()))
+    if not all(run.valid and not run.errors for run in run_statistics):
+        raise typer.Exit(1)

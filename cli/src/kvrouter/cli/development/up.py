@@ -6,11 +6,23 @@ import asyncio
 import json
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+from kvrouter.cli.development.options import Blocks, BlockSize, Workers, check_modes, parse_time_scale
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.devtools.system.stack import DEFAULT_HTTP_PORT, Stack, StackOptions, running_stack, why_not_free
+from kvrouter.cli.interrupts import Interrupted, run_interruptibly
+from kvrouter.devtools.system.stack import (
+    DEFAULT_GRPC_PORT,
+    DEFAULT_HTTP_PORT,
+    Stack,
+    StackOptions,
+    running_stack,
+    why_not_free,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -114,3 +126,31 @@ def _own_command() -> str:
     command = Path(sys.executable).with_name("kvrouter")
     here = Path.cwd()
     return str(command.relative_to(here) if command.is_relative_to(here) else command)
+
+
+def up_command(
+    workers: Workers = 8,
+    blocks: Blocks = 16_384,
+    block_size: BlockSize = 16,
+    clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="Routing mode.")] = "kv",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help=f"Port of the HTTP API; {DEFAULT_HTTP_PORT}, or a free one if that is taken, by default.",
+        ),
+    ] = None,
+    logs: Annotated[Path, typer.Option(help="Directory for the logs.")] = Path("up-logs"),
+) -> None:
+    """Start a whole system on loopback ports and keep it running until Ctrl-C; processes that die are restarted."""
+    check_modes([mode])
+    parse_time_scale(1.0, clock)
+    http_port = choose_port(port, DEFAULT_HTTP_PORT)
+    grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
+    options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs)
+    console = Console()
+    with suppress(Interrupted):  # the way in which it is meant to end
+        run_interruptibly(up(options, console))
+    console.print("stopped; nothing is left running")

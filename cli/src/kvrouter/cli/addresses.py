@@ -1,0 +1,17 @@
+"""Addresses on the command line."""
+
+from __future__ import annotations
+
+from kvrouter.cli.errors import WrongUsage
+
+
+def parse_address(text: str) -> str:
+    """Returns the text if it is host:port.
+
+    Raises:
+        WrongUsage: it is not.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise WrongUsage(f"{text!r} is not an address: write host:port")
+    return text

@@ -1,0 +1,1 @@
+"""Commands that need the development stack, which is the distribution kvrouter-devstack."""

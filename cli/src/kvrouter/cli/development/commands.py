@@ -1,0 +1,41 @@
+"""Registers the commands of the development stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from kvrouter.cli.development.demo import demo_command
+from kvrouter.cli.development.replay import replay_command
+from kvrouter.cli.development.simulate import simulate_command
+from kvrouter.cli.development.up import up_command
+from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.devtools.system.processes import ProcessDied
+from kvrouter.devtools.system.servers import BinaryMissing, StartFailed
+from kvrouter.devtools.system.stack import StackFailed
+from kvrouter.devtools.traces.reader import TraceError
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds demo, up, replay and simulate."""
+    app.command("demo")(_errors_reported()(demo_command))
+    app.command("up")(_errors_reported()(up_command))
+    app.command("replay")(_errors_reported()(replay_command))
+    short_help = "Run any routing policy on simulated engines."
+    app.command("simulate", short_help=short_help)(_errors_reported()(simulate_command))
+
+
+@contextmanager
+def _errors_reported() -> Iterator[None]:
+    """Turns errors of the development stack into those of the command line."""
+    try:
+        yield
+    except TraceError as error:
+        raise WrongUsage(str(error)) from None
+    except (ProcessDied, StackFailed, StartFailed, BinaryMissing) as error:
+        raise CommandFailed(str(error)) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise CommandFailed("a picture needs matplotlib: pip install 'kvrouter[stack]'") from None
