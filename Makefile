@@ -33,7 +33,7 @@ LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Pa
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMPS)/protos $(STAMPS)/installed $(STAMPS)/core ## virtual environment with everything built into it
+setup: $(STAMPS)/protos $(STAMPS)/installed $(STAMPS)/core $(STAMPS)/engine ## virtual environment with everything built into it
 
 demo: setup ## a real trace through a whole system, round-robin against kv: a table and a picture
 	$(SAY_CORE)
@@ -94,8 +94,9 @@ bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the st
 bench-quality: setup ## every routing policy on every kind of traffic: the tables of bench/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py
 
-wheels: setup ## wheels of all five distributions in dist/, the core's for the stable ABI
-	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk .
+wheels: setup ## wheels of all six distributions in dist/; those with Rust use the stable ABI
+	rm -rf core/build devtools/build
+	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk . ./devtools
 
 protos: $(STAMPS)/protoc ## generated code of the contract, written again
 	$(VENV)/protoc/bin/python protos/generate.py
@@ -119,8 +120,8 @@ constraints: setup ## constraints.txt, rewritten from what is installed
 	@mv constraints.new constraints.txt
 
 clean: ## remove all that the other commands made
-	rm -rf $(VENV) $(STAMPS) demo-results build dist core/rust/target services/mocker/rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f core/src/kvrouter/core/_native*.so core/src/kvrouter/engine/_native*.so protos/src/kvrouter/v1/*_pb2*
+	rm -rf $(VENV) $(STAMPS) demo-results build dist core/build devtools/build core/rust/target services/mocker/rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f core/src/kvrouter/core/_native*.so services/mocker/src/kvrouter/mocker/engine/_native*.so protos/src/kvrouter/v1/*_pb2*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} + ; find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -138,15 +139,20 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 	@touch $@
 
 # Build tools first, pinned like the rest, so that no build fetches another version of its own.
-$(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml services/publisher_sdk/pyproject.toml | $(STAMPS)/protos
+$(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml services/publisher_sdk/pyproject.toml devtools/pyproject.toml | $(STAMPS)/protos
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
-	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[stack,dev]'
-	@touch $@ $(STAMPS)/core
+	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[dev]' -e devtools
+	@touch $@ $(STAMPS)/core $(STAMPS)/engine
 
-$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/rust/src/*/*/*.rs services/mocker/rust/Cargo.toml services/mocker/rust/src/*.rs)
+$(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/rust/src/*/*/*.rs)
 	@echo "Building the core"
 	@$(PIP) install -c constraints.txt --no-build-isolation --no-deps -e core
+	@touch $@
+
+$(STAMPS)/engine: $(STAMPS)/installed $(wildcard services/mocker/rust/Cargo.toml services/mocker/rust/src/*.rs)
+	@echo "Building the simulated engine"
+	@$(PIP) install -c constraints.txt --no-build-isolation --no-deps -e devtools
 	@touch $@
 
 $(STAMPS)/protos: $(STAMPS)/protoc $(wildcard protos/kvrouter/v1/*.proto) protos/generate.py

@@ -22,6 +22,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 LIBRARIES = ("kvrouter-protos", "kvrouter-core", "kvrouter-net", "kvrouter-publisher")
+DEVELOPMENT = frozenset({"kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
+"""Packages of kvrouter-devstack."""
+NEEDS_EXTRA = "needs an extra that is not installed: pip install 'kvrouter[devstack]'"
 
 
 @pytest.fixture(scope="session")
@@ -52,20 +55,22 @@ def lowest(wheels: dict[str, Path], name: str) -> Iterator[str]:
 
 
 class Environment:
-    """An empty virtual environment with one distribution installed into it."""
+    """An empty virtual environment with one distribution installed into it, and the extras that are named."""
 
-    def __init__(self, directory: Path, wheels: dict[str, Path], name: str, constraints: list[str]) -> None:
+    def __init__(
+        self, directory: Path, wheels: dict[str, Path], name: str, constraints: list[str], extras: str = ""
+    ) -> None:
         venv.create(directory, with_pip=True)
         self.python = directory / "bin" / "python"
         listed = directory / "constraints.txt"
         listed.write_text("\n".join(constraints))
         self.run(
             *("-m", "pip", "--disable-pip-version-check", "--no-input", "-q", "install"),
-            *("-c", str(listed), "--find-links", str(wheels[name].parent), str(wheels[name])),
+            *("-c", str(listed), "--find-links", str(wheels[name].parent), f"{wheels[name]}{extras}"),
         )
 
-    def run(self, *arguments: str) -> str:
-        """Runs Python outside of the source tree and returns its output."""
+    def run(self, *arguments: str, status: int = 0) -> str:
+        """Runs Python outside of the source tree, expects the exit status, and returns the output."""
         clean = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "VIRTUAL_ENV"}}
         done = subprocess.run(
             [self.python, *arguments],
@@ -76,7 +81,7 @@ class Environment:
             stderr=subprocess.STDOUT,
             check=False,
         )
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == status, done.stdout
         return done.stdout
 
     def versions(self) -> dict[str, str]:
@@ -104,8 +109,30 @@ def test_a_library_runs_in_an_empty_environment(
 @pytest.mark.timeout(600)
 def test_the_services_run_in_an_empty_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
     environment = Environment(tmp_path, wheels, "kvrouter", [])
+    commands = environment.python.parent
     for command in ("kvrouter", "kvrouter-indexer", "kvrouter-scheduler", "kvrouter-frontend"):
-        environment.run(str(environment.python.parent / command), "--help")
+        environment.run(str(commands / command), "--help")
+    assert not (commands / "kvrouter-mocker").exists()
+    for command in ("demo", "up", "replay", "simulate"):
+        said = environment.run(str(commands / "kvrouter"), command, status=2)
+        assert said == f"kvrouter: `kvrouter {command}` {NEEDS_EXTRA}\n"
+
+
+@pytest.mark.timeout(600)
+def test_the_development_stack_is_an_extra(wheels: dict[str, Path], tmp_path: Path) -> None:
+    environment = Environment(tmp_path, wheels, "kvrouter", [], extras="[devstack]")
+    commands = environment.python.parent
+    environment.run(str(commands / "kvrouter-mocker"), "--help")
+    simulated = environment.run(str(commands / "kvrouter"), "simulate", "--requests", "50", "--workers", "2")
+    assert "time to first token" in simulated
+    environment.run("-c", "from kvrouter.mocker.engine.implementation import IMPLEMENTATION as i; assert i == 'native'")
+
+
+def test_only_the_development_stack_contains_simulated_engines(wheels: dict[str, Path]) -> None:
+    packages = {name: set(modules(wheel)) for name, wheel in wheels.items()}
+    assert packages.pop("kvrouter-devstack") == DEVELOPMENT
+    assert not DEVELOPMENT & set().union(*packages.values())
+    assert packages["kvrouter-core"] == {"kvrouter.core"}
 
 
 def modules(wheel: Path) -> list[str]:

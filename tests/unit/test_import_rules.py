@@ -15,8 +15,6 @@ SERVICE = ("kvrouter.v1", "kvrouter.core", "kvrouter.net", "kvrouter.runtime")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "v1": (),
     "core": ("kvrouter.v1",),
-    # The engine model in Rust, built beside the core.
-    "engine": (),
     # Below the SDK and the services.
     "net": ("kvrouter.v1",),
     # Released apart, into engines with dependency pins of their own.
@@ -26,7 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "scheduler": SERVICE,
     "frontend": SERVICE,
     # An engine as the SDK sees one.
-    "mocker": (*SERVICE, "kvrouter.publisher", "kvrouter.engine"),
+    "mocker": (*SERVICE, "kvrouter.publisher"),
     # Reads which policies there are, to name a run's mode.
     "devtools": (*SERVICE, "kvrouter.scheduler.policies.catalogue"),
     # Puts the Scheduler's own code between engine models.
@@ -34,11 +32,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *SERVICE,
         "kvrouter.scheduler",
         "kvrouter.mocker",
-        "kvrouter.engine",
         "kvrouter.frontend.scheduler_client.prefix_shards",
         "kvrouter.devtools.traces",
     ),
 }
+DEVELOPMENT = ("kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator")
+"""Parts of the distribution kvrouter-devstack, which is not installed in production."""
+
 COMPOSING = frozenset({"cli"})
 """Parts whose job it is to put the others together."""
 
@@ -178,6 +178,20 @@ def folder_of(module: str) -> str:
     return module.split(".")[2]
 
 
+def test_only_commands_of_the_development_stack_import_it() -> None:
+    commands = "kvrouter.cli.development"
+    # It imports the commands only where the stack is installed.
+    chooses = "kvrouter.cli.extras"
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources("cli")
+        if not within(module := module_name(path), (commands,))
+        for name in kvrouter_imports(path.read_text(), module)
+        if within(name, DEVELOPMENT if module == chooses else (*DEVELOPMENT, commands))
+    ]
+    assert wrong == []
+
+
 def test_every_part_has_a_rule() -> None:
     assert {"v1", "core", "net", "runtime", "publisher"} <= set(parts())
     assert set(parts()) <= set(ALLOWED) | COMPOSING
@@ -243,7 +257,7 @@ def test_the_engine_model_shares_no_hashing_with_the_router() -> None:
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
         for name in kvrouter_imports(path.read_text(), module_name(path))
-        if not within(name, ("kvrouter.mocker.engine", "kvrouter.engine"))
+        if not within(name, ("kvrouter.mocker.engine",))
     ]
     assert wrong == []
 

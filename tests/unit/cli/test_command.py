@@ -72,7 +72,7 @@ def test_a_picture_without_what_draws_is_status_1(
     assert status_of(monkeypatch, "simulate", "--requests", "5", "--workers", "1", "--picture", picture) == 1
     said = capsys.readouterr()
     assert "time to first token" in said.out
-    assert said.err == "kvrouter: a picture needs matplotlib: pip install 'kvrouter[stack]'\n"
+    assert said.err == "kvrouter: a picture needs matplotlib: pip install 'kvrouter[devstack]'\n"
 
 
 def test_a_target_that_does_not_answer_is_status_1(

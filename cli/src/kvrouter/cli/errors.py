@@ -11,6 +11,13 @@ class WrongUsage(typer.TyperException):
     exit_code = 2
 
 
+class MissingExtra(WrongUsage):
+    """A command needs an extra of kvrouter that is not installed."""
+
+    def __init__(self, command: str, *, extra: str) -> None:
+        super().__init__(f"`kvrouter {command}` needs an extra that is not installed: pip install 'kvrouter[{extra}]'")
+
+
 class CommandFailed(typer.TyperException):
     """The command did not do what it was asked to."""
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from kvrouter.cli.addresses import parse_address
 from kvrouter.cli.component import component_app
-from kvrouter.cli.development.commands import add_commands
 from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
 from kvrouter.cli.explain import explain
+from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.top.command import top, top_once
@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(index_app, name="index")
 app.add_typer(component_app, name="component")
-add_commands(app)
+add_development_commands(app)
 
 Etcd = Annotated[
     str,

@@ -1,4 +1,4 @@
-//! The simulated engine of kvrouter's mocker and simulator, as the Python module `kvrouter.engine._native`.
+//! The simulated engine of kvrouter's mocker and simulator, as the Python module `kvrouter.mocker.engine._native`.
 //!
 //! It judges the router, so it shares no code with the router's core: it has block hashes of its own.
 

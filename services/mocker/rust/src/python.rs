@@ -74,7 +74,7 @@ fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTup
 }
 
 /// One engine; `kvrouter.mocker.engine.native` gives it the interface of `kvrouter.mocker.engine.reference`.
-#[pyclass(module = "kvrouter.engine._native")]
+#[pyclass(module = "kvrouter.mocker.engine._native")]
 pub struct Engine {
     model: Model,
 }
@@ -172,7 +172,7 @@ impl Engine {
 }
 
 /// Engines in virtual time; `kvrouter.simulator.engines.fleet` says what it does, in Python.
-#[pyclass(module = "kvrouter.engine._native")]
+#[pyclass(module = "kvrouter.mocker.engine._native")]
 pub struct Fleet {
     engines: Engines,
     count: usize,

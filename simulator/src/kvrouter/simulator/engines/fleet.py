@@ -217,7 +217,7 @@ class NativeFleet:
     """The one in Rust."""
 
     def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
-        from kvrouter.engine import _native
+        from kvrouter.mocker.engine import _native
         from kvrouter.mocker.engine.native import native_settings
 
         self._native = _native.Fleet([native_settings(config) for config in configs], record_events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from itertools import count
 
-from kvrouter.engine import _native
+from kvrouter.mocker.engine import _native
 from kvrouter.mocker.engine.block_pool import root_hash
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.sequence import output_stream

@@ -1,0 +1,34 @@
+"""The commands that need an extra of kvrouter, or what to install where it is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import typer
+from kvrouter.cli.errors import MissingExtra
+
+DEVELOPMENT_COMMANDS = ("demo", "up", "replay", "simulate")
+"""Commands that need the extra ``devstack``, which is the distribution kvrouter-devstack."""
+
+
+def add_development_commands(app: typer.Typer) -> None:
+    """Adds the commands of the development stack.
+
+    Where it is not installed, each of them is listed with the extra to install, and fails with ``MissingExtra``.
+    """
+    if find_spec("kvrouter.devtools") is not None:
+        from kvrouter.cli.development.commands import add_commands
+
+        add_commands(app)
+        return
+    for name in DEVELOPMENT_COMMANDS:
+        app.command(
+            name,
+            help="Not installed: pip install 'kvrouter[devstack]'.",
+            add_help_option=False,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_fail)
+
+
+def _fail(context: typer.Context) -> None:
+    raise MissingExtra(str(context.info_name), extra="devstack")
