@@ -14,6 +14,10 @@ PACKAGES = $(wildcard protos/src/kvrouter/*/names.py) \
 
 export PIP_ROOT_USER_ACTION := ignore
 
+MANIFESTS = pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml \
+	services/publisher_sdk/pyproject.toml devtools/pyproject.toml
+CRATES = core/rust/Cargo.toml services/mocker/rust/Cargo.toml
+
 # Without a Rust toolchain the plain Python core is used, and said to be.
 CARGO := $(shell command -v cargo 2>/dev/null)
 ifeq ($(CARGO),)
@@ -28,7 +32,7 @@ LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Pa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +115,13 @@ reference: setup ## pages of docs/reference that are generated from the code: op
 	$(BIN)/python docs/reference/generate_options.py
 	$(BIN)/python docs/reference/generate_metrics.py
 
+version: ## V=1.2.3 becomes the version: of the distributions, of the pins between them, and of the Rust crates
+	@test -n "$(V)" || { echo "make: name the version: make version V=1.2.3" >&2; exit 2; }
+	@echo "$(V)" > VERSION
+	@sed -i.old -E 's/"(kvrouter(-[a-z]+)?)==[^"]*"/"\1==$(V)"/' $(MANIFESTS)
+	@sed -i.old -E 's/^version = .*/version = "$(V)"/' $(CRATES)
+	@rm -f $(MANIFESTS:=.old) $(CRATES:=.old)
+
 docs: setup ## the API reference in build/docs, from docstrings; warnings are errors
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/docs
 	@echo "build/docs/index.html"
@@ -139,7 +150,7 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 	@touch $@
 
 # Build tools first, pinned like the rest, so that no build fetches another version of its own.
-$(STAMPS)/installed: constraints.txt pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml services/publisher_sdk/pyproject.toml devtools/pyproject.toml | $(STAMPS)/protos
+$(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
 	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[dev]' -e devtools

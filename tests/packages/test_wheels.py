@@ -128,6 +128,11 @@ def test_the_development_stack_is_an_extra(wheels: dict[str, Path], tmp_path: Pa
     environment.run("-c", "from kvrouter.mocker.engine.implementation import IMPLEMENTATION as i; assert i == 'native'")
 
 
+def test_the_wheels_have_the_version_of_the_repository(wheels: dict[str, Path]) -> None:
+    release = (ROOT / "VERSION").read_text().strip()
+    assert {wheel.name.split("-")[1] for wheel in wheels.values()} == {release}
+
+
 def test_only_the_development_stack_contains_simulated_engines(wheels: dict[str, Path]) -> None:
     packages = {name: set(modules(wheel)) for name, wheel in wheels.items()}
     assert packages.pop("kvrouter-devstack") == DEVELOPMENT
