@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvrouter.frontend.api.http_server import _HTTP_STATUS
+from kvrouter.indexer.api.service import IndexerService
 from kvrouter.runtime import errors
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
@@ -119,6 +120,14 @@ def test_every_error_of_a_service_is_listed_for_a_call(service: str, folder: str
     made = made_in(folder)
     assert made <= listed | ANY_CALL, "errors that the page lacks"
     assert listed - ANY_CALL <= made, "errors that the service does not raise"
+
+
+@pytest.mark.parametrize("method", [method.name for method in SERVICES["IndexerService"].methods])
+def test_the_errors_of_a_call_to_an_indexer_are_those_of_its_docstring(method: str) -> None:
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()
+    raised = inspect.cleandoc(getattr(IndexerService, name).__doc__).partition("Raises:")[2]
+    (listed,) = [named(row[1]) for row in rows(section("errors.md", "IndexerService")) if row[0] == f"`{method}`"]
+    assert set(re.findall(r"\w+", raised)) & set(TYPES) == listed
 
 
 def test_every_error_of_the_frontend_is_listed_for_a_call() -> None:
