@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from kvrouter.frontend.api.http_server import _HTTP_STATUS
+from kvrouter.frontend.api.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.runtime import errors
 from kvrouter.runtime.errors import KvRouterError
+from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.names import ComponentName, service_key, threshold_key
@@ -122,12 +124,13 @@ def test_every_error_of_a_service_is_listed_for_a_call(service: str, folder: str
     assert listed - ANY_CALL <= made, "errors that the service does not raise"
 
 
-@pytest.mark.parametrize("method", [method.name for method in SERVICES["IndexerService"].methods])
-def test_the_errors_of_a_call_to_an_indexer_are_those_of_its_docstring(method: str) -> None:
-    name = re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()
-    raised = inspect.cleandoc(getattr(IndexerService, name).__doc__).partition("Raises:")[2]
-    (listed,) = [named(row[1]) for row in rows(section("errors.md", "IndexerService")) if row[0] == f"`{method}`"]
-    assert set(re.findall(r"\w+", raised)) & set(TYPES) == listed
+@pytest.mark.parametrize("kind", [FrontendService, SchedulerService, IndexerService])
+def test_the_errors_of_a_call_are_those_of_its_docstring(kind: type) -> None:
+    for call, types, *_ in rows(section("errors.md", kind.__name__)):
+        method = re.sub(r"(?<!^)(?=[A-Z])", "_", call.strip("`")).lower()
+        raised = inspect.cleandoc(getattr(kind, method).__doc__).partition("Raises:")[2]
+        of_the_call = types.partition(". A selection in it")[0]
+        assert set(re.findall(r"\w+", raised)) & set(TYPES) == named(of_the_call), call
 
 
 def test_every_error_of_the_frontend_is_listed_for_a_call() -> None:

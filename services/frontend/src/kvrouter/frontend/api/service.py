@@ -98,7 +98,12 @@ class FrontendService:
     async def generate(
         self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[FrontendServiceGenerateResponse, None]:
-        """Routes a request, runs it, and yields its answer piece by piece."""
+        """Routes a request, runs it, and yields its output piece by piece.
+
+        Raises:
+            BadRequest, PromptTooLong, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers, AllBusy, WorkerLost,
+            OutOfRange, TooLarge, DeadlineExceeded, DependencyAway.
+        """
         async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
             async for piece in pieces:
                 yield FrontendServiceGenerateResponse(output=piece.output, routing=piece.routing)
@@ -155,7 +160,12 @@ class FrontendService:
                 self._recorder.note(outline)
 
     async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
-        """The rank that a request would go to; booked under a lease if the request names a booking."""
+        """Returns the rank that a request would go to; booked under a lease if the request names a booking.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
+            AllBusy, RequestIdReused, TooLarge, DeadlineExceeded, DependencyAway.
+        """
         component = self._component_of(request.request)
         booking = request.booking if request.HasField("booking") else None
         select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
@@ -164,7 +174,12 @@ class FrontendService:
         return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
 
     async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
-        """The load that each rank would have with a request."""
+        """Returns the load that each rank would have with a request.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker,
+            DeadlineExceeded, DependencyAway.
+        """
         scheduler = self._links.scheduler(self._component_of(request.request))
         answer = await scheduler.get_potential_loads(
             GetPotentialLoadsRequest(request=request.request), deadline=deadline
@@ -172,7 +187,11 @@ class FrontendService:
         return PotentialLoadsResponse(loads=answer.loads)
 
     async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
-        """Marks the prefill of a booking made by ``best_worker`` complete."""
+        """Marks the prompt of a booking made by ``best_worker`` as computed.
+
+        Raises:
+            BadRequest, DeadlineExceeded, DependencyAway.
+        """
         marking = MarkPrefillCompleteRequest(booking=request.booking)
         answers = await self._ask_all(
             lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
@@ -180,13 +199,17 @@ class FrontendService:
         return PrefillCompleteResponse(known=any(answer.known for answer in answers))
 
     async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
-        """Releases a booking made by ``best_worker``."""
+        """Ends a booking made by ``best_worker``.
+
+        Raises:
+            BadRequest, DeadlineExceeded, DependencyAway.
+        """
         freeing = FreeRequest(booking=request.booking)
         answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
         return ReleaseResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
-        """The models that are served."""
+        """Returns the models that are served."""
         return ListModelsResponse(models=describe_models(dict(self._directory.components)))
 
     async def get_worker_health(
@@ -195,10 +218,10 @@ class FrontendService:
         *,
         deadline: Deadline,  # noqa: ARG002 - answered from memory
     ) -> GetWorkerHealthResponse:
-        """The health of each worker, as this gateway sees it.
+        """Returns the health of each worker, as this Frontend sees it.
 
         Raises:
-            BadRequest: the component's name is invalid.
+            BadRequest.
         """
         component = component_name(request.component) if request.HasField("component") else None
         return GetWorkerHealthResponse(workers=self._workers.health.status(component))

@@ -75,7 +75,12 @@ class SchedulerService:
         return self._is_ready()
 
     async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
-        """Chooses a rank; books it for the session that is named, or under a lease."""
+        """Chooses a rank and books the request there, for the named session or under a lease.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
+            AllBusy, RequestIdReused, SessionLost, TooLarge, DeadlineExceeded.
+        """
         return await self._selector.select(request, session_id=request.session_id, deadline=deadline)
 
     async def mark_prefill_complete(
@@ -84,21 +89,37 @@ class SchedulerService:
         *,
         deadline: Deadline,  # noqa: ARG002 - nothing waits
     ) -> MarkPrefillCompleteResponse:
-        """Says that a booking's prompt is computed."""
+        """Marks the prompt of a booking as computed.
+
+        Raises:
+            BadRequest.
+        """
         return self._bookings.mark_prefill_complete(request)
 
     async def report_output(self, request: ReportOutputRequest, *, deadline: Deadline) -> ReportOutputResponse:  # noqa: ARG002
-        """Says how many tokens a booking has generated."""
+        """Notes how many tokens a booking has generated.
+
+        Raises:
+            BadRequest.
+        """
         return self._bookings.report_output(request)
 
     async def free(self, request: FreeRequest, *, deadline: Deadline) -> FreeResponse:  # noqa: ARG002
-        """Releases a booking."""
+        """Ends a booking.
+
+        Raises:
+            BadRequest.
+        """
         return self._bookings.free(request)
 
     async def session(
         self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
     ) -> AsyncGenerator[SessionResponse, None]:
-        """A session: bookings made in it live as long as the stream, and a grace after it."""
+        """Serves a session: its bookings live as long as the stream, and for a grace period after it.
+
+        Raises:
+            BadRequest, DeadlineExceeded, SessionLost.
+        """
         async with aclosing(self._sessions.serve(requests, deadline)) as responses:
             async for response in responses:
                 yield response
@@ -106,7 +127,11 @@ class SchedulerService:
     async def get_potential_loads(
         self, request: GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> GetPotentialLoadsResponse:
-        """The load that each rank would have with a request, overlaps reckoned in any mode unless the weight is 0."""
+        """Returns the load that each rank would have with a request. Overlaps count in every mode unless the weight is 0.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
+        """
         request_context = self._selector.request_context(request.request, None, needs_worker=False)
         check_pinned(request_context.pool.candidates, request_context.constraints)
         constraints = request_context.options.overlap_score_weight > 0
@@ -132,7 +157,11 @@ class SchedulerService:
         *,
         deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
     ) -> SetBusyThresholdResponse:
-        """Sets or clears thresholds of a model, and returns those in force."""
+        """Sets or clears thresholds of a model. Returns those in force.
+
+        Raises:
+            BadRequest, UnknownModel, DependencyAway.
+        """
         if request.model not in self._pools.models():
             raise UnknownModel(request.model, self._pools.models())
         update = ThresholdUpdate.of(request)
@@ -147,14 +176,18 @@ class SchedulerService:
         *,
         deadline: Deadline,  # noqa: ARG002 - nothing waits
     ) -> ListBusyThresholdsResponse:
-        """The thresholds of every model that has one in force."""
+        """Returns the thresholds of every model that has one in force."""
         in_force = self._board.in_force(self._pools.models())
         return ListBusyThresholdsResponse(
             thresholds={model: thresholds.to_message() for model, thresholds in in_force.items()}
         )
 
     async def explain(self, request: ExplainRequest, *, deadline: Deadline) -> ExplainResponse:  # noqa: ARG002
-        """The terms of every candidate in a past decision."""
+        """Returns the terms of every candidate in a past decision.
+
+        Raises:
+            BadRequest, NotFound.
+        """
         match request.WhichOneof("which"):
             case "decision_id":
                 decided = self._decisions.by_id(request.decision_id)
@@ -172,7 +205,7 @@ class SchedulerService:
         return ExplainResponse(decision=decided.to_message())
 
     async def get_status(self, request: GetStatusRequest, *, deadline: Deadline) -> GetStatusResponse:  # noqa: ARG002
-        """What the Scheduler believes of its ranks, what it holds, and what it decided last."""
+        """Returns the load of every rank as accounted here, the queue, and the last decisions."""
         return self._status.answer(request, ready=self.ready)
 
 
