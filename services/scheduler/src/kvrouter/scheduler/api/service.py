@@ -127,7 +127,7 @@ class SchedulerService:
     async def get_potential_loads(
         self, request: GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> GetPotentialLoadsResponse:
-        """Returns the load that each rank would have with a request. Overlaps count in every mode unless the weight is 0.
+        """Returns the load that each rank would have with a request. Reads overlaps unless the weight is 0.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
