@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 from kvrouter.cli.development.demo import DemoOptions, demo
 from kvrouter.devtools.replay.open_loop import ReplayOptions
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.sequential import sequential_replay
 from kvrouter.devtools.replay.statistics import expected_cached_tokens
 from kvrouter.devtools.system.stack import StackOptions, running_stack
@@ -94,7 +94,7 @@ async def test_at_load_kv_routing_finds_more_cached_than_round_robin(tmp_path: P
     options = DemoOptions(
         requests=requests,
         trace_name="a part of the shipped trace",
-        pace=Pace(load=1.0, clock=4.0),
+        time_scale=TimeScale(load=1.0, clock=4.0),
         modes=("round-robin", "kv"),
         workers=4,
         blocks=4096,

@@ -83,7 +83,7 @@ async def test_snapshots_are_taken_again_when_the_disk_has_space(rig: Rig, nats_
     await rig.agree(one)
     late = await rig.indexer("late")
     await rig.agree(one, late)
-    assert '"event": "restored"' in late.log()
+    assert '"event": "snapshot.restored"' in late.log()
 
 
 async def silent(process: IndexerProcess, wanted: bool) -> bool:

@@ -28,7 +28,7 @@ async def test_killed_while_it_takes_a_snapshot(rig: Rig, place: str) -> None:
     await rig.serve(10)
     after = await rig.indexer("after")
     await rig.agree(after)
-    assert '"event": "restored"' in after.log()
+    assert '"event": "snapshot.restored"' in after.log()
 
 
 async def test_killed_at_random_moments(rig: Rig) -> None:
@@ -73,4 +73,4 @@ async def test_a_snapshot_that_cannot_be_used_gives_way_to_the_one_before(rig: R
         await rig.agree(one)
         log = one.log()[before:]
         assert "snapshot.unusable" in log
-        assert names[0] in next(line for line in log.splitlines() if '"event": "restored"' in line)
+        assert names[0] in next(line for line in log.splitlines() if '"event": "snapshot.restored"' in line)

@@ -53,7 +53,7 @@ async def test_a_slow_replica_keeps_what_it_has_not_read(rig: Rig) -> None:
     slow.signal(signal.SIGCONT)
     await rig.agree(slow, one)
     assert (await slow.stats()).events.gaps == 0
-    assert '"event": "restored"' not in slow.log()[before:], "the stream still had all that it lacked"
+    assert '"event": "snapshot.restored"' not in slow.log()[before:], "the stream still had all that it lacked"
     await purged_beyond(rig, client, kept)  # it holds nothing back once it has read
     await rig.agree(slow, one)
 
@@ -73,7 +73,7 @@ async def test_a_replica_that_was_away_for_longer_than_the_stream_keeps_takes_th
     await rig.agree(away, one)
     await rig.serve(5)
     await rig.agree(away, one)
-    assert '"event": "restored"' in away.log()[before:]
+    assert '"event": "snapshot.restored"' in away.log()[before:]
     assert "rank.dropped" not in away.log()[before:]
     assert "rank.resynced" not in away.log()[before:], "no worker was asked for its state"
 
@@ -88,7 +88,7 @@ async def test_a_third_replica_restores_everything_while_the_others_are_down(rig
     await rig.serve(5)
     third = await rig.indexer("third")
     await rig.agree(third)
-    assert '"event": "restored"' in third.log()
+    assert '"event": "snapshot.restored"' in third.log()
     assert (await third.stats()).events.gaps == 0
 
 

@@ -138,7 +138,7 @@ async def test_the_stream_forgets_everything_while_nothing_happens(rig: Rig) -> 
     await rig.until(lambda: _is_empty(client))
     late = await rig.indexer("late")
     await rig.agree(one, late)
-    assert '"event": "restored"' in late.log()
+    assert '"event": "snapshot.restored"' in late.log()
     await client.jetstream().update_stream(stream_config(COMPONENT))  # what comes next may take longer to be read
     await rig.serve(5)
     await rig.agree(one, late)

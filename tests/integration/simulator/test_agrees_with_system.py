@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
-from kvrouter.devtools.replay.pacing import Pace
+from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.statistics import hit_rate
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
@@ -67,7 +67,7 @@ async def played(stack: Stack, mode: str) -> list[RequestRecord]:
     async with open_channel(stack.frontend) as channel:
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         options = ReplayOptions(model=stack.options.model, id_prefix=mode, mode=mode)
-        result = await replay(frontend, requests, Pace(load=1.0, clock=stack.options.clock), options)
+        result = await replay(frontend, requests, TimeScale(load=1.0, clock=stack.options.clock), options)
     assert [record.error_message for record in result.records if record.error is not None] == []
     return result.records
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.scheduler.load import overload as keeping_up
+from kvrouter.scheduler.load import overload
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -73,7 +73,7 @@ async def test_spread_requests_meet_by_prefix_and_are_freed_where_they_were_book
 async def test_advice_spreads_what_comes_next(
     nats_url: str, etcd_endpoint: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping_up.KeepingUp, "behind", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(overload.OverloadDetector, "behind", property(lambda _: True, lambda *_: None), raising=False)
     rng = Random(1)
     async with running_system(nats_url, etcd_endpoint, namespace, schedulers=2) as system:
         await system.start_worker(1, num_blocks=SLOW["num_blocks"])
