@@ -133,7 +133,7 @@ def payloads(pool: ComponentName, rng: random.Random) -> Iterator[bytes]:
     component = Component(namespace=pool.namespace, name=pool.name)
     event = ReplicaSyncEvent(scheduler_id="scheduler-1", incarnation=1, sequence=LARGEST, component=component)
     event.add_request.booking.request_id = "x"
-    event.add_request.sequence_hashes.extend([LARGEST] * 3)
+    event.add_request.sequence_hashes = b"\xff" * 24
     yield event.SerializeToString()
     yield SyncStateResponse(scheduler_id="scheduler-0", chunk=LARGEST >> 32, last=True).SerializeToString()
 

@@ -51,6 +51,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "listening": (),
         "nats_connection": (),
         "component_field": ("errors",),
+        "packed_hashes": (),
         "contracts": ("deadline",),
         "config": ("version",),
         "http_server": ("listening",),

@@ -240,7 +240,7 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
             return ReplicaSyncEvent(**(known | fields))
 
         def announced(sequence: int, **fields: Any) -> ReplicaSyncEvent:
-            add: dict[str, Any] = {"booking": BookingKey(request_id="x"), "prompt_tokens": 1, "sequence_hashes": []}
+            add: dict[str, Any] = {"booking": BookingKey(request_id="x"), "prompt_tokens": 1, "sequence_hashes": b""}
             return event(sequence=sequence, add_request=AddRequest(**(add | fields)))
 
         await quarantined("unparsable", b"\xff\xff\xff")
@@ -250,7 +250,8 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
         await quarantined("bad_incarnation", event(incarnation=0))
         await quarantined("bad_id", event(scheduler_id="no.subject >"))
         # Blocks of another size: two hashes for as many tokens as one block has.
-        await quarantined("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=[1, 2]))
+        await quarantined("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=bytes(16)))
+        await quarantined("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=bytes(9)))
         await quarantined("invalid_argument", announced(1, booking=BookingKey(request_id="y" * 200)))
         await quarantined("invalid_argument", announced(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
         await quarantined("unknown_event", event(sequence=3))

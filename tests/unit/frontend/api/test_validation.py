@@ -6,7 +6,7 @@ import pytest
 from kvrouter.frontend.api.validation import Limits, check_request, component_of_model, describe_models
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
-from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides
+from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
@@ -100,3 +100,9 @@ def test_the_models_length_bounds_prompt_and_output() -> None:
     with pytest.raises(BadRequest) as caught:
         check_request(request(), view("a", "m", longest=12), LIMITS)
     assert "at most 9 tokens" in caught.value.info.advice
+
+
+def test_the_prefill_stage_of_a_model_has_a_component_of_its_own() -> None:
+    components = by_name(view("decode", "m", role=Role.ROLE_DECODE), view("prefill", "m", role=Role.ROLE_PREFILL))
+    assert component_of_model("m", components, Stage.STAGE_PREFILL).name.name == "prefill"
+    assert component_of_model("m", components, Stage.STAGE_DECODE).name.name == "decode"

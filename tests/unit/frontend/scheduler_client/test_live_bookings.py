@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.core import local_hashes, sequence_hashes
+from kvrouter.core import local_hashes
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.rendezvous import rendezvous
 from kvrouter.v1.common_pb2 import BookingKey, Rank
@@ -12,7 +12,7 @@ from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 def booking(prompt_tokens: int = 40, overlap: int = 1) -> LiveBooking:
     selection = SelectWorkerResponse(rank=Rank(worker_id=1), overlap_blocks=overlap)
-    hashes = sequence_hashes(local_hashes(list(range(prompt_tokens)), 16))
+    hashes = local_hashes(list(range(prompt_tokens)), 16)
     return LiveBooking.of(BookingKey(request_id="r"), selection, hashes, prompt_tokens, 16)
 
 

@@ -1,9 +1,5 @@
-import struct
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from kvrouter.indexer.api.encoding import encoded_dump_response, packed_hashes
+from kvrouter.indexer.api.encoding import encoded_dump_response
 from kvrouter.indexer.api.requests import check_prompt, scope_of
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
@@ -11,17 +7,6 @@ from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
 from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest, LocalHashes, RankState, TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import BlockRecord
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=40) | st.integers(0, 3000).map(lambda n: list(range(n))))
-def test_packing_takes_every_hash_in_order(hashes: list[int]) -> None:
-    assert packed_hashes(LocalHashes(hashes=hashes)) == struct.pack(f"<{len(hashes)}Q", *hashes)
-
-
-def test_packing_leaves_out_what_a_later_contract_adds() -> None:
-    unknown_field = b"\x7a\x03abc"
-    hashes = LocalHashes.FromString(LocalHashes(hashes=[1, 2]).SerializeToString() + unknown_field)
-    assert packed_hashes(hashes) == struct.pack("<2Q", 1, 2)
 
 
 def test_component_names() -> None:

@@ -120,7 +120,7 @@ class Client:
             return
         assert response.HasField("select"), f"{name} is waited for, and refused: {response.failed.message}"
         key = self.waiting.pop(name)
-        booking = LiveBooking.of(key, response.select, prompt(2).sequence_hashes, 2 * BLOCK, BLOCK)
+        booking = LiveBooking.of(key, response.select, prompt(2).local_hashes, 2 * BLOCK, BLOCK)
         self.live[name] = booking
         self.bookings.keep(booking)
         self.bookings.selected(key)

@@ -70,11 +70,10 @@ def event(sequence: int, scheduler: SchedulerIncarnation = OTHER, **fields: obje
 def added(
     sequence: int, number: int, *, rank: int = 1, seed: int = 0, scheduler: SchedulerIncarnation = OTHER
 ) -> ReplicaSyncEvent:
-    hashes = memoryview(prompt(2, seed=seed).sequence_hashes).cast("Q").tolist()
     announced = AddRequest(
         booking=BookingKey(request_id=f"r{number}"),
         rank=common_pb2.Rank(worker_id=rank),
-        sequence_hashes=hashes,
+        sequence_hashes=prompt(2, seed=seed).sequence_hashes,
         prompt_tokens=2 * BLOCK,
         prefill_tokens=2 * BLOCK,
         session_id="theirs",

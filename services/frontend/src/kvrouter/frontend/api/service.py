@@ -21,6 +21,7 @@ from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterError
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,
@@ -166,9 +167,9 @@ class FrontendService:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
             AllBusy, RequestIdReused, TooLarge, DeadlineExceeded, DependencyAway.
         """
-        component = self._component_of(request.request)
         booking = request.booking if request.HasField("booking") else None
         select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
+        component = self._resolve(select.request, request.booking.stage)
         select.request.constraints.avoided_worker_ids.extend(self._workers.health.avoided(component))
         scheduler = self._links.scheduler(component)
         return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
@@ -180,10 +181,9 @@ class FrontendService:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker,
             DeadlineExceeded, DependencyAway.
         """
-        scheduler = self._links.scheduler(self._component_of(request.request))
-        answer = await scheduler.get_potential_loads(
-            GetPotentialLoadsRequest(request=request.request), deadline=deadline
-        )
+        asked = GetPotentialLoadsRequest(request=request.request)
+        scheduler = self._links.scheduler(self._resolve(asked.request, Stage.STAGE_WHOLE))
+        answer = await scheduler.get_potential_loads(asked, deadline=deadline)
         return PotentialLoadsResponse(loads=answer.loads)
 
     async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
@@ -273,14 +273,17 @@ class FrontendService:
                 raise outcome.untraced()
         return answers
 
-    def _view(self, model: str) -> ComponentView:
-        return component_of_model(model, dict(self._directory.components))
+    def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
+        return component_of_model(model, dict(self._directory.components), stage)
 
-    def _component_of(self, request: RoutingRequest) -> ComponentName:
+    def _resolve(self, request: RoutingRequest, stage: Stage) -> ComponentName:
+        """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""
         check_routing(request, self.options.limits)
         if request.HasField("component"):
             return component_name(request.component)
-        return self._view(request.model).name
+        view = self._view(request.model, stage)
+        request.component.CopyFrom(view.descriptor.component)
+        return view.name
 
 
 async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
-from kvrouter.v1.common_pb2 import Role, RoutingOverrides
+from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
@@ -27,16 +27,18 @@ class Limits:
     """Most tokens to generate."""
 
 
-def component_of_model(model: str, components: dict[ComponentName, ComponentView]) -> ComponentView:
-    """The component that serves a model: that with the most live workers, if there are several.
+def component_of_model(
+    model: str, components: dict[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
+) -> ComponentView:
+    """Returns the component that serves a model in a stage: that with the most live workers, if there are several.
 
     Raises:
         UnknownModel: no component serves it.
     """
+    # A decode worker can compute prompts itself.
+    unfit = (Role.ROLE_DECODE,) if stage == Stage.STAGE_PREFILL else (Role.ROLE_PREFILL,)
     serving = [
-        view
-        for view in components.values()
-        if view.descriptor.model == model and view.descriptor.role != Role.ROLE_PREFILL
+        view for view in components.values() if view.descriptor.model == model and view.descriptor.role not in unfit
     ]
     if not serving:
         raise UnknownModel(model, sorted({view.descriptor.model for view in components.values() if view.workers}))

@@ -17,7 +17,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import structlog
-from kvrouter.core import sequence_hashes
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import Outline
@@ -29,13 +28,13 @@ from kvrouter.frontend.worker_client.failures import AttemptFailed, WorkerFailur
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import KvRouterError, NoWorkers
+from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
     RoutingInfo,
 )
-from kvrouter.v1.indexer_pb2 import LocalHashes
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import (
     GenerateOutput,
@@ -90,13 +89,12 @@ class Generation:
         """Worker that the last attempt left because it stopped answering."""
         self._request_id = request.request_id or uuid.uuid4().hex
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
-        local = self._local_hashes = hash_prompt(request, self._block_size)
-        self._sequence_hashes = sequence_hashes(local)
-        self._link = links.link(view.name, self._sequence_hashes, request.conversation_id)
+        self._local_hashes = hash_prompt(request, self._block_size)
+        self._link = links.link(view.name, self._local_hashes, request.conversation_id)
         self._routing = RoutingRequest(
             model=request.model,
             component=view.descriptor.component,
-            local_hashes=LocalHashes(hashes=memoryview(local).cast("Q")),
+            local_hashes=local_hashes_message(self._local_hashes),
             prompt_tokens=self._prompt_tokens,
             block_size=self._block_size,
             scope=request.scope,
@@ -177,7 +175,7 @@ class Generation:
             raise failure.as_error("no other worker fits the request") from None
         except KvRouterError as error:
             raise error if failure is None else error.after(failure.message) from None
-        booking = LiveBooking.of(key, selection, self._sequence_hashes, self._prompt_tokens, self._block_size)
+        booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
         self._link.keep(booking)
         cached_tokens: int | None = None
         try:

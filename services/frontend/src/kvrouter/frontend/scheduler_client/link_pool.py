@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from kvrouter.core import sequence_hashes
 from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.scheduler_client.sharding import Sharding
@@ -76,12 +77,12 @@ class SchedulerLinks:
         components = self._directory.components.items()
         return all(self._has_session(name) for name, view in components if view.workers)
 
-    def link(self, name: ComponentName, sequence_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
+    def link(self, name: ComponentName, local_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
         """The link for a request of a component.
 
         Args:
             name: The component.
-            sequence_hashes: Packed u64, one for each full block of the prompt.
+            local_hashes: Packed u64, one for each full block of the prompt.
             conversation_id: Conversation that the request belongs to; empty for none.
 
         Raises:
@@ -90,7 +91,7 @@ class SchedulerLinks:
         component = self._component(name)
         shard = _WHOLE
         if self._is_sharded(component):
-            shard = component.split.shard(sequence_hashes, conversation_id)
+            shard = component.split.shard(sequence_hashes(local_hashes), conversation_id)
         return self._link(name, shard)
 
     def schedulers(self) -> list[Scheduler]:

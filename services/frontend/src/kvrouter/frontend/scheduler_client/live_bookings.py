@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrouter.core import sequence_hashes
+from kvrouter.runtime.packed_hashes import add_sequence_hashes
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 
@@ -23,7 +25,7 @@ class LiveBooking:
     key: BookingKey
     component: Component
     rank: Rank
-    sequence_hashes: bytes = field(repr=False)
+    local_hashes: bytes = field(repr=False)
     """Packed u64, one for each full block of the prompt."""
     prompt_tokens: int
     prefill_tokens: int
@@ -37,7 +39,7 @@ class LiveBooking:
         cls,
         key: BookingKey,
         selection: SelectWorkerResponse,
-        sequence_hashes: bytes,
+        local_hashes: bytes,
         prompt_tokens: int,
         block_size: int,
     ) -> LiveBooking:
@@ -46,7 +48,7 @@ class LiveBooking:
             key=key,
             component=selection.component,
             rank=selection.rank,
-            sequence_hashes=sequence_hashes,
+            local_hashes=local_hashes,
             prompt_tokens=prompt_tokens,
             prefill_tokens=selection.prefill_tokens
             if selection.HasField("prefill_tokens")
@@ -61,13 +63,14 @@ class LiveBooking:
 
     def to_reassert(self) -> ReassertBooking:
         """The booking as another Scheduler is told of it."""
-        return ReassertBooking(
+        message = ReassertBooking(
             booking=self.key,
             rank=self.rank,
             component=self.component,
-            sequence_hashes=memoryview(self.sequence_hashes).cast("Q").tolist(),
             prompt_tokens=self.prompt_tokens,
             prefill_tokens=self.prefill_tokens,
             prefill_complete=self.prefill_complete,
             output_tokens=self.output_tokens,
         )
+        add_sequence_hashes(message, sequence_hashes(self.local_hashes))
+        return message

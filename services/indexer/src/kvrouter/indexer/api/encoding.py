@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from kvrouter.v1.indexer_pb2 import DumpResponse, LocalHashes
+from kvrouter.v1.indexer_pb2 import DumpResponse
 
 _STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
-
-
-def packed_hashes(hashes: LocalHashes) -> bytes:
-    """Returns local hashes as packed little-endian u64: the payload of their encoding, without a number object each."""
-    length = 8 * len(hashes.hashes)
-    header = 1 + max(1, -(-length.bit_length() // 7))  # the field's tag, and the length as a varint
-    return hashes.SerializeToString()[header : header + length] if length else b""
 
 
 def encoded_dump_response(state: bytes) -> bytes:

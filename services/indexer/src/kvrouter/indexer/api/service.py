@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from kvrouter.core import InvalidDump, Rank, local_hashes
 from kvrouter.core.interface import MemoryBudget
-from kvrouter.indexer.api.encoding import encoded_dump_response, packed_hashes
+from kvrouter.indexer.api.encoding import encoded_dump_response
 from kvrouter.indexer.api.requests import check_prompt, scope_of
 from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
 from kvrouter.indexer.replica.component import ComponentIndex
@@ -21,6 +21,7 @@ from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, NotReady, UnknownComponent
+from kvrouter.runtime.packed_hashes import pack_local_hashes
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import (
@@ -251,7 +252,7 @@ class IndexerService:
 
     async def _hashes(self, request: FindMatchesRequest, block_size: int) -> bytes:
         if request.WhichOneof("prompt") == "local_hashes":
-            return packed_hashes(request.local_hashes)
+            return pack_local_hashes(request.local_hashes)
         scope = scope_of(request.scope)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
         ids = request.token_ids.ids

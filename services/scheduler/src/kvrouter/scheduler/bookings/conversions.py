@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.packed_hashes import pack_sequence_hashes
 from kvrouter.scheduler.bookings.table import Booking, Placement, booking_of
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
+from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 from kvrouter.v1.sync_pb2 import AddRequest
 
@@ -20,8 +21,8 @@ def add_request(booking: Booking, place: Placement, now: float) -> AddRequest:
     return AddRequest(
         booking=key_message(booking.key),
         rank=rank_message(place.rank),
-        sequence_hashes=memoryview(counted.sequence_hashes).cast("Q").tolist(),
-        local_hashes=memoryview(booking.local_hashes).cast("Q").tolist(),
+        sequence_hashes=counted.sequence_hashes,
+        local_hashes=booking.local_hashes,
         prompt_tokens=counted.prompt_tokens,
         prefill_tokens=place.prefill_tokens,
         overlap_blocks=booking.outcome.overlap_blocks,
@@ -39,11 +40,12 @@ def book_replicated(pool: Pool, key: Key, announced: ReassertBooking | AddReques
         BadRequest: the hashes do not fit the prompt, as where blocks have another size.
         TooLarge: there are as many bookings as may be.
     """
-    hashes = pack_hashes(announced.sequence_hashes)
+    hashes = announced.sequence_hashes if isinstance(announced, AddRequest) else pack_sequence_hashes(announced)
     block_size = pool.booked_load.block_size
-    if announced.prompt_tokens == 0 or len(hashes) // 8 != announced.prompt_tokens // block_size:
+    if announced.prompt_tokens == 0 or len(hashes) != 8 * (announced.prompt_tokens // block_size):
         raise BadRequest(
-            f"{len(hashes) // 8} hashes do not fit {announced.prompt_tokens} prompt tokens in blocks of {block_size}",
+            f"expected {announced.prompt_tokens // block_size} hashes of 8 bytes for {announced.prompt_tokens} prompt "
+            f"tokens in blocks of {block_size}, received {len(hashes)} bytes",
             field="sequence_hashes",
             advice="Send one hash for each full block of the prompt.",
         )

@@ -15,7 +15,7 @@ from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Role, Stage
-from kvrouter.v1.names import ComponentName
+from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 
@@ -109,10 +109,13 @@ class Pools:
         Raises:
             UnknownComponent: there is none of that name.
         """
-        for view in self._views():
-            if (view.name.namespace, view.name.name) == (namespace, name):
-                return self._current(view)
-        raise UnknownComponent(f"{namespace}/{name}", [view.name for view in self._views()])
+        try:
+            pool = self.get(ComponentName(namespace, name))
+        except InvalidName:
+            pool = None
+        if pool is None:
+            raise UnknownComponent(f"{namespace}/{name}", [view.name for view in self._views()])
+        return pool
 
     def find(self, request: RoutingRequest, stage: Stage) -> Pool:
         """The component of a request: the one that it names, or the one that serves its model and stage.

@@ -16,12 +16,13 @@ from kvrouter.core import Rank
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
+from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Cursor
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from numpy.typing import NDArray
 
@@ -110,7 +111,7 @@ async def ask(
         return Overlaps(failure="no_indexer")
     request = FindMatchesRequest(
         component=component_message(component),
-        local_hashes=LocalHashes(hashes=memoryview(prompt.local_hashes).cast("Q").tolist()),
+        local_hashes=local_hashes_message(prompt.local_hashes),
         block_size=block_size,
     )
     bounded = deadline.within(timeout_seconds)

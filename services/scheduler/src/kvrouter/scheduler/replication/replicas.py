@@ -30,7 +30,7 @@ from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
-from kvrouter.scheduler.request.prompt import Prompt, pack_hashes
+from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReplicaStatus
@@ -341,12 +341,12 @@ class Replicas:
             if booking is None:
                 raise RequestIdReused(key[0])
             booking.local_hashes, booking.conversation = (
-                pack_hashes(announced.local_hashes),
+                announced.local_hashes,
                 announced.conversation,
             )
             self.booking_table.add(booking, scheduler)
         else:
-            same_prompt = booking_of(booking).sequence_hashes == pack_hashes(announced.sequence_hashes)
+            same_prompt = booking_of(booking).sequence_hashes == announced.sequence_hashes
             if booking.component != self.component or not same_prompt:
                 raise RequestIdReused(key[0])
             self.booking_table.add_owner(

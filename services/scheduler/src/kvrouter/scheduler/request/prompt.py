@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
+from kvrouter.runtime.packed_hashes import pack_local_hashes
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
@@ -62,7 +61,7 @@ def read_prompt(
         except ValueError as error:
             raise BadRequest(f"the prompt cannot be hashed: {error}", field="token_ids") from None
     else:
-        local = pack_hashes(request.local_hashes.hashes)
+        local = pack_local_hashes(request.local_hashes)
     return Prompt(tokens, local, sequence_hashes(local))
 
 
@@ -90,11 +89,3 @@ def _count(request: RoutingRequest, block_size: int) -> int:
             advice="Leave it 0 with token ids.",
         )
     return tokens
-
-
-def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """A repeated field of hashes as packed little-endian u64."""
-    packed = array("Q", hashes)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
