@@ -1,1 +1,1 @@
-"""The load of ranks: booked, reported, and when it makes them busy."""
+"""The load of ranks: booked, reported, and whether it makes a rank busy."""

@@ -1,4 +1,4 @@
-"""The load that requests in flight put on the ranks of one component."""
+"""Load that requests in flight put on the ranks of one component."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
 
-# Read once: the enum looks its values up by name, at a microsecond for each candidate.
+# Read once: looking up an enum value by name takes a microsecond, for each candidate.
 _PREFILL, _DECODE = Stage.STAGE_PREFILL, Stage.STAGE_DECODE
 
 
 def new_prefill_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: int, stage: Stage) -> Column:
-    """Prompt tokens that each rank has to compute: none in the decode stage, which gets its blocks handed over."""
+    """Returns the prompt tokens that each rank would compute; 0 in the decode stage, which receives its blocks."""
     if stage == _DECODE:
         return np.zeros_like(overlap_blocks)
     return np.maximum(prompt_tokens - overlap_blocks * block_size, 0)
@@ -36,32 +36,32 @@ class Accounting:
     track_active_blocks: bool = True
     """Whether blocks of requests in flight count. Never in the prefill stage, which leaves no blocks in use."""
     assume_kv_reuse: bool = True
-    """Whether requests share their equal blocks; otherwise each request's are its own."""
+    """Whether requests share equal blocks; otherwise each request counts its own."""
     track_output_blocks: bool = True
-    """Whether blocks that generated tokens fill count."""
+    """Whether blocks filled by output count."""
 
 
 class RankLoad(NamedTuple):
-    """Load of one rank, without the request that was asked about unless said."""
+    """Load of one rank, without the request to place unless stated otherwise."""
 
     active_blocks: int = 0
-    """Distinct blocks of requests in flight, with those of the request that was asked about, if any."""
+    """Distinct blocks of requests in flight, with the request to place if there is one."""
     prefill_tokens: int = 0
-    """Prefill tokens booked and not done."""
+    """Prefill tokens booked and not computed."""
     requests: int = 0
     """Bookings."""
     leading_active_blocks: int = 0
-    """Leading blocks of the request that was asked about that are active."""
+    """Leading blocks of the request to place that are active."""
     head: Head = Head()
-    """The prompt that the rank is at."""
+    """The prompt that the rank is computing."""
 
 
 def _ignored(key: Key) -> None:
-    """Stands in where nobody follows."""
+    """Ignores the progress of a booking."""
 
 
 class Loads(NamedTuple):
-    """The same as columns: entry i of each speaks of the i-th registered rank."""
+    """Load as columns of shape (ranks,), in the order of the registered ranks."""
 
     active_blocks: Column
     prefill_tokens: Column
@@ -70,7 +70,7 @@ class Loads(NamedTuple):
     heads: Heads
 
     def of(self, place: int) -> RankLoad:
-        """Load of one rank."""
+        """Returns the load of the rank at an index."""
         active, prefill, requests, leading = (int(column[place]) for column in self[:4])
         tokens, seconds, waiting = (column[place] for column in self.heads)
         return RankLoad(active, prefill, requests, leading, Head(int(tokens), float(seconds), int(waiting)))
@@ -79,8 +79,8 @@ class Loads(NamedTuple):
 class BookedLoad:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
 
-    A rank whose registration goes keeps its load until its bookings are freed by those who own them: a lease of a
-    worker may lapse while its requests go on.
+    A rank that is no longer registered keeps its load until its bookings are freed: the lease of a worker can expire
+    while its requests continue.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class BookedLoad:
         max_bookings: int = 1 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` tells seconds."""
+        """Starts without bookings. ``clock`` returns seconds of a monotonic clock."""
         self.block_size = block_size
         self._accounting = accounting
-        # Which keys were freed, and may not come back, is known over all components: see ``records``.
+        # The booking table remembers freed keys, over all components.
         self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], slice | NDArray[np.intp]] | None = None
@@ -102,15 +102,15 @@ class BookedLoad:
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
         self.on_progress: Callable[[Key], None] = _ignored
-        """Told of each booking that gets its first token or is freed."""
+        """Called with the key of each booking that gets its first token or is freed."""
         self._clock = clock
 
     def __len__(self) -> int:
-        """Live bookings."""
+        """Returns the number of live bookings."""
         return len(self._sequences)
 
     def set_ranks(self, registered: Iterable[Rank]) -> None:
-        """The ranks that are registered."""
+        """Replaces the registered ranks."""
         before, self._registered = self._registered, frozenset(registered)
         for rank in self._registered - before:
             self._sequences.add_rank(rank)
@@ -120,7 +120,7 @@ class BookedLoad:
         self._places = None
 
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
-        """Load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
+        """Returns the load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
         columns, added = self._read(prompt, stage)
         places = self._places_of_registered(columns.ranks)
         active, prefill, requests, leading = (np.frombuffer(column, np.int64)[places] for column in columns[1:])
@@ -129,12 +129,12 @@ class BookedLoad:
         )
 
     def active_blocks(self) -> Column:
-        """Distinct blocks of requests in flight on each registered rank, in order of rank."""
+        """Returns the distinct active blocks of each registered rank, in order of rank."""
         columns = self._sequences.loads()
         return np.frombuffer(columns.active_blocks, np.int64)[self._places_of_registered(columns.ranks)]
 
     def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
-        """Load of every rank that is registered or has bookings, for those who show it."""
+        """Returns the load of every rank that is registered or has bookings, for display."""
         columns, added = self._read(prompt, stage)
         now, head = self._clock(), self._prefills.head
         return {
@@ -143,7 +143,7 @@ class BookedLoad:
         }
 
     def _read(self, prompt: Prompt | None, stage: Stage) -> tuple[LoadColumns, int]:
-        """What the core says, and the blocks to be added on each rank."""
+        """Returns the core's columns, and the blocks to add to each rank."""
         if prompt is None or not self._tracks_blocks(stage):
             return self._sequences.loads(), 0
         if self._accounting.assume_kv_reuse:
@@ -151,7 +151,7 @@ class BookedLoad:
         return self._sequences.loads(), -(-prompt.tokens // self.block_size)
 
     def _places_of_registered(self, known: tuple[Rank, ...]) -> slice | NDArray[np.intp]:
-        """Which of the ranks that the core knows are registered: those with bookings only are left out."""
+        """Returns the indexes of registered ranks among those that the core knows; others have bookings only."""
         if self._places is None or self._places[0] is not known:
             registered = [place for place, rank in enumerate(known) if rank in self._registered]
             self._places = (known, slice(None) if len(registered) == len(known) else np.array(registered, np.intp))
@@ -162,10 +162,15 @@ class BookedLoad:
     ) -> bool:
         """Books a request. Returns False, and changes nothing, if the key is booked.
 
-        ``forecast_ms`` is the time to its first token, where a forecast of it is fit to be compared.
+        Args:
+            key: Key of the booking.
+            rank: Rank that serves the request.
+            prompt: The prompt.
+            prefill_tokens: Prompt tokens that the rank must compute.
+            forecast_ms: Forecast time to first token, if it is suitable for latency calibration.
 
         Raises:
-            TooLarge: there are as many bookings as may be.
+            TooLarge: the maximum number of bookings is reached.
         """
         booking = Booking(
             key=key,
@@ -188,18 +193,20 @@ class BookedLoad:
                     self.latency_calibration.expect(key, forecast_ms, now)
         except OverflowError as error:
             raise TooLarge(
-                f"no more bookings are possible: {error}", advice="Free bookings that are done.", retry_after_ms=1000
+                f"no further booking is possible: {error}",
+                advice="Free the bookings of requests that have ended.",
+                retry_after_ms=1000,
             ) from None
         finally:
             self._forget_if_idle(rank)
         return booked
 
     def booking(self, key: Key) -> Booking | None:
-        """The live booking of a key."""
+        """Returns the live booking of a key; None if there is none."""
         return self._sequences.booking(key)
 
     def prefill_complete(self, key: Key) -> bool:
-        """The prompt is computed. Returns whether the booking is live."""
+        """Notes that the prompt is computed. Returns whether the booking is live."""
         booking = self._sequences.booking(key)
         if booking is None:
             return False
@@ -211,13 +218,13 @@ class BookedLoad:
         return live
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
-        """So many tokens are generated in all. Returns whether the booking is live."""
+        """Notes the total number of output tokens so far. Returns whether the booking is live."""
         if not self._accounting.track_output_blocks:
             return self._sequences.booking(key) is not None
         return self._sequences.output_tokens(key, tokens)
 
     def free(self, key: Key) -> bool:
-        """Releases a booking. Returns whether it was live."""
+        """Frees a booking. Returns whether it was live."""
         booking = self._sequences.booking(key)
         if booking is None:
             return False

@@ -1,7 +1,7 @@
-"""Which ranks are busy: those whose load is strictly above a threshold.
+"""Decides which ranks are busy: those with a load strictly above a threshold.
 
-A rank's load is the greater of what is booked and what it reports, of its blocks by share. One whose number of blocks
-is unknown is not judged by them.
+The load of a rank is the greater of the booked and the reported one. A rank whose number of blocks is unknown is not
+judged by blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrouter.v1.events_pb2 import LoadReport
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What ranks are judged by: columns, entry i of each speaking of the candidate at place i."""
+    """The load that thresholds are compared with, as columns of shape (candidates,)."""
 
     shares: Amounts
     """Share of the blocks that is active."""
@@ -27,12 +27,12 @@ class Load:
 
     @classmethod
     def of(cls, active_blocks: Column, prefill_tokens: Column, total_blocks: Column, reported: Reported) -> Load:
-        """The greater of what is booked, without the request in question, and what is reported."""
+        """Returns the greater of booked load, without the request to place, and reported load."""
         booked = np.where(total_blocks > 0, active_blocks / np.maximum(total_blocks, 1), 0.0)
         return cls(np.maximum(booked, reported.shares), np.maximum(prefill_tokens, reported.prefill_tokens))
 
     def above(self, thresholds: Thresholds) -> Mask:
-        """Which are busy."""
+        """Returns which candidates are busy."""
         busy = np.zeros(len(self.shares), np.bool_)
         if thresholds.decode_blocks is not None:
             busy |= self.shares > thresholds.decode_blocks
@@ -41,7 +41,7 @@ class Load:
         return busy
 
     def why(self, thresholds: Thresholds, place: int) -> str:
-        """Why a rank is busy; empty if it is not."""
+        """Returns why the candidate at an index is busy; empty if it is not."""
         return _why(thresholds, float(self.shares[place]), int(self.prefill_tokens[place]))
 
 
@@ -53,14 +53,14 @@ def why_busy(
     prefill_tokens: int,
     report: LoadReport | None,
 ) -> str:
-    """Why one rank is busy; empty if it is not.
+    """Returns why a rank is busy; empty if it is not.
 
     Args:
         candidate: The rank.
-        thresholds: Those in force.
-        active_blocks: Distinct blocks of requests booked, without the request in question.
-        prefill_tokens: Prefill tokens booked and not done.
-        report: What the rank last said of its load; None if it has said nothing of late.
+        thresholds: Thresholds in force.
+        active_blocks: Distinct blocks of booked requests, without the request to place.
+        prefill_tokens: Prefill tokens booked and not computed.
+        report: Newest load report of the rank; None if there is no recent one.
     """
     shares = [active_blocks / candidate.total_blocks] if candidate.total_blocks else []
     if report is not None and report.total_blocks:

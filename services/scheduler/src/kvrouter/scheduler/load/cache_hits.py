@@ -1,4 +1,4 @@
-"""What was found cached, rank by rank: as the workers told, and as it was predicted."""
+"""Cache hits by rank: measured by workers, and predicted from the index."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class _Counts:
 
 
 class CacheHits:
-    """Sums over the requests of one component whose worker told what it found cached."""
+    """Sums over the requests of one component whose worker reported its cached tokens."""
 
     def __init__(self) -> None:
         self._counts: dict[Rank, _Counts] = {}
 
     def set_ranks(self, registered: Iterable[Rank]) -> None:
-        """The ranks that are registered; others are forgotten."""
+        """Replaces the registered ranks and forgets all others."""
         kept = set(registered)
         self._counts = {rank: counts for rank, counts in self._counts.items() if rank in kept}
 
     def add(self, rank: Rank, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int | None) -> None:
-        """A request is done.
+        """Adds a request that has ended.
 
         Args:
-            rank: Where it ran.
+            rank: Rank that served it.
             prompt_tokens: Tokens of its prompt.
-            cached_tokens: Those that the worker found cached.
-            predicted_tokens: Those that were predicted to be; None where nothing was predicted.
+            cached_tokens: Tokens that the worker found cached.
+            predicted_tokens: Tokens that the index predicted as cached; None without a prediction.
         """
         counts = self._counts.setdefault(rank, _Counts())
         counts.requests += 1
@@ -47,7 +47,7 @@ class CacheHits:
             counts.predicted_cached_tokens += predicted_tokens
 
     def of(self, rank: Rank) -> HitCounts:
-        """The sums of one rank."""
+        """Returns the sums of one rank."""
         counts = self._counts.get(rank, _Counts())
         return HitCounts(
             requests=counts.requests,

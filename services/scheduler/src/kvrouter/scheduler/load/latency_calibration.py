@@ -1,9 +1,9 @@
-"""How fast the engines of a component are against a forecast of time to first token.
+"""Calibrates the time model of mode ``forecast`` against the engines of a component.
 
-    pace *= clamp(actual / forecast, 1/4, 4) ^ STEP         at each first token that is fit for it
+    value *= clamp(measured / forecast, 1/4, 4) ^ STEP         at each suitable first token
 
-One factor for all ranks. Learned for each rank it does well while they are idle, and collapses past the knee: a rank
-that is slow because it is full is avoided, then never measured again.
+One factor serves all ranks. A factor for each rank fails past the knee: a rank that is slow because it is full would be
+avoided, and then never be measured again.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 STEP = 0.02
-"""Share of the difference, in its logarithm, that one first token corrects: some 50 of them make a new pace."""
+"""Share of the difference, in its logarithm, that one first token corrects: about 50 first tokens form a new value."""
 
 WIDEST = 4.0
-"""A single first token counts as at most so many times late or early."""
+"""Limit of the ratio between measured and forecast time of a single first token."""
 
 MAX_EXPECTED = 1 << 16
-"""Forecasts that wait for their first token; the oldest go."""
+"""Forecasts that wait for their first token; beyond it the oldest are dropped."""
 
 
 class LatencyCalibration:
-    """Learns the factor. Pure: it is handed every event, with its time in seconds."""
+    """Learns the factor. Pure: every event is passed in with its time in seconds."""
 
     def __init__(self) -> None:
         self.value = 1.0
-        """Actual time over forecast."""
+        """Measured time over forecast time."""
         self._expected: dict[Hashable, tuple[float, float]] = {}
 
     def expect(self, key: Hashable, forecast_ms: float, now: float) -> None:
-        """A request is sent, and should get its first token in so many ms."""
+        """Notes that a request was dispatched, with its forecast time to first token in ms."""
         if len(self._expected) >= MAX_EXPECTED:
             del self._expected[next(iter(self._expected))]
         self._expected[key] = (forecast_ms, now)
 
     def first_token(self, key: Hashable, now: float) -> None:
-        """It has come."""
+        """Updates the factor with the first token of a request."""
         expected = self._expected.pop(key, None)
         if expected is None or expected[0] <= 0:
             return
@@ -43,5 +43,5 @@ class LatencyCalibration:
         self.value *= min(max(ratio, 1 / WIDEST), WIDEST) ** STEP
 
     def forget(self, key: Hashable) -> None:
-        """It ended without."""
+        """Drops the forecast of a request that ended without a first token."""
         self._expected.pop(key, None)

@@ -1,4 +1,4 @@
-"""Load of each rank, as metrics: read from the slots whenever they are scraped."""
+"""Load of every rank as metrics, read when they are scraped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _LABELS = ("component", "worker_id", "dp_rank")
 
 
 class RankLoadMetrics(Collector):
-    """Active blocks, prefill tokens and requests of every rank that is registered or has bookings."""
+    """Collects active blocks, prefill tokens and requests of every rank that is registered or has bookings."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """The families without samples, so that registering reads nothing."""
+        """Returns the families without samples, so that registering reads nothing."""
         return iter(_families())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The families with a sample for each rank."""
+        """Returns the families with a sample for each rank."""
         families = _families()
         for pool in self._pools:
             for (worker_id, dp_rank), load in pool.booked_load.load_by_rank().items():

@@ -1,4 +1,4 @@
-"""The components that requests can go to, each with its candidates, its load and what its ranks report."""
+"""The components that requests can go to, with their candidates, load and load reports."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 
 class Components(Protocol):
-    """What is registered. ``kvrouter.runtime.discovery.directory.Directory`` is one."""
+    """Registered components, as ``kvrouter.runtime.discovery.directory.Directory`` provides them."""
 
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:
-        """The components; a new mapping, with new views, after each change."""
+        """The components by name; a new mapping with new views after each change."""
         ...
 
 
 class Pool:
-    """One component."""
+    """One component: its ranks and their load."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Pool:
         self.reports = LoadReports(report_age_seconds)
         self.cache_hits = CacheHits()
         self.previous: dict[str, Rank] = {}
-        """The rank that each policy chose last, by the policy's name."""
+        """Rank that each policy chose last, by the policy's name."""
         self.worker_set = WorkerSet(())
-        """Every rank that is registered."""
+        """Every registered rank."""
         self.view: ComponentView | None = None
         self.follow(view)
 
     def follow(self, view: ComponentView) -> None:
-        """Takes over what is registered."""
+        """Updates the ranks from a view of the registrations."""
         if view is self.view:
             return
         self.view = view
@@ -62,27 +62,27 @@ class Pool:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every rank that is registered, in order of rank."""
+        """Every registered rank, in order of rank."""
         return self.worker_set.candidates
 
     @property
     def model(self) -> str:
-        """The model that it serves."""
+        """Model that it serves."""
         return self.view.descriptor.model if self.view is not None else ""
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens in prompt and output together; 0 for no limit."""
+        """Limit of prompt and output together, tokens; 0 for none."""
         return self.view.descriptor.max_model_len if self.view is not None else 0
 
     @property
     def role(self) -> Role:
-        """What its workers do."""
+        """Role of its workers."""
         return self.view.descriptor.role if self.view is not None else Role.ROLE_UNSPECIFIED
 
 
 class Pools:
-    """Every component of the namespace, as it is registered at the time of asking."""
+    """Every component of the namespace, as registered at the time of the call."""
 
     def __init__(self, directory: Components, accounting: Accounting, *, report_age_seconds: float) -> None:
         self._directory = directory
@@ -91,23 +91,23 @@ class Pools:
         self._pools: dict[ComponentName, Pool] = {}
 
     def __iter__(self) -> Iterator[Pool]:
-        """Every component that is registered."""
+        """Iterates over the registered components."""
         return iter([self._current(view) for view in self._views()])
 
     def models(self) -> Collection[str]:
-        """The models that are served."""
+        """Returns the served models."""
         return {view.descriptor.model for view in self._views()}
 
     def get(self, name: ComponentName) -> Pool | None:
-        """A component by name."""
+        """Returns a component by name; None if it is not registered."""
         view = self._directory.components.get(name)
         return self._current(view) if view is not None and view.descriptor.block_size else None
 
     def named(self, namespace: str, name: str) -> Pool:
-        """A component by name.
+        """Returns a component by name.
 
         Raises:
-            UnknownComponent: there is none of that name.
+            UnknownComponent: no component has that name.
         """
         try:
             pool = self.get(ComponentName(namespace, name))
@@ -118,12 +118,12 @@ class Pools:
         return pool
 
     def find(self, request: RoutingRequest, stage: Stage) -> Pool:
-        """The component of a request: the one that it names, or the one that serves its model and stage.
+        """Returns the component that a request names, or the one that serves its model and stage.
 
-        Of several, that with the most live workers.
+        Of several components, the one with the most live workers is returned.
 
         Raises:
-            UnknownComponent: the request names a component that there is not.
+            UnknownComponent: the request names a component that is not registered.
             UnknownModel: no component serves the model in that stage.
         """
         if request.HasField("component"):
@@ -138,12 +138,12 @@ class Pools:
         return self._current(max(serving, key=lambda view: (len(view.workers), str(view.name))))
 
     def _views(self) -> list[ComponentView]:
-        # A descriptor without a block size describes nothing that could be booked.
+        # Nothing can be booked in a component without a block size.
         return [view for view in self._directory.components.values() if view.descriptor.block_size]
 
     def _current(self, view: ComponentView) -> Pool:
         pool = self._pools.get(view.name)
-        # Another block size makes it another component: what is booked in the old one is freed by its owners.
+        # Another block size makes another component; the owners of bookings in the old one free them.
         if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
             pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
         else:

@@ -1,4 +1,4 @@
-"""Prompts that ranks have yet to compute, in the order in which they were sent, and the time spent on the first."""
+"""Prompts that ranks have yet to compute, in the order of their dispatch, with the time spent on the first."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _Key = tuple[str, int, int]
 
 
 class Head(NamedTuple):
-    """The prompt that a rank is at."""
+    """The prompt that a rank is computing."""
 
     tokens: int = 0
-    """Tokens of it that had to be computed when it was sent; 0 where no prompt waits."""
+    """Its tokens that had to be computed at dispatch; 0 if no prompt waits."""
     seconds: float = 0.0
-    """Time since it became the first."""
+    """Seconds since it became the first."""
     requests: int = 0
-    """Requests without a first token, this one counted."""
+    """Requests without a first token, including this one."""
 
 
 class Heads(NamedTuple):
-    """The same as columns, entry i of each speaking of the i-th rank shown."""
+    """Heads as columns of shape (ranks,), in the order given to ``show``."""
 
     tokens: NDArray[np.int64]
     seconds: NDArray[np.float64]
@@ -32,7 +32,7 @@ class Heads(NamedTuple):
 
 
 class PrefillQueues:
-    """Engines compute prompts first come first served, so the oldest without a first token is the one under way."""
+    """Tracks prompts by rank. Engines compute them in order of arrival, so the oldest one is being computed."""
 
     def __init__(self) -> None:
         self._queues: dict[Rank, dict[_Key, int]] = {}
@@ -40,7 +40,7 @@ class PrefillQueues:
         self.show(())
 
     def show(self, ranks: Sequence[Rank]) -> None:
-        """The ranks of the columns, in their order."""
+        """Sets the ranks of the columns and their order."""
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._tokens, self._requests = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
         self._first_since = np.full(len(ranks), np.inf)
@@ -48,7 +48,7 @@ class PrefillQueues:
             self._update(rank)
 
     def enter(self, rank: Rank, key: _Key, tokens: int, now: float) -> None:
-        """A request is sent to a rank. ``tokens``: what must be computed of its prompt."""
+        """Adds a request that was dispatched to a rank, with the prompt tokens that must be computed."""
         queue = self._queues.setdefault(rank, {})
         if not queue:
             self._since[rank] = now
@@ -56,7 +56,7 @@ class PrefillQueues:
         self._update(rank)
 
     def leave(self, rank: Rank, key: _Key, now: float) -> None:
-        """The request has its first token, or has ended; again, or unknown: nothing happens."""
+        """Removes a request that has its first token or has ended. An unknown request changes nothing."""
         queue = self._queues.get(rank)
         if queue is None or key not in queue:
             return
@@ -67,14 +67,14 @@ class PrefillQueues:
         self._update(rank)
 
     def head(self, rank: Rank, now: float) -> Head:
-        """The prompt that a rank is at."""
+        """Returns the prompt that a rank is computing."""
         queue = self._queues.get(rank)
         if not queue:
             return Head()
         return Head(next(iter(queue.values())), max(0.0, now - self._since[rank]), len(queue))
 
     def heads(self, now: float) -> Heads:
-        """The prompts that the ranks shown are at."""
+        """Returns the prompts that the shown ranks are computing."""
         return Heads(self._tokens.copy(), np.maximum(now - self._first_since, 0.0), self._requests.copy())
 
     def _update(self, rank: Rank) -> None:

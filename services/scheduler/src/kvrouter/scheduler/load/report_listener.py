@@ -1,4 +1,4 @@
-"""Hears what the ranks report of their load, over NATS: while that is away, what is booked is all that is known."""
+"""Receives load reports over NATS. While NATS is away, only booked load is known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = structlog.get_logger(component="scheduler")
 
 
 class LoadListener:
-    """Subscribes to the reports of every component. ``run`` must be running."""
+    """Subscribes to the load reports of every component. ``run`` must be running."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LoadListener:
         clock: Callable[[], float],
         quarantine: Quarantine | None = None,
     ) -> None:
-        """``connect`` gives the connection to NATS, once NATS is there."""
+        """Does not connect yet. ``connect`` returns the connection once NATS is reachable."""
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._connect = connect
         self._directory = directory
@@ -54,7 +54,7 @@ class LoadListener:
                 log.debug("load_report.subscribed", component_name=str(name))
 
     def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
-        """Takes in what a rank of a component says; ``subject`` is where it came from."""
+        """Applies an encoded report of a component's rank; ``subject`` is the subject it arrived on."""
         pool = self._pools.get(name)
         refused = pool.reports.take(encoded, self._clock()) if pool is not None else "unknown_component"
         if refused:

@@ -1,4 +1,4 @@
-"""What the ranks of one component say of their own load."""
+"""Load that the ranks of one component report."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from numpy.typing import NDArray
 
 _LARGEST = (1 << 63) - 1
 _REORDER_SECONDS = 2.0
-"""How long a report can be outrun by later ones. Beyond that, an order that says otherwise is wrong: a clock was set
-back, a publisher started again, or a number was forged."""
+"""Longest time by which later reports can overtake one. A longer contradiction means that the order is wrong: a clock
+was set back, a publisher restarted, or a number was forged."""
 
 
 class Reported(NamedTuple):
-    """Columns, entry i of each speaking of the i-th registered rank; 0 where it has said nothing of late."""
+    """Reported load as columns in the order of the registered ranks; 0 without a recent report."""
 
     shares: NDArray[np.float64]
-    """Share of its blocks that is active; 0 where their number is unknown."""
+    """Share of the blocks that is active; 0 if their number is unknown."""
     prefill_tokens: Column
 
 
 class LoadReports:
-    """The newest report of each registered rank. A rank that falls silent is judged by what is booked on it alone."""
+    """The newest report of each registered rank. A rank without a recent report is judged by booked load alone."""
 
     def __init__(self, max_age_seconds: float) -> None:
-        """``max_age_seconds`` is how long a report counts, from when it came."""
+        """Starts without reports.
+
+        Args:
+            max_age_seconds: How long a report counts after its arrival.
+        """
         self._max_age = max_age_seconds
         self._reports: dict[Rank, tuple[LoadReport, float]] = {}
         self._registered: dict[Rank, int] = {}
@@ -41,7 +45,7 @@ class LoadReports:
         self._heard = np.zeros(0)
 
     def set_ranks(self, registered: Iterable[tuple[Rank, int]]) -> None:
-        """The ranks that are registered, with their incarnations, in the order of the columns."""
+        """Replaces the registered ranks and their incarnations, in the order of the columns."""
         self._registered = dict(registered)
         self._places = {rank: place for place, rank in enumerate(self._registered)}
         self._reports = {rank: entry for rank, entry in self._reports.items() if self._is_current(rank, entry[0])}
@@ -52,10 +56,10 @@ class LoadReports:
             self._show(rank, report, came)
 
     def take(self, encoded: bytes, now: float) -> str:
-        """Takes a report in as it came off the wire.
+        """Applies an encoded report.
 
         Returns:
-            Why it was quarantined: ``unparsable``, ``unknown_rank``, ``old``; empty if it counts.
+            Why it was quarantined: ``unparsable``, ``unknown_rank`` or ``old``; empty if it counts.
         """
         try:
             report = decode_message(LoadReport, encoded)
@@ -72,17 +76,17 @@ class LoadReports:
         return ""
 
     def of(self, rank: Rank, now: float) -> LoadReport | None:
-        """The rank's newest report, if it came within the age that counts."""
+        """Returns the rank's newest report; None if it is too old to count."""
         entry = self._reports.get(rank)
         return entry[0] if entry is not None and now - entry[1] <= self._max_age else None
 
     def age_seconds(self, rank: Rank, now: float) -> float | None:
-        """Returns the age of the rank's newest report, also where it counts no longer; None where none came."""
+        """Returns the age in seconds of the rank's newest report, even if it no longer counts; None without one."""
         entry = self._reports.get(rank)
         return None if entry is None else max(0.0, now - entry[1])
 
     def columns(self, now: float) -> Reported:
-        """The same of every registered rank."""
+        """Returns the reported load of every registered rank."""
         counts = now - self._heard <= self._max_age
         return Reported(self._shares * counts, self._prefill_tokens * counts)
 
@@ -97,10 +101,10 @@ class LoadReports:
         return incarnation is not None and report.incarnation >= incarnation
 
     def _is_outrun(self, report: LoadReport, before: LoadReport, came: float, now: float) -> bool:
-        """Whether a report says less than the one before it, which came at ``came``.
+        """Returns whether a report is older than ``before``, which arrived at ``came``.
 
-        Of different incarnations the registered one counts; another one counts only where that has fallen silent. In
-        one incarnation the later report counts, by its sequence where it has one, since clocks can be set back.
+        Of different incarnations the registered one counts; another one counts only after that one has fallen silent.
+        Within an incarnation the sequence decides where both reports have one, because clocks can be set back.
         """
         if report.incarnation != before.incarnation:
             registered = self._registered.get(rank_of(report))

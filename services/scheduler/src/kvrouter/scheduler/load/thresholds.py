@@ -1,7 +1,6 @@
-"""The busy thresholds in force, by model: those that were set, over those given at start.
+"""Busy thresholds in force, by model: those set at run time, over those of the options.
 
-etcd holds what was set, so that all Schedulers have the same and a restart forgets nothing; without etcd each process
-has its own.
+etcd stores what was set, so all Schedulers share it and restarts keep it. Without etcd each process has its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvrouter.v1.registry_pb2 import BusyThresholdsRecord
 log = structlog.get_logger(component="scheduler")
 
 _TRIES = 16
-"""Tries to write a key that others write at the same time."""
+"""Attempts to write a key that others write at the same time."""
 
 
 class ThresholdBoard:
@@ -31,24 +30,24 @@ class ThresholdBoard:
         self._set: dict[str, Thresholds] = {}
 
     def of(self, model: str) -> Thresholds:
-        """Those in force for a model."""
+        """Returns the thresholds in force for a model."""
         return self.was_set(model).over(self._at_start)
 
     def was_set(self, model: str) -> Thresholds:
-        """Those that were set for a model, without those given at start."""
+        """Returns the thresholds set at run time for a model, without those of the options."""
         return self._set.get(model, Thresholds())
 
     def in_force(self, models: Iterable[str]) -> dict[str, Thresholds]:
-        """Those of every model that has one, among those given and those that were set."""
+        """Returns the thresholds of every model that has any, among the given models and those that were set."""
         every = {model: self.of(model) for model in sorted({*models, *self._set})}
         return {model: thresholds for model, thresholds in every.items() if thresholds.any_set}
 
     def replace(self, thresholds: Mapping[str, Thresholds]) -> None:
-        """Takes over all that was set."""
+        """Replaces everything that was set."""
         self._set = dict(thresholds)
 
     def put(self, model: str, thresholds: Thresholds | None) -> None:
-        """Takes over what was set for one model; None where that is gone."""
+        """Replaces what was set for one model; None removes it."""
         if thresholds is None:
             self._set.pop(model, None)
         else:
@@ -56,10 +55,10 @@ class ThresholdBoard:
 
 
 class OwnThresholds:
-    """A board of this process alone, where there is no etcd."""
+    """Updates the thresholds of this process alone, without etcd."""
 
     synced = True
-    """There is nothing to read."""
+    """Always true: there is nothing to read."""
 
     def __init__(self, board: ThresholdBoard) -> None:
         self._board = board
@@ -72,7 +71,7 @@ class OwnThresholds:
 
 
 class SharedThresholds:
-    """Keeps a board as etcd has it, and writes to etcd. ``run`` must be running."""
+    """Follows the thresholds in etcd and writes updates there. ``run`` must be running."""
 
     def __init__(
         self, board: ThresholdBoard, etcd_endpoints: str, namespace: str, quarantine: Quarantine | None = None
@@ -89,7 +88,7 @@ class SharedThresholds:
         """Applies an update. Returns the thresholds in force.
 
         Raises:
-            DependencyAway: etcd is away; nothing is set.
+            DependencyAway: etcd is unreachable, or others keep writing; nothing is set.
         """
         key = threshold_key(self._namespace, model).encode()
         try:
@@ -110,8 +109,10 @@ class SharedThresholds:
                         log.info("busy_thresholds.set", model=model, **_shown(merged))
                         return self._board.of(model)
         except AWAY as error:
-            raise DependencyAway(f"etcd is away, the thresholds are unchanged: {error}") from None
-        raise DependencyAway("others set the thresholds of this model at the same time")
+            raise DependencyAway(f"etcd is unreachable, the thresholds are unchanged: {error}") from None
+        raise DependencyAway(
+            f"others changed the thresholds of {model!r} at the same time; they are unchanged, try again"
+        )
 
     async def run(self) -> None:
         """Follows etcd until cancelled."""
@@ -134,7 +135,7 @@ class SharedThresholds:
         return key.removeprefix(self._prefix)
 
     def _read(self, key: str, value: bytes) -> Thresholds | None:
-        """The thresholds in a record; None, and quarantined, where it cannot be used."""
+        """Returns the thresholds of a record; None if it cannot be used, which quarantines it."""
         try:
             try:
                 thresholds = Thresholds.of(decode_message(BusyThresholdsRecord, value).thresholds)
