@@ -1,4 +1,4 @@
-"""Requests that are held, as metrics: read whenever they are scraped."""
+"""Queued requests as metrics, read when they are scraped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from prometheus_client.registry import Collector
 
 
 class QueueMetrics(Collector):
-    """Depth and oldest age of every component's queue."""
+    """Collects length and oldest age of every component's queue."""
 
     def __init__(self, queued: QueuedRequests) -> None:
         self._queued = queued
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """The families without samples, so that registering reads nothing."""
+        """Returns the families without samples, so that registering reads nothing."""
         return iter(_families())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The families with a sample for each component that has held any."""
+        """Returns the families with a sample for each component that has queued any request."""
         families = _families()
         for name, depth in self._queued.depths().items():
             for family, value in zip(families, depth, strict=True):

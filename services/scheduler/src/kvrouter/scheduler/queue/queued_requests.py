@@ -1,12 +1,12 @@
-"""Requests that the policy holds, with their callers: one bounded queue for each component.
+"""Requests that wait at the Scheduler, with their callers: one bounded queue for each component.
 
-What is held is looked at again when a booking gets its first token or is freed, and every LOOK_S in any case, which is
-how other changes are noticed (a rank that joins, a threshold). Overlaps are those of the first question, asked for anew
-once they are FRESH_S old: where requests are held caches are full, and what is in them changes within seconds. Where
-many are held that is less often, for ASKS_PER_S in all. A new question that fails leaves the old answer.
+The queue is tried again when a booking gets its first token or is freed, and every LOOK_S seconds, which notices other
+changes: a new rank, a changed threshold. The overlap of a queued request is queried again after FRESH_S seconds,
+because caches change within seconds while they are full; with many queued requests less often, at QUERIES_PER_S in
+total. A failed query keeps the previous overlap.
 
-A caller that goes away takes its request with it. The one case in between is answered: a request that was booked in
-the moment of its cancel, so that the caller, who owns the booking, can free it.
+A caller that goes away removes its request. If the request was booked in the moment of its cancellation, the caller
+receives the response, because it owns the booking and must free it.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerRe
 log = structlog.get_logger(component="scheduler")
 
 LOOK_S = 1.0
-"""Longest time between two looks while any request is held, seconds."""
+"""Longest time between two passes while any request is queued, seconds."""
 
 FRESH_S, QUERIES_PER_S = 2.0, 100.0
-"""Age at which overlaps are asked for anew, seconds, and how often that may be in all."""
+"""Age in seconds at which an overlap is queried again, and the most queries per second in total."""
 
 _MAX_WAITED_S = 3600.0
-"""Most that a caller may claim to have waited: its clock may be wrong."""
+"""Longest earlier wait that a caller may claim, seconds: its clock may be wrong."""
 
 
 class Decider(Protocol):
-    """What decides; see ``kvrouter.scheduler.api.selection``."""
+    """Chooses and books; see ``kvrouter.scheduler.api.selection``."""
 
     def choose(self, booking_context: BookingContext) -> Chosen:
-        """Chooses by what is known at this moment, or raises KvRouterError."""
+        """Chooses by the current state, or raises KvRouterError."""
         ...
 
     def settle(
         self, booking_context: BookingContext, chosen: Chosen, *, queued_seconds: float = 0.0
     ) -> SelectWorkerResponse:
-        """Books what was chosen, and answers, or raises KvRouterError."""
+        """Books the choice and returns the response, or raises KvRouterError."""
         ...
 
     async def refresh(self, booking_context: BookingContext) -> None:
-        """Asks for the overlaps anew. Never raises for what an Indexer does."""
+        """Queries the overlap again. An Indexer's failure raises nothing."""
         ...
 
 
 class Depth(NamedTuple):
-    """How full a component's queue is."""
+    """Length of a component's queue."""
 
     requests: int
     oldest_seconds: float
-    """Time since the arrival of the one that has waited longest; 0 where none waits."""
+    """Seconds since the arrival of the request that has waited longest; 0 if none waits."""
 
 
 @dataclass(slots=True)
@@ -88,12 +88,19 @@ class _Component:
 
 
 class QueuedRequests:
-    """Every request that is held. ``run`` must be running. ``clock`` tells seconds."""
+    """All queued requests. ``run`` must be running."""
 
     def __init__(
         self, decider: Decider, metrics: SchedulerMetrics, *, max_queued_requests: int, clock: Callable[[], float]
     ) -> None:
-        """``max_queued_requests`` is the most of one component; the next is refused."""
+        """Starts empty.
+
+        Args:
+            decider: Chooses and books.
+            metrics: Metrics to update.
+            max_queued_requests: Limit for one component; a further request is refused.
+            clock: Returns seconds of a monotonic clock.
+        """
         self._decider = decider
         self._metrics = metrics
         self._max_queued_requests = max_queued_requests
@@ -103,7 +110,7 @@ class QueuedRequests:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Requests held, over all components."""
+        """Returns the number of queued requests over all components."""
         return len(self._waiting)
 
     async def enqueue(
@@ -116,20 +123,20 @@ class QueuedRequests:
         arrived_unix_ns: int,
         deadline: Deadline,
     ) -> SelectWorkerResponse:
-        """Waits until the request can go, books it and answers.
+        """Waits until the request can be dispatched, books it and returns the response.
 
         Args:
             booking_context: The request.
-            key: What is to be booked.
-            chosen: What the policy made of it.
-            wait: Its decision.
-            arrived_unix_ns: When the request came to the caller, nanoseconds since 1970; 0 for this moment.
-            deadline: By when its first token must come.
+            key: Key to book.
+            chosen: The policy's result.
+            wait: The policy's decision.
+            arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
+            deadline: Deadline of its first token.
 
         Raises:
-            AllBusy: as many requests wait as may.
-            DeadlineExceeded: it could not make its deadline.
-            KvRouterError: nothing that it may go to is left.
+            AllBusy: the queue is full.
+            DeadlineExceeded: it could not meet its deadline.
+            KvRouterError: no rank can take it any more.
         """
         pool = booking_context.request_context.pool
         component = self._components.setdefault(pool.name, _Component(RequestQueue(self._max_queued_requests)))
@@ -158,7 +165,7 @@ class QueuedRequests:
         try:
             return await self._outcome(waiting)
         finally:
-            # One that went is not removed, so that it counts as under way until its first token or its end.
+            # A released request is not removed here: it counts as started only with its first token or its end.
             if key in component.queue:
                 component.queue.remove(key)
                 self._count(component, "cancelled")
@@ -177,7 +184,7 @@ class QueuedRequests:
             raise
 
     async def run(self) -> None:
-        """Looks at what is held whenever that is due, until cancelled."""
+        """Runs passes when they are due, until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(self._pause()):
@@ -189,22 +196,22 @@ class QueuedRequests:
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
-        """Sends what can go, and refuses what is late."""
+        """Releases the requests that can go, and refuses those that are late."""
         for component in self._components.values():
             for key in component.queue.late(self._clock()):
                 self._refuse_late(component, key)
             self._release(component)
 
     def depths(self) -> Mapping[ComponentName, Depth]:
-        """How full each component's queue is."""
+        """Returns the length of each component's queue."""
         return {name: self._depth(component) for name, component in self._components.items()}
 
     def waiting_for(self, name: ComponentName) -> Counter[Rank]:
-        """How many wait for each rank of a component."""
+        """Returns the number of queued requests for each rank of a component."""
         return Counter(waiting.rank for waiting in self._of(name))
 
     def status(self, name: ComponentName, *, listed: int) -> QueueStatus:
-        """What waits in a component; of single requests ``listed``, those that have waited longest."""
+        """Returns the state of a component's queue, with the ``listed`` requests that have waited longest."""
         component = self._components.get(name)
         if component is None:
             return QueueStatus(capacity=self._max_queued_requests)
@@ -246,7 +253,7 @@ class QueuedRequests:
         return min(max(0.0, due - self._clock()), LOOK_S)
 
     def _progressed(self, key: Key) -> None:
-        """A booking got its first token, or is freed."""
+        """Notes that a booking has its first token or is freed."""
         for component in self._components.values():
             component.queue.started(key)
         if self._waiting:

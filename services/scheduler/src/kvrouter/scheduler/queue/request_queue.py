@@ -1,28 +1,28 @@
-"""Requests that wait in the router for the rank where they are cheapest.
+"""The order of requests that wait at the Scheduler for room on their cheapest rank.
 
-An engine's queue is first come first served: its head holds up all behind it, and what is in it cannot go elsewhere.
-Here a request that fits passes one that does not, and where each goes is decided when it can go.
+An engine serves its queue in order: the first request blocks all behind it, and none can move to another engine. Here a
+request that fits passes one that does not, and its rank is chosen when it leaves.
 
-    queue.add(request, wait, now)                     # the policy said Wait
-    for request in queue.late(now):                   # cannot make its deadline
+    queue.add(request, wait, now)                     # the policy returned a Wait
+    for request in queue.late(now):                   # cannot meet its deadline
         ...refuse it
     for request, decided in queue.release(now, decide):
-        ...book and send it, before the next is looked at
-    queue.started(request)                            # it got its first token, or has ended
+        ...book and dispatch it, before the next is decided
+    queue.started(request)                            # it has its first token, or has ended
     queue.remove(request)                             # its caller has gone
 
-Order: priority, then who needs least KV cache, which is what all here wait for; waiting counts, at AGING.
+Order: priority, then the fewest tokens of KV cache that the request adds; waiting time counts at AGING.
 
-Nobody starves. The oldest of those that have waited PATIENCE goes to its cheapest rank even if that has no room: one at
-a time, the next when it has started, or has not for STALL. A request that finds k older ones here is therefore gone
-after PATIENCE + (k + 1) * (STALL + INTERVAL) at the latest, whatever its need and its priority, as long as ``release``
-is called when it is due. What comes later does not count, unless it has waited longer elsewhere.
+No request starves. The oldest request that has waited PATIENCE_S goes to its cheapest rank even without room: one at a
+time, the next when it has started, or after STALL_S. A request behind k older ones therefore leaves within PATIENCE_S +
+(k + 1) * (STALL_S + INTERVAL_S), whatever its size and priority, if ``release`` is called when due. Later requests do
+not count, unless they have waited longer elsewhere.
 
-A request is late if it would miss its deadline by what is known of the wait:
+A request is late if the expected wait makes it miss its deadline:
 
-    now + (those ahead + 1) * (mean time between two that went) + own work > deadline
+    now + (requests ahead + 1) * (mean interval between two releases) + own work > deadline
 
-The mean is over the last WINDOW or so, with the time since the last one; with fewer than LEAST it is taken for 0.
+The mean covers about the last WINDOW releases and the time since the last one; below LEAST releases it is 0.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Choice, Wait
 
 AGING = 2000.0
-"""Tokens of room that a second of waiting is worth. A prompt of 100,000 tokens passes one that has just come when it
-has waited 50 s; far sooner its patience ends. At 0 long prompts would all wait for that."""
+"""Tokens of room that one second of waiting is worth. A prompt of 100,000 tokens passes a new one after 50 s; its
+patience ends far sooner. At 0 all long prompts would wait for that."""
 
 PATIENCE_S = 10.0
-"""Seconds after which a request goes whatever its rank's state."""
+"""Seconds after which a request is released whatever the state of its rank."""
 
 STALL_S = 30.0
-"""Seconds that one sent without room keeps the next from being. Far above a first token on a full rank, so that it only
-counts where a caller never tells."""
+"""Seconds for which a request released without room delays the next one. Far above the time to first token on a full
+rank, so it counts only if a caller never reports progress."""
 
 INTERVAL_S = 0.02
-"""Least time between two looks at all that is held: load changes with the steps of engines, which take as long."""
+"""Shortest time between two passes over the queue, seconds. Load changes with engine steps, which take as long."""
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests that may wait in one component."""
 
 TRIES_PER_RANK, TRIES = 4, 64
-"""Requests that a look finds to have no room, at one rank and in all, before it takes the others for the same: a look
-takes milliseconds however many wait. Those beyond ``TRIES`` are next in the look that follows."""
+"""Requests without room, for one rank and in all, after which a pass skips the others of that rank, or ends: a pass
+takes milliseconds, however many requests wait. The next pass begins with the remaining ones."""
 
 WINDOW, LEAST = 64, 8
-"""Releases that the mean time between two is taken over, and the fewest that make a mean."""
+"""Releases over which the mean interval is taken, and the fewest that form a mean."""
 
 T = TypeVar("T", bound=Hashable)
 
@@ -80,22 +80,22 @@ class _Queued:
 
     @property
     def must_go(self) -> float:
-        """When its prompt must begin to be computed, seconds."""
+        """Latest time in seconds at which the computation of its prompt may begin."""
         return self.deadline - self.work_ms / 1e3
 
     @property
     def place(self) -> _Place:
-        """Where it is in the order. The time of asking makes no difference: all age alike."""
+        """Sort key. Independent of the current time, because all requests age alike."""
         return -self.priority, self.room_tokens + AGING * self.since
 
 
 class RequestQueue(Generic[T]):
-    """The requests held of one component. Pure: it is handed every event, with its time in seconds."""
+    """The queued requests of one component. Pure: every event is passed in with its time in seconds."""
 
     def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> None:
         self.max_queued_requests = max_queued_requests
         self._queued: dict[T, _Queued] = {}
-        # Sorted; the number keeps those apart that are equal otherwise.
+        # Sorted. The number separates equal sort keys.
         self._order: list[tuple[_Place, int, T]] = []
         self._ages: list[tuple[float, int, T]] = []
         self._numbers = itertools.count()
@@ -105,24 +105,24 @@ class RequestQueue(Generic[T]):
         self._looked_to: tuple[_Place, int] | None = None
         self._gone, self._counted_from = 0.0, 0.0
         self._soonest = math.inf
-        """No one must go before that."""
+        """Lower bound of every queued request's ``must_go``."""
 
     def __len__(self) -> int:
-        """Requests held."""
+        """Returns the number of queued requests."""
         return len(self._queued)
 
     def __contains__(self, request: T) -> bool:
-        """Whether it is held."""
+        """Returns whether a request is queued."""
         return request in self._queued
 
     @property
     def full(self) -> bool:
-        """Whether as many wait as may."""
+        """Whether no further request may wait."""
         return len(self._queued) >= self.max_queued_requests
 
     @property
     def oldest(self) -> T | None:
-        """The one that has waited longest."""
+        """The request that has waited longest; None if none waits."""
         return self._ages[0][2] if self._ages else None
 
     def add(
@@ -135,7 +135,7 @@ class RequestQueue(Generic[T]):
         deadline: float = math.inf,
         priority: int = 0,
     ) -> bool:
-        """Takes a request in that waits ``since`` then. Returns False, and does not, if as many wait as may."""
+        """Adds a request that has waited since ``since``. Returns False, and adds nothing, if the queue is full."""
         if self.full:
             return False
         if not self._queued:
@@ -149,23 +149,23 @@ class RequestQueue(Generic[T]):
         return True
 
     def remove(self, request: T) -> bool:
-        """Forgets a request. Returns whether it was held."""
+        """Removes a request. Returns whether it was queued."""
         self.started(request)
         return self._drop(request)
 
     def started(self, request: T) -> None:
-        """A request that was sent has got its first token, or has ended."""
+        """Notes that a released request has its first token or has ended."""
         if self._forced is not None and self._forced[0] == request:
             self._forced = None
 
     def is_late(self, request: T, now: float) -> bool:
-        """Whether one that is held would miss its deadline."""
+        """Returns whether a queued request would miss its deadline."""
         queued = self._queued[request]
         ahead = bisect_left(self._order, (queued.place, queued.number))
         return now + (ahead + 1) * self._between_s(now) > queued.must_go
 
     def late(self, now: float) -> list[T]:
-        """Those that would miss their deadline."""
+        """Returns the queued requests that would miss their deadline."""
         between = self._between_s(now)
         found: list[T] = []
         if now + len(self._queued) * between <= self._soonest:
@@ -180,10 +180,10 @@ class RequestQueue(Generic[T]):
         return found
 
     def release(self, now: float, decide: Callable[[T], Choice | Wait]) -> Iterator[tuple[T, Choice | Wait]]:
-        """Those that go now, each with the decision on it: a Choice, or the Hold of one whose patience has ended.
+        """Yields the requests that leave now with their decision: a Choice, or a Wait for one whose patience has ended.
 
-        ``decide`` is asked of one after the other, in order; what it says must reflect those that went before. It may
-        remove the one that it is asked about.
+        ``decide`` is called for one request after the other, in order; each result must reflect the releases before it.
+        It may remove the request that it is called for.
         """
         if not self._queued:
             return
@@ -215,7 +215,7 @@ class RequestQueue(Generic[T]):
         self._looked_to = None
 
     def next_due(self) -> float:
-        """When to release though nothing happens, seconds; infinity if never."""
+        """Returns the time in seconds of the next pass if nothing happens before; infinity if none is needed."""
         if not self._queued:
             return math.inf
         again = self._next_look if self._look_again else math.inf
@@ -225,14 +225,14 @@ class RequestQueue(Generic[T]):
         return min(again, max(self._next_look, patience))
 
     def _impatient(self, now: float) -> T | None:
-        """The one that goes whatever its rank's state."""
+        """Returns the request to release whatever the state of its rank; None if there is none."""
         if self._forced is not None and now < self._forced[1] + STALL_S:
             return None
         since, _, oldest = self._ages[0]
         return oldest if now >= since + PATIENCE_S else None
 
     def _in_order(self, first: T | None) -> list[T]:
-        """``first``, then those that the last look did not come to, then the others, each in order."""
+        """Returns ``first``, then the requests that the last pass did not reach, then the others, each in order."""
         start = 0 if self._looked_to is None else bisect_left(self._order, self._looked_to)
         requests = [request for _, _, request in self._order[start:] + self._order[:start]]
         return requests if first is None else [first, *requests]
@@ -246,7 +246,7 @@ class RequestQueue(Generic[T]):
         return True
 
     def _keep_queued(self, request: T, queued: _Queued, wait: Wait) -> None:
-        """What makes its place may have changed."""
+        """Updates a request that stays, whose sort key may have changed."""
         del self._order[bisect_left(self._order, (queued.place, queued.number))]
         queued.room_tokens, queued.work_ms, queued.rank = wait.room_tokens, wait.work_ms, wait.rank
         self._soonest = min(self._soonest, queued.must_go)
@@ -258,5 +258,5 @@ class RequestQueue(Generic[T]):
             self._gone, self._counted_from = self._gone / 2, (self._counted_from + now) / 2
 
     def _between_s(self, now: float) -> float:
-        """Mean time between two that go, seconds; 0 where it is not known."""
+        """Returns the mean interval between two releases, seconds; 0 if it is unknown."""
         return (now - self._counted_from) / self._gone if self._gone >= LEAST else 0.0
