@@ -1,8 +1,8 @@
-"""What one life of another Scheduler has told of one component: its events in their order, each once.
+"""The events of one incarnation of another Scheduler for one component, in order and each once.
 
-Its log begins empty at sequence 0. An event that is ahead of the next one, or a heartbeat that is, shows a gap; a
-heartbeat at the same sequence with another digest shows drift. Either wants the state of that Scheduler; until it has
-come, events wait here, ``MAX_WAITING`` of them.
+The log begins empty at sequence 0. An event or heartbeat ahead of the expected sequence shows a gap; a heartbeat at the
+same sequence with another digest shows drift. Both need the state of that Scheduler. Until it arrives, up to
+``MAX_WAITING`` events wait here.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat
 
 _BEHIND_SECONDS = 5.0
-"""How long heartbeats may be behind what was heard until the state is fetched."""
+"""Seconds for which heartbeats may be behind the received events before the state is fetched."""
 _QUIET_SECONDS = 60.0
-"""After a pause has ended, how long without a fetch until the next one counts as the first."""
+"""Seconds without a fetch after which the back-off starts again."""
 MAX_WAITING = 65_536
-"""Events that wait for a state: seconds of a busy Scheduler, where a state takes less. With more, all are dropped, and
-the next heartbeat shows it."""
+"""Events that wait for a state: seconds of a busy Scheduler, while a state takes less. Beyond it all are dropped, and
+the next heartbeat shows the gap."""
 
 
 class Log:
-    """A life's events as they were heard. Pure; time is seconds of any one clock."""
+    """Orders the events of one incarnation. Pure; times are seconds of one clock."""
 
     def __init__(self, scheduler: SchedulerIncarnation, now: float) -> None:
         self.scheduler = scheduler
         self.owned = OwnedBookings()
-        """What it holds, by its own account."""
+        """Bookings that it owns, by its own events."""
         self.next_sequence = 0
         self.heard_at = now
-        """When it was last heard."""
+        """Time of its last message."""
         self.state_requested = ""
-        """Why its state is needed: ``join``, ``gap``, ``behind`` or ``digest``; empty while nothing is missing."""
+        """Why its state is needed: ``join``, ``gap``, ``behind`` or ``digest``; empty if nothing is missing."""
         self.due = now
-        """When its state may be asked for, if it is wanted."""
+        """Earliest time of the next fetch, if its state is needed."""
         self._behind_since: float | None = None
         self._backoff = Backoff(*RETRY_SECONDS)
         self._fetching = False
         self._waiting: dict[int, ReplicaSyncEvent] = {}
         self._compared_at = -1
-        """Sequence at which a digest differed last: asking again would bring the same."""
+        """Sequence of the last differing digest: fetching again at this sequence would bring the same."""
 
     def hear(self, event: ReplicaSyncEvent, now: float) -> Iterator[ReplicaSyncEvent]:
-        """The events that can be applied, in their order, given one that has come. Each is to be applied at once."""
+        """Yields the events that can be applied now, in order, after a new one has arrived. Apply each at once."""
         self.heard_at = max(self.heard_at, now)
         if event.HasField("heartbeat"):
             self._compare(event.sequence, event.heartbeat, now)
@@ -57,40 +57,40 @@ class Log:
                 self._request_state("gap")
 
     def is_known(self, event: ReplicaSyncEvent) -> bool:
-        """Whether an event has come already. A heartbeat is none."""
+        """Returns whether an event has arrived before. Heartbeats are never known."""
         return not event.HasField("heartbeat") and (
             event.sequence < self.next_sequence or event.sequence in self._waiting
         )
 
     def fetch(self) -> None:
-        """Its state is asked for: from here on, events wait for that."""
+        """Begins a fetch of the state: from now on events wait for it."""
         self._fetching = True
 
     def fetched(self, next_sequence: int) -> Iterator[ReplicaSyncEvent]:
-        """Ends a fetch: its state has come, and is applied. Yields the events that have come after it, in their order.
+        """Ends a fetch whose state was applied. Yields the later events in order.
 
-        Its own word for its sequence counts: what is ahead of it was never sent.
+        The sender's own sequence counts: events ahead of it were never sent.
         """
         self._fetching, self.state_requested = False, ""
         self.next_sequence = next_sequence
         self._waiting = {number: event for number, event in self._waiting.items() if number >= self.next_sequence}
         yield from self._in_order()
-        # What is further ahead would ask for the state for ever if it was made up; if not, the next heartbeat asks.
+        # Forged events ahead would request the state without end; real ones show in the next heartbeat.
         self._waiting.clear()
 
     def note_fetched(self, now: float, *, founded: bool) -> None:
-        """Notes whether the state brought news. Where it did not, the next is asked for after a pause that doubles."""
+        """Notes whether the state brought news. Without news, the next fetch waits for a pause that doubles."""
         if founded or now - self.due >= _QUIET_SECONDS:
             self._backoff.succeeded()
         self.due = now if founded else now + self._backoff.failed()
 
     def give_up(self, now: float) -> None:
-        """Ends a fetch: its state has not come; it is wanted still, after a pause that doubles."""
+        """Ends a fetch that failed; the next one waits for a pause that doubles."""
         self._fetching = False
         self.due = now + self._backoff.failed()
 
     def join(self) -> None:
-        """Has its state fetched, whatever was heard."""
+        """Requests the state, whatever has been received."""
         self._request_state("gap")
 
     def _compare(self, sequence: int, heartbeat: SyncHeartbeat, now: float) -> None:
@@ -99,8 +99,8 @@ class Log:
         if sequence > self.next_sequence:
             self._request_state("gap")
         elif sequence < self.next_sequence:
-            # Heartbeats do not overtake events: some that were applied were never sent. Where they are few, the digest
-            # shows it as soon as the sequence is reached.
+            # Heartbeats do not overtake events, so some applied events were never sent. If they are few, the digest
+            # shows it once the sequence is reached.
             self._behind_since = now if self._behind_since is None else self._behind_since
             if now - self._behind_since >= _BEHIND_SECONDS and not self._fetching:
                 self._behind_since = None

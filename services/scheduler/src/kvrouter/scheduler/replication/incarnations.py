@@ -1,9 +1,9 @@
-"""Which incarnation of each other Scheduler counts: decided without I/O.
+"""Decides which incarnation of each other Scheduler counts. Does no I/O.
 
-A Scheduler's incarnation is the start time of its process by its own clock. It fences what an earlier process of the
-same id left under way. The first event that is received sets the current incarnation. Where later events contradict it,
-because a clock went back or an event is forged, the Scheduler itself is queried. Its answer counts, higher or lower;
-from then on no event alone changes the incarnation.
+The incarnation is the start time of a Scheduler process by its own clock. It fences events of an earlier process. The
+first incarnation may come from an event alone. If events contradict each other, because a clock went back or an event
+is forged, the Scheduler itself is asked: its own answer counts, higher or lower, and from then on no event alone begins
+an incarnation of that Scheduler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum, auto
 from kvrouter.runtime.backoff import Backoff
 
 RETRY_SECONDS = (0.25, 30.0)
-"""First and longest pause before a Scheduler is asked again."""
+"""First and longest pause before a Scheduler is asked again, seconds."""
 _MAX_DISPUTES = 64
 _QUIET_SECONDS = 60.0
 
@@ -24,7 +24,7 @@ class Verdict(Enum):
 
     APPLY = auto()
     OLD = auto()
-    """It is of an earlier incarnation, or the later one is untrue."""
+    """It belongs to an earlier incarnation, or its later one was refuted."""
     UNCONFIRMED = auto()
     """It claims a later incarnation that the Scheduler has not confirmed."""
 
@@ -45,11 +45,11 @@ class Incarnations:
         self._disputes: dict[str, _Dispute] = {}
 
     def current(self, scheduler_id: str) -> int | None:
-        """Returns the incarnation that counts; None if the Scheduler is not known."""
+        """Returns the incarnation that counts; None if the Scheduler is unknown."""
         return self._current.get(scheduler_id)
 
     def judge(self, scheduler_id: str, incarnation: int, now: float) -> Verdict:
-        """Judges an event; what contradicts the current incarnation opens a dispute."""
+        """Judges an event. A contradiction to the current incarnation opens a dispute."""
         current = self._current.setdefault(scheduler_id, incarnation)
         if incarnation == current:
             return Verdict.APPLY
@@ -60,7 +60,7 @@ class Incarnations:
         return Verdict.OLD if incarnation < current else Verdict.UNCONFIRMED
 
     def dispute(self, scheduler_id: str, now: float) -> None:
-        """Has a Scheduler asked for its incarnation: at once, unless it was asked in vain of late."""
+        """Requests that a Scheduler is asked for its incarnation: at once, or after its back-off."""
         known = self._disputes.get(scheduler_id)
         if known is None:
             if len(self._disputes) < _MAX_DISPUTES:
@@ -72,7 +72,7 @@ class Incarnations:
         known.due = max(known.due, now)
 
     def due(self, now: float) -> list[str]:
-        """Returns the Schedulers to ask at once."""
+        """Returns the Schedulers to ask now."""
         return [scheduler_id for scheduler_id, each in self._disputes.items() if each.is_open and each.due <= now]
 
     def next_due(self) -> float | None:
@@ -80,7 +80,7 @@ class Incarnations:
         return min((each.due for each in self._disputes.values() if each.is_open), default=None)
 
     def settle(self, scheduler_id: str, incarnation: int, now: float) -> bool:
-        """Takes a Scheduler's own answer. Returns whether another incarnation counts from now on."""
+        """Applies a Scheduler's own answer. Returns whether another incarnation counts from now on."""
         changed = self._current.get(scheduler_id) != incarnation
         self._current[scheduler_id] = incarnation
         self._confirmed.add(scheduler_id)
@@ -94,19 +94,19 @@ class Incarnations:
         return changed
 
     def unanswered(self, scheduler_id: str, now: float) -> None:
-        """Notes that a Scheduler did not answer; it is asked again later."""
+        """Notes that a Scheduler did not answer; it is asked again after a pause."""
         dispute = self._disputes.get(scheduler_id)
         if dispute is not None:
             dispute.due = now + dispute.backoff.failed()
 
     def forget(self, scheduler_id: str) -> None:
-        """Drops what is known of a Scheduler that is gone."""
+        """Drops what is known of a Scheduler that has gone."""
         self._current.pop(scheduler_id, None)
         self._confirmed.discard(scheduler_id)
         self._disputes.pop(scheduler_id, None)
 
     def forget_quiet(self, now: float) -> None:
-        """Drops disputes that were quiet for a minute, and those about Schedulers of which nothing else is known."""
+        """Drops disputes without news for a minute, and those about otherwise unknown Schedulers."""
         self._disputes = {
             scheduler_id: each
             for scheduler_id, each in self._disputes.items()

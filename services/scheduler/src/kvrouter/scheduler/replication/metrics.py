@@ -1,4 +1,4 @@
-"""Figures of replica sync."""
+"""Metrics of replica sync."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class SyncMetrics:
-    """Counters and gauges; one object for each Scheduler that syncs."""
+    """Counters and gauges of one Scheduler with replica sync."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sent = Counter(

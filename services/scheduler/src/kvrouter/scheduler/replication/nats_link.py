@@ -1,8 +1,8 @@
-"""Replica sync over NATS Core: one channel for each component.
+"""Replica sync over Core NATS, with one channel for each component.
 
-NATS Core promises nothing: what a slow reader, a lost connection or a full buffer costs shows as a gap in a Scheduler's
-sequence, or in its next heartbeat, and is repaired by asking that Scheduler for its state. So nothing here waits for
-NATS, and nothing is kept for a NATS that is away.
+Core NATS may lose messages. A slow reader, a lost connection or a full buffer shows as a gap in a Scheduler's sequence
+or in its next heartbeat, and is repaired by fetching that Scheduler's state. Therefore nothing here waits for NATS, and
+nothing is stored while NATS is away.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from nats.aio.msg import Msg
 log = structlog.get_logger(component="scheduler")
 
 _MAX_OUTGOING = 65_536
-"""Events that wait to be handed to NATS: the loop would have to stand still for seconds to fill that."""
+"""Events that wait to be sent; the event loop would have to stall for seconds to fill it."""
 _MAX_ANSWERS = 256
-"""Requests for this Scheduler's state that wait; those beyond are dropped, and come again."""
+"""Requests for this Scheduler's state that wait; further ones are dropped, and repeated by their senders."""
 _CHUNK_SECONDS = 5.0
-"""Time to wait for the next chunk of a state: its Scheduler makes one in milliseconds."""
+"""Longest wait for the next chunk of a state, seconds. Its sender makes a chunk in milliseconds."""
 _CHUNKS_IN_FLIGHT = 8
-"""Chunks that are sent before NATS must have taken them: 1 MiB, so that events find room beside a state."""
+"""Chunks that are sent before NATS must have accepted them: 1 MiB, so that events find room beside a state."""
 _SETTLE_SECONDS = 3.0
-"""Time that a start waits for the other Schedulers' states before it takes requests without them."""
+"""Longest wait at start for the states of other Schedulers, seconds."""
 _INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
-"""How far another clock may be ahead: an incarnation of next year would fence its Scheduler out for as long."""
+"""How far another clock may be ahead, ns. An incarnation of next year would fence its Scheduler for as long."""
 
 
 class SyncLink:
@@ -55,7 +55,7 @@ class SyncLink:
         heartbeat_seconds: float,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """``connect`` gives the connection to NATS, once NATS is there."""
+        """Does not connect yet. ``connect`` returns the connection once NATS is reachable."""
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._sync = sync
         self._connect = connect
@@ -72,14 +72,14 @@ class SyncLink:
 
     @property
     def settled(self) -> bool:
-        """Whether the states of the other Schedulers that are ready have come, or have been waited for."""
+        """Whether the states of all ready Schedulers have arrived, or were waited for long enough."""
         if not self._settled:
             self._settled = time.monotonic() >= self._give_up_settling or self._has_all()
         return self._settled
 
     @property
     def outgoing(self) -> int:
-        """Events that wait to be sent."""
+        """Number of events that wait to be sent."""
         return sum(channel.outgoing.qsize() for channel in self._channels.values())
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class SyncLink:
                     running[name] = group.create_task(channel.run(), name=f"sync of {name}")
 
     def expire(self) -> None:
-        """Drops what Schedulers held that are gone."""
+        """Drops the bookings of Schedulers that have gone."""
         self._sync.expire(self._directory.services("scheduler").keys())
 
     def _send(self, component: ComponentName, event: ReplicaSyncEvent) -> None:
@@ -118,7 +118,7 @@ class SyncLink:
 
 
 class _Channel:
-    """Sync of one component."""
+    """Replica sync of one component."""
 
     def __init__(
         self,
@@ -138,18 +138,18 @@ class _Channel:
         self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
         self._state_requested = asyncio.Event()
         self._announce = asyncio.Event()
-        # Encoded, and whether it counts as an event: heartbeats do not.
+        # (encoded message, whether it counts as an event: heartbeats do not)
         self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(_MAX_OUTGOING)
 
     def put(self, event: ReplicaSyncEvent) -> bool:
-        """Takes an event to send. Returns False where there is no room, or no NATS."""
+        """Queues an event to send. Returns False if the queue is full or NATS is away."""
         if not self._client.is_connected or self.outgoing.full():
             return False
         self.outgoing.put_nowait((event.SerializeToString(), not event.HasField("heartbeat")))
         return True
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         events = await self._client.subscribe(
             self._component.sync_subject,
             cb=self._take,
@@ -184,18 +184,18 @@ class _Channel:
             self._quarantine.reject("nats", message.subject, error)
             self._reject("unparsable", message)
         except Exception:
-            # Whatever is wrong with one message, those that come after it are taken.
+            # A failure of one message must not end the subscription.
             self._metrics.quarantined.labels(reason="internal").inc()
             log.exception("replica.message_failed", subject=message.subject)
         if self._replicas.pause() is not None:
             self._state_requested.set()
         if len(self._replicas.logs) > known:
             self._announce.set()
-        # Messages that wait would keep the loop to themselves.
+        # Yields, since a backlog of messages would occupy the event loop.
         await asyncio.sleep(0)
 
     def _refusal(self, event: ReplicaSyncEvent) -> str:
-        """Why an event is not for this component's replicas; empty if it is."""
+        """Returns why an event is not meant for this component's replicas; empty if it is."""
         if event.component != component_message(self._component):
             return "other_component"
         if event.scheduler_id == self._here[1]:
@@ -207,7 +207,7 @@ class _Channel:
         is_far_ahead = event.incarnation > time.time_ns() + _INCARNATION_AHEAD_NS
         incarnations = self._replicas.incarnations
         if is_far_ahead and incarnations.current(event.scheduler_id) != event.incarnation:
-            # If that is its clock, it says so itself.
+            # If its clock is really ahead, the Scheduler itself confirms it.
             incarnations.dispute(event.scheduler_id, self._replicas.now())
         elif event.incarnation:
             return ""
@@ -231,11 +231,11 @@ class _Channel:
 
     async def _beat(self) -> None:
         while True:
-            # In the queue of the events, so that it does not overtake those that it counts.
+            # Queued behind the events, so that it does not overtake those that it counts.
             self.put(self._replicas.heartbeat())
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
-                    # A Scheduler that has just come should not have to wait to hear of this one.
+                    # A new Scheduler should learn of this one at once.
                     await self._announce.wait()
             self._announce.clear()
 
@@ -254,14 +254,16 @@ class _Channel:
                         await self._state_requested.wait()
 
     async def _ask_incarnation(self, scheduler_id: str) -> None:
-        """Asks a Scheduler for its incarnation: the first chunk of its state has it."""
+        """Asks a Scheduler for its incarnation: the first chunk of its state contains it."""
         request = SyncStateRequest(scheduler_id=self._here[1]).SerializeToString()
         subject = self._component.sync_state_subject(scheduler_id)
         try:
             answer = await self._client.request(subject, request, timeout=_CHUNK_SECONDS)
             chunk = decode_message(SyncStateResponse, answer.data)
             if chunk.scheduler_id != scheduler_id or not chunk.incarnation:
-                raise StateBroken(f"{chunk.scheduler_id[:64]!r} answered")
+                raise StateBroken(
+                    f"expected an answer of {scheduler_id!r}, received one of {chunk.scheduler_id[:64]!r}"
+                )
         except (StateBroken, Undecodable, nats.errors.Error) as error:
             self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
             log.info(
@@ -274,7 +276,7 @@ class _Channel:
             self._replicas.settle(scheduler_id, chunk.incarnation)
 
     async def _fetch(self, heard: Log) -> None:
-        """Fetches the state of a life. Where it cannot be had, that is tried again as long as it is wanted."""
+        """Fetches the state of an incarnation. A failed fetch is repeated while the state is needed."""
         inbox = self._client.new_inbox()
         answers = await self._client.subscribe(inbox)
         fetch = Fetch(self._replicas, heard)
@@ -284,7 +286,7 @@ class _Channel:
             while True:
                 answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
                 if answer.headers and answer.headers.get("Status"):
-                    raise StateBroken("it does not answer")
+                    raise StateBroken("nobody answers on its state subject")
                 if fetch.take(decode_message(SyncStateResponse, answer.data)):
                     break
                 await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""The bookings that one life of a Scheduler holds in one component, with a digest that replicas compare.
+"""Bookings that one incarnation of a Scheduler owns in one component, with a digest that replicas compare.
 
     digest = sum over the bookings of XXH3-64(request id, attempt, stage, state)  mod 2^64
 
-as SyncHeartbeat encodes it.
+``SyncHeartbeat`` in the contract defines the encoding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _OwnedBooking:
 
 
 class OwnedBookings:
-    """Keys, each with its session and whether its prompt is computed."""
+    """Keys with their session and whether their prompt is computed."""
 
     def __init__(self) -> None:
         self._owned: dict[Key, _OwnedBooking] = {}
@@ -34,15 +34,15 @@ class OwnedBookings:
         self._digest = 0
 
     def __len__(self) -> int:
-        """Bookings."""
+        """Returns the number of bookings."""
         return len(self._owned)
 
     def __contains__(self, key: Key) -> bool:
-        """Whether it is among them."""
+        """Returns whether a key is among them."""
         return key in self._owned
 
     def __iter__(self) -> Iterator[Key]:
-        """The bookings, as they are at this moment."""
+        """Iterates over the keys as they are at this moment."""
         return iter(list(self._owned))
 
     @property
@@ -51,7 +51,7 @@ class OwnedBookings:
         return self._digest
 
     def put(self, key: Key, session_id: str) -> None:
-        """It is held by a session, or by a lease where that is empty. One that is there moves to it."""
+        """Adds a booking of a session, or of a lease if ``session_id`` is empty. A known booking moves to it."""
         owned_booking = self._owned.get(key)
         if owned_booking is None:
             self._owned[key] = _OwnedBooking(session_id, prefilled=False)
@@ -63,7 +63,7 @@ class OwnedBookings:
             self._sessions.setdefault(session_id, set()).add(key)
 
     def prefilled(self, key: Key) -> bool:
-        """Its prompt is computed. Returns whether that changes anything."""
+        """Notes that a prompt is computed. Returns whether that changes anything."""
         owned_booking = self._owned.get(key)
         if owned_booking is None or owned_booking.prefilled:
             return False
@@ -73,7 +73,7 @@ class OwnedBookings:
         return True
 
     def drop(self, key: Key) -> bool:
-        """It is held no longer. Returns whether it was."""
+        """Removes a booking. Returns whether it was there."""
         owned_booking = self._owned.pop(key, None)
         if owned_booking is None:
             return False
@@ -82,7 +82,7 @@ class OwnedBookings:
         return True
 
     def of_session(self, session_id: str) -> list[Key]:
-        """Those of a session."""
+        """Returns the keys of a session."""
         return list(self._sessions.get(session_id, ()))
 
     def _leave_session(self, key: Key, owned_booking: _OwnedBooking) -> None:

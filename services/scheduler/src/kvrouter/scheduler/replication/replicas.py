@@ -1,17 +1,17 @@
-"""What the Schedulers of one component tell each other, merged into the bookings that this one counts.
+"""Merges the events of a component's Schedulers into the bookings that this one counts.
 
-Each Scheduler tells which bookings it holds: those that its sessions and leases own. A booking lives while one of them
-holds it and none has freed it. Whoever is told of its progress or its end tells the others, and its holders tell it
-again under their own sequence: what a Scheduler holds then follows from its own events alone, and its digest can be
+Each Scheduler announces the bookings that its sessions and leases own. A booking lives while at least one Scheduler
+owns it and none has freed it. A Scheduler that learns of progress or an end announces it, and the owners announce it
+again under their own sequence: what a Scheduler owns then follows from its own events alone, and digests can be
 compared.
 
-    booked here, moved here      AddRequest             the sender holds it
-    prompt computed              MarkPrefillCompleted   by maximum
-    tokens generated             OutputProgress         by maximum
-    freed                        FreeBooking            nobody holds it, and nobody books it again
-    session's grace over         SessionEnded           the sender holds that session's bookings no longer
-    the sender is gone           (nothing)              its bookings are orphans: dropped after the grace, but for those
-                                                        that another Scheduler has taken over by then
+    booked or moved here         AddRequest             the sender owns it
+    prompt computed              MarkPrefillCompleted   merged by maximum
+    tokens generated             OutputProgress         merged by maximum
+    freed                        FreeBooking            nobody owns it, and nobody books it again
+    grace of a session over      SessionEnded           the sender no longer owns that session's bookings
+    the sender is gone           (nothing)              its bookings are orphans: dropped after the grace, except those
+                                                        that another Scheduler owns by then
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from kvrouter.v1.sync_pb2 import (
 log = structlog.get_logger(component="scheduler")
 
 MAX_INCARNATIONS = 64
-"""Lives of other Schedulers that are followed: far more than a component has."""
+"""Incarnations of other Schedulers that are followed: far more than a component has."""
 MAX_ANNOUNCED_BYTES = 768 << 10
-"""Size beyond which a booking is not told: with a chunk's other bookings it must be below what NATS takes (1 MiB). It
-is that of a prompt of 98,000 blocks, 49,000 in the approximate mode."""
+"""Size above which a booking is not announced. With the other bookings of a chunk it must stay below the message limit
+of NATS (1 MiB). It allows a prompt of 98,000 blocks, 49,000 with predicted blocks."""
 
 
 class Replicas:
-    """The Schedulers of one component. Pure but for the clock; it is handed every message, and hands over its own."""
+    """The Schedulers of one component. Pure except for the clock: messages are passed in and handed out."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class Replicas:
         predictions: Predictions | None = None,
         affinity: Affinity | None = None,
     ) -> None:
-        """``send`` takes this Scheduler's events in their order; ``grace_seconds`` is how long orphans are kept."""
+        """Starts alone. ``send`` takes this Scheduler's events in order; orphans live for ``grace_seconds``."""
         self.component = component
         self.booking_table = booking_table
         self.own = OwnedBookings()
-        """What this Scheduler holds."""
+        """Bookings that this Scheduler owns."""
         self.next_sequence = 0
         self._pools = pools
         self._metrics = metrics
@@ -88,10 +88,10 @@ class Replicas:
 
     @property
     def logs(self) -> Collection[Log]:
-        """The lives that are followed, those of Schedulers that are gone among them until the grace is over."""
+        """Followed incarnations, including those of gone Schedulers until their grace is over."""
         return self._logs.values()
 
-    # What happens here.
+    # Local changes.
 
     def announced(self, booking: Booking) -> AddRequest:
         """A booking that is held here, as the others are told of it."""
@@ -122,25 +122,25 @@ class Replicas:
         self._announce(output_progress=progress)
 
     def freed(self, key: Key) -> None:
-        """A booking has ended."""
+        """Announces that a booking has ended."""
         self.own.drop(key)
         self._announce(free=FreeBooking(booking=key_message(key)))
 
     def session_ended(self, session_id: str) -> None:
-        """A session's grace is over."""
+        """Announces that a session's grace is over."""
         for key in self.own.of_session(session_id):
             self.own.drop(key)
         self._announce(session_ended=SessionEnded(session_id=session_id))
 
     def heartbeat(self) -> ReplicaSyncEvent:
-        """What tells the others where the sequence is, and what they should make of it."""
+        """Returns a heartbeat with the sequence and the digest of this Scheduler."""
         digest = SyncHeartbeat(digest=self.own.digest, bookings=len(self.own))
         return self._event(heartbeat=digest)
 
-    # What others tell.
+    # Events of other Schedulers.
 
     def hear(self, event: ReplicaSyncEvent) -> None:
-        """Applies an event, with those that waited for it. What cannot be used is counted."""
+        """Applies an event, and the events that waited for it. Unusable ones are counted."""
         now = self.now()
         found = self._log_of(event, now)
         if found is None:
@@ -164,7 +164,7 @@ class Replicas:
             )
 
     def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
-        """Applies the next event of a life. One that makes no sense is counted, and changes nothing."""
+        """Applies the next event of an incarnation. An invalid one is counted and changes nothing."""
         try:
             match event.WhichOneof("event"):
                 case "add_request":
@@ -191,10 +191,10 @@ class Replicas:
             )
 
     def receive_owned(self, heard: Log, announced: AddRequest) -> Key:
-        """A life holds a booking.
+        """Notes that an incarnation owns a booking. Returns its key.
 
         Raises:
-            KvRouterError: it cannot be counted here; the life holds it all the same.
+            KvRouterError: the booking cannot be counted here; the incarnation owns it nevertheless.
         """
         key = checked_key(announced.booking)
         heard.owned.put(key, announced.session_id)
@@ -203,7 +203,7 @@ class Replicas:
         return key
 
     def hear_prefilled(self, heard: Log, key: Key) -> None:
-        """A life was told, or has heard, that a prompt is computed."""
+        """Notes that an incarnation reported a prompt as computed."""
         heard.owned.prefilled(key)
         booking = self._find(key)
         if booking is not None and not booking.prefilled:
@@ -220,23 +220,23 @@ class Replicas:
                 self.generated(booking)
 
     def hear_freed(self, heard: Log, key: Key) -> None:
-        """A life was told, or has heard, that a booking has ended."""
+        """Notes that an incarnation reported the end of a booking."""
         heard.owned.drop(key)
         self.booking_table.free(key)
         if self.own.drop(key):
             self._announce(free=FreeBooking(booking=key_message(key)))
 
     def hear_let_go(self, heard: Log, key: Key) -> None:
-        """A life holds a booking no longer."""
+        """Notes that an incarnation no longer owns a booking."""
         heard.owned.drop(key)
         self.booking_table.remove_owner(key, heard.scheduler)
 
     def expire(self, registered: Collection[str]) -> None:
-        """Drops what Schedulers held that are gone for the grace.
+        """Drops the bookings of Schedulers that have been gone for the grace.
 
         Args:
-            registered: Ids of the Schedulers that are registered. One of those is not gone however silent it is, but
-                for its earlier lives.
+            registered: Ids of the registered Schedulers. They are never gone, however silent, except for their earlier
+                incarnations.
         """
         now = self.now()
         for scheduler, heard in list(self._logs.items()):
@@ -247,7 +247,7 @@ class Replicas:
         self.incarnations.forget_quiet(now)
 
     def status(self) -> Iterator[ReplicaStatus]:
-        """What is known of each Scheduler, this one first."""
+        """Yields what is known of each Scheduler, this one first."""
         incarnation, scheduler_id = self.booking_table.here
         yield ReplicaStatus(
             scheduler_id=scheduler_id,
@@ -287,7 +287,7 @@ class Replicas:
         return followed
 
     def settle(self, scheduler_id: str, incarnation: int) -> None:
-        """Takes a Scheduler's own answer for its incarnation. Where another one counted, its state is fetched anew."""
+        """Applies a Scheduler's own answer about its incarnation. If another one counted, its state is fetched."""
         before = self.incarnations.current(scheduler_id)
         if not self.incarnations.settle(scheduler_id, incarnation, self.now()):
             return
@@ -305,14 +305,14 @@ class Replicas:
         )
 
     def due(self) -> tuple[list[Log], list[str]]:
-        """Returns the logs whose state is to be fetched at once, and the Schedulers to ask for their incarnation."""
+        """Returns the logs whose state is to be fetched now, and the Schedulers to ask for their incarnation."""
         now = self.now()
         return [
             heard for heard in self._logs.values() if heard.state_requested and heard.due <= now
         ], self.incarnations.due(now)
 
     def pause(self) -> float | None:
-        """Returns the seconds until something is due; None if nothing is wanted."""
+        """Returns the seconds until something is due; None if nothing is needed."""
         times = [heard.due for heard in self._logs.values() if heard.state_requested]
         if (disputed := self.incarnations.next_due()) is not None:
             times.append(disputed)
@@ -324,7 +324,7 @@ class Replicas:
             booking = self.booking_table.remove_owner(key, heard.scheduler)
             dropped += booking is not None and not booking.owners
         del self._logs[heard.scheduler]
-        # A fence stays as long as any life of its Scheduler is followed.
+        # Earlier incarnations stay fenced while any incarnation of their Scheduler is followed.
         if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
             self.incarnations.forget(heard.scheduler[1])
         self._metrics.orphans.inc(dropped)

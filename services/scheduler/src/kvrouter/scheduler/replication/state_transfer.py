@@ -1,7 +1,7 @@
-"""States as Schedulers hand them to each other: in chunks, made and taken one at a time, so that other work goes on.
+"""Transfers the state of a Scheduler in chunks, made and applied one at a time so that other work continues.
 
-A state holds for the sequence that its first chunk names. What changes while it is made may be in it already: the
-events that tell of it come after it, and change nothing then.
+A state is valid for the sequence in its first chunk. Changes made meanwhile may be in it already; their events follow,
+and then change nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvrouter.v1.sync_pb2 import (
 )
 
 CHUNK_BYTES = 128 << 10
-"""Size at which a chunk is sent: a few milliseconds of work, and far below what NATS takes (1 MiB)."""
+"""Size at which a chunk is sent, bytes: a few milliseconds of work, and far below the limit of NATS (1 MiB)."""
 MAX_BOOKINGS = 1 << 20
-"""Bookings in a state beyond which it is not believed: the bound on a component's."""
+"""Bookings in a state above which it is refused: the limit of a component."""
 
 
 class StateBroken(Exception):
-    """A state did not come whole, or is not the one that was asked for."""
+    """A state is incomplete, or is not the requested one."""
 
 
 def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
-    """The state of this Scheduler."""
+    """Yields the state of this Scheduler."""
     incarnation, scheduler_id = replicas.booking_table.here
     next_sequence = replicas.next_sequence
     numbers = itertools.count()
@@ -74,7 +74,7 @@ def _state(booking: Booking, announced: AddRequest) -> BookingState:
 
 
 class Fetch:
-    """Takes the state of one life in. Events of it wait meanwhile."""
+    """Receives the state of one incarnation. Its events wait meanwhile."""
 
     def __init__(self, replicas: Replicas, heard: Log) -> None:
         self._replicas = replicas
@@ -89,17 +89,19 @@ class Fetch:
         """Applies a chunk. Returns whether it was the last.
 
         Raises:
-            StateBroken: it is not the next one of the life's state.
+            StateBroken: it is not the next chunk of the incarnation's state.
         """
         heard = self._heard
         if heard not in self._replicas.logs:
-            raise StateBroken("its Scheduler has gone")
+            raise StateBroken("its Scheduler is no longer followed")
         heard.heard_at = self._replicas.now()
         if chunk.scheduler_id == heard.scheduler[1] and chunk.incarnation != heard.scheduler[0]:
             self._replicas.settle(chunk.scheduler_id, chunk.incarnation)
             raise StateBroken(f"it is in incarnation {chunk.incarnation}, not {heard.scheduler[0]}")
         if chunk.scheduler_id != heard.scheduler[1] or chunk.chunk != self._next_chunk:
-            raise StateBroken(f"chunk {chunk.chunk} of {chunk.scheduler_id[:64]!r} came instead of {self._next_chunk}")
+            raise StateBroken(
+                f"expected chunk {self._next_chunk}, received chunk {chunk.chunk} of {chunk.scheduler_id[:64]!r}"
+            )
         if self._next_chunk == 0:
             self._next_sequence = chunk.next_sequence
         self._next_chunk += 1
@@ -107,13 +109,13 @@ class Fetch:
         for event in _as_events(chunk):
             self._replicas.apply(heard, event)
         if len(self._owned) > MAX_BOOKINGS:
-            raise StateBroken(f"it has more than {MAX_BOOKINGS} bookings")
+            raise StateBroken(f"expected at most {MAX_BOOKINGS} bookings, received more")
         if chunk.last:
             self._finish()
         return chunk.last
 
     def give_up(self) -> None:
-        """Ends the fetch: the rest does not come. What came is kept: it is true."""
+        """Ends an incomplete fetch. What has arrived is kept, because it is true."""
         self._heard.give_up(self._replicas.now())
 
     def _finish(self) -> None:

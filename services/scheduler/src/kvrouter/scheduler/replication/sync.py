@@ -1,4 +1,4 @@
-"""Replica sync of all components: hands what happens here to each component's replicas, and expires what they held."""
+"""Replica sync over all components: passes local changes to each component's replicas, and expires what they own."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ReplicaSync:
         predictions: Predictions | None = None,
         affinity: Affinity | None = None,
     ) -> None:
-        """``grace_seconds`` is how long bookings outlive the Scheduler that held them."""
+        """Starts without replicas. Bookings outlive their Scheduler by ``grace_seconds``."""
         self.booking_table = booking_table
         self.metrics = metrics
         self._clock = clock
         self.send: Outgoing = _drop
-        """Takes this Scheduler's events, each component's in their order."""
+        """Takes this Scheduler's events, in order for each component."""
         self._pools = pools
         self._grace = grace_seconds
         self._predictions = predictions
@@ -47,11 +47,11 @@ class ReplicaSync:
         self._components: dict[ComponentName, Replicas] = {}
 
     def __iter__(self) -> Iterator[Replicas]:
-        """The replicas of every component that was asked for, or had a booking."""
+        """Iterates over the replicas of every component that was used."""
         return iter(list(self._components.values()))
 
     def of(self, component: ComponentName) -> Replicas:
-        """The replicas of one component."""
+        """Returns the replicas of one component."""
         replicas = self._components.get(component)
         if replicas is None:
             replicas = self._components[component] = Replicas(
@@ -80,33 +80,33 @@ class ReplicaSync:
         self.of(booking.component).generated(booking)
 
     def freed(self, key: Key, component: ComponentName | None) -> None:
-        """A booking has ended. Where it is unknown here, each component's Schedulers are told: one may hold it."""
+        """Announces the end of a booking; one that is unknown here in every component, since others may own it."""
         for replicas in self if component is None else [self.of(component)]:
             replicas.freed(key)
 
     def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
-        """A session's grace is over."""
+        """Announces that a session's grace is over."""
         for component in components:
             self.of(component).session_ended(session_id)
 
     def expire(self, registered: Collection[str]) -> None:
-        """Drops what Schedulers held that are gone for the grace; ``registered`` has the ids of those that are not."""
+        """Drops the bookings of Schedulers that have been gone for the grace; ``registered`` ones are not gone."""
         for replicas in self:
             replicas.expire(registered)
 
     def remote_bookings(self) -> int:
-        """Bookings that only other Schedulers hold."""
+        """Returns the number of bookings that only other Schedulers own."""
         own = sum(len(replicas.own) for replicas in self)
         return max(0, len(self.booking_table) - own)
 
     def replicas(self) -> int:
-        """Other Schedulers that are heard, over all components."""
+        """Returns the number of other Schedulers that are followed, over all components."""
         return sum(len(replicas.logs) for replicas in self)
 
     def incomplete(self) -> int:
-        """Those of them whose state is being fetched."""
+        """Returns how many of them have their state being fetched."""
         return sum(bool(log.state_requested) for replicas in self for log in replicas.logs)
 
 
 def _drop(component: ComponentName, event: ReplicaSyncEvent) -> None:
-    """Where nothing is sent, the others find it missing when something is."""
+    """Drops an event; the others find it missing once something is sent."""
