@@ -1,1 +1,1 @@
-"""Runs a workload against simulated engines in virtual time, with the router's own code between them."""
+"""Runs a workload against simulated engines in virtual time, routed by the Scheduler's own code."""

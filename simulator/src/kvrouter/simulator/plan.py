@@ -1,4 +1,4 @@
-"""What is run: each policy at each load with each seed."""
+"""The runs of a simulation: each policy at each load with each seed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kvrouter.simulator.workloads.workload import Prompts, Workload
 from rich.console import Console
 
 NAMES = tuple(mode for mode, policy in POLICIES.items() if not policy.needs_worker)
-"""The policies that can be simulated: all but those that are told the worker."""
+"""Policies that can be simulated: all except those that need a worker in the request."""
 
 
 class InvalidPolicy(ValueError):
-    """A policy is not known, or its weight is none."""
+    """A policy is unknown, or its weight is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Runs that differ in policy, load and seed only."""
+    """Runs that differ only in policy, load and seed."""
 
     workload: Workload
     setting: Setting
-    """What the runs have in common; each has its own policy and seed in it."""
+    """Settings common to all runs; policy and seed in it are replaced."""
     policies: Sequence[str]
-    """As on the command line: a mode, kv perhaps with its weight after a colon."""
+    """Policies as on the command line: a mode, for kv optionally with its weight after a colon."""
     loads: Sequence[float]
     seeds: Sequence[int]
     slo_ttft_s: float
@@ -40,7 +40,7 @@ class Plan:
     temperature: float = 0.0
 
     def described(self) -> Mapping[str, Any]:
-        """What the runs have in common, as JSON values."""
+        """Returns the common settings as JSON values."""
         setting = self.setting
         return {
             "workload": self.workload.name,
@@ -60,10 +60,10 @@ class Plan:
 
 
 def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dict[tuple[float, str], list[float]]]:
-    """Every run, and the sorted times to first token (s) of the last seed of each.
+    """Runs everything. Returns the runs, and the sorted times to first token (s) of the last seed of each.
 
     Raises:
-        InvalidPolicy: a policy is not known.
+        InvalidPolicy: a policy is unknown.
     """
     prompts = Prompts(plan.workload, plan.setting.engines[0].block_size)
     options = {name: routing_options(name, plan.temperature) for name in plan.policies}
@@ -85,10 +85,10 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
 
 
 def routing_options(name: str, temperature: float = 0.0) -> RoutingOptions:
-    """A policy as it is named on the command line.
+    """Returns the routing options of a policy as it is named on the command line.
 
     Raises:
-        InvalidPolicy: there is none of that name, or its weight is no weight.
+        InvalidPolicy: the name is unknown or the weight is invalid.
     """
     mode, colon, weight = name.partition(":")
     if mode not in NAMES:

@@ -1,4 +1,4 @@
-"""One run: a workload, engines, a policy."""
+"""One run: a workload, engines and a policy."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Setting:
     """What a workload runs against."""
 
     engines: Sequence[EngineConfig]
-    """All of one block size."""
+    """Engines, all with the same block size."""
     options: RoutingOptions = field(default_factory=RoutingOptions)
     seed: int = 0
-    """Of the policy's draws."""
+    """Seed of the policy's draws."""
     event_lag_s: float = 0.0
     """Seconds from a change in an engine's cache until the index knows of it."""
     calibration_error: float = 1.0
-    """How wrong the policy's time model is: at 3 it takes everything to last three times as long."""
+    """Error of the policy's time model: at 3 it expects three times as long."""
     restarts: Sequence[tuple[float, int]] = ()
     """(seconds after the start, engine): the engine loses its cache and requests, and is back at once."""
     schedulers: int = 1
-    """Replicas of the Scheduler, each with decisions of its own."""
+    """Replicas of the Scheduler that decide independently."""
     sync: Sync | None = None
-    """How replicas learn of each other's bookings; None: never."""
+    """How replicas learn of each other's bookings; None for never."""
     sharded: bool = False
-    """Whether requests are dealt to the replicas by prompt prefix; otherwise at random."""
+    """Whether requests go to replicas by prompt prefix; otherwise at random."""
     regret: bool = True
-    """Whether each choice is compared with the others in hindsight; it costs a third of the time or so."""
+    """Whether each choice is compared with the others in hindsight, which takes about a third of the time."""
 
 
 def simulate(workload: Workload, setting: Setting, prompts: Prompts) -> Outcome:
-    """Runs to the end. ``prompts`` are those of the workload, at any load."""
+    """Runs the workload to its end. ``prompts`` are those of the workload, at any load."""
     return _Run(workload, setting, prompts).to_the_end()
 
 
@@ -127,7 +127,7 @@ class _Run:
         self._router.progress(notice.number, notice.generated, finished=notice.finished)
 
     def _restart(self, engine: int) -> int:
-        """Returns how many requests failed."""
+        """Restarts an engine. Returns the number of failed requests."""
         self._fleet.restart(engine)
         if self._events is not None:
             self._events.restarted(engine)

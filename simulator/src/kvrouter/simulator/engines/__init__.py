@@ -1,1 +1,1 @@
-"""The engines in virtual time, their cache events, and what the best choice would have been."""
+"""Engines in virtual time, their cache events, and the best choice in hindsight."""

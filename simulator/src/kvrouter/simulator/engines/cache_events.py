@@ -1,6 +1,6 @@
-"""What engines tell of their caches, on its way to the index: the batches that a publisher would send.
+"""Passes the engines' cache events to the index, in the batches that a publisher would send.
 
-Each batch becomes visible a set time after what it tells of; until then the index knows nothing of it.
+Each batch becomes visible to the index a fixed lag after its events.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvrouter.simulator.engines.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
-_DEVICE, _COUNTED = Tier.TIER_DEVICE, CopyCounting.COPY_COUNTING_COUNTED  # read once: enums look values up by name
+_DEVICE, _COUNTED = Tier.TIER_DEVICE, CopyCounting.COPY_COUNTING_COUNTED  # read once: an enum lookup goes by name
 
 
 class CacheEvents:
-    """From the engines to the index."""
+    """Connects the engines to the index."""
 
     def __init__(self, ranks: Sequence[Rank], block_size: int, lag_seconds: float) -> None:
         self.index = PrefixIndex()
@@ -34,22 +34,22 @@ class CacheEvents:
             self.index.reset_rank(rank, 1, 0, partial=False)
         self._worker_ids = np.array([worker_id for worker_id, _ in ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in ranks], np.uint32)
-        # The index fences older incarnations itself; the simulated workers stay registered with their first one.
+        # The index fences older incarnations itself; simulated workers stay registered with their first one.
         self._registered = np.ones(len(ranks), np.uint64)
 
     def overlaps(self, prompt: Prompt) -> Overlaps:
-        """Leading blocks of a prompt that each rank holds, as the index has it, in the order of the ranks."""
+        """Returns the leading blocks of a prompt that the index shows for each rank, in the order of the ranks."""
         blocks = np.frombuffer(self.index.overlaps(prompt.local_hashes), np.uint32).astype(np.int64)
         return Overlaps(self._worker_ids, self._dp_ranks, blocks, self._registered)
 
     def restarted(self, engine: int) -> None:
-        """The engine begins a new life; what it held goes with the first event of that life, as everywhere."""
+        """Begins a new incarnation of an engine; its former blocks go with the first event of the new one."""
         self._incarnations[engine] += 1
         self._next_id[engine] = 0
         self.index.reset_rank(self._ranks[engine], self._incarnations[engine], 0, partial=False)
 
     def publish(self, events: Iterable[tuple[float, int, RawEvent]]) -> None:
-        """Takes events in, in the order in which they happened."""
+        """Adds events in the order in which they happened."""
         gathered: dict[int, list[RawEvent]] = {}
         latest = 0.0
         for at, engine, event in events:
@@ -59,11 +59,11 @@ class CacheEvents:
             self._under_way.append((latest + self._lag, self._batch(engine, some)))
 
     def apply_until(self, now: float) -> None:
-        """The index learns what has become visible by now."""
+        """Applies the batches that are visible at a time."""
         while self._under_way and self._under_way[0][0] <= now:
             summary = self.index.apply(self._under_way.popleft()[1])
             if summary.gap or summary.rejected or summary.unparsable or summary.unknown_parents:
-                raise RuntimeError(f"the index does not follow the engines: {summary}")
+                raise RuntimeError(f"the index differs from the engines: {summary}")
 
     def _batch(self, engine: int, events: Sequence[RawEvent]) -> bytes:
         worker_id, dp_rank = self._ranks[engine]
@@ -91,7 +91,7 @@ class CacheEvents:
 
 
 def _packed(field: int, words: bytes) -> bytes:
-    """A repeated fixed64 field as it is on the wire, which spares making a number of each word."""
+    """Returns a repeated fixed64 field in its wire format, which avoids an integer for each word."""
     size, length = bytearray(), len(words)
     while length > 0x7F:
         size.append(length & 0x7F | 0x80)

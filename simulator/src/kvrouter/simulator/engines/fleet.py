@@ -1,14 +1,14 @@
 """The engines of a simulation, in virtual time.
 
     fleet.submit(engine, number, prompt, max_tokens)      # now
-    notices = fleet.advance(until)                        # on to `until`, or to the first notable moment before that
-    fleet.take_events()                                   # what became cached or was evicted on the way
+    notices = fleet.advance(until)                        # to `until`, or to the first notable moment before it
+    fleet.take_events()                                   # blocks that were cached or evicted since the last call
 
-Steps follow each other on each engine without a pause while there is work. ``advance`` stops at the first moment at
-which a request got its first token or ended: all steps that end then have ended, and none has begun, so that what is
-submitted at that moment is part of the steps that begin at it.
+Each engine runs one step after another while it has work. ``advance`` stops at the first moment at which a request gets
+its first token or ends. All steps that end then have ended, and none has begun, so that requests submitted at that
+moment are part of the next steps.
 
-The one in Rust does the same, for a whole trace in seconds.
+The Rust implementation behaves the same and simulates a whole trace in seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvrouter.mocker.engine.types import UNSCOPED, CacheEvent, EngineRequest, Re
 
 
 class Notice(NamedTuple):
-    """What a caller sees of a request: its first token, each block that its output begins, its end."""
+    """Progress of a request: its first token, the first token of each output block, its end."""
 
     at: float
     engine: int
@@ -40,12 +40,12 @@ class Notice(NamedTuple):
 
 
 RawEvent = tuple[bytes, int | None, bytes, int] | tuple[bytes] | tuple[()]
-"""(engine hashes, parent, tokens, root) of a store, (engine hashes,) of a removal, () when all is cleared; hashes are
-packed little-endian u64, tokens u32."""
+"""(engine hashes, parent, tokens, root) of a store, (engine hashes,) of a removal, () of a clear. Hashes are packed
+little-endian u64, tokens u32."""
 
 
 class EngineLoad(NamedTuple):
-    """How busy an engine is."""
+    """Load of an engine."""
 
     running: int
     waiting: int
@@ -55,55 +55,55 @@ class EngineLoad(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Over a whole run."""
+    """Totals over a whole run."""
 
     steps: int
     preemptions: int
     reused_tokens: int
-    """Tokens that the caches spared the requests admitted, those that came back after a preemption included."""
+    """Tokens found in caches at admission, also at admissions after a preemption."""
     busy_seconds: list[float]
-    """By engine."""
+    """Computing time by engine, seconds."""
 
 
 class Fleet(Protocol):
-    """Engines in virtual time; their requests go by numbers, each used once."""
+    """Engines in virtual time. Requests are identified by numbers, each used once."""
 
     @property
     def now(self) -> float:
-        """Seconds."""
+        """Virtual time, seconds."""
         ...
 
     def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
-        """A request arrives at an engine now. ``prompt``: token ids, little-endian u32."""
+        """Submits a request to an engine now. ``prompt`` holds token ids as little-endian u32."""
         ...
 
     def restart(self, engine: int) -> None:
-        """The engine loses all that it holds, its requests too."""
+        """Restarts an engine: its cache and its requests are lost."""
         ...
 
     def advance(self, until: float) -> list[Notice]:
-        """Goes on to ``until``, or to the first moment before at which a request got its first token or ended."""
+        """Advances to ``until``, or to the first moment before it at which a request gets its first token or ends."""
         ...
 
     def take_events(self) -> list[tuple[float, int, RawEvent]]:
-        """(at, engine, event) of what happened to the caches since the last call; nothing where not recorded."""
+        """Returns the cache events (time, engine, event) since the last call; empty if they are not recorded."""
         ...
 
     def load(self, engine: int) -> EngineLoad:
-        """How busy an engine is, the step under way counted as done."""
+        """Returns the load of an engine, as if the current step were done."""
         ...
 
     def sorted_gaps(self) -> array[float]:
-        """Seconds between the tokens of a request (32-bit), over all requests, sorted."""
+        """Returns the seconds between tokens over all requests, sorted, as packed 32-bit floats."""
         ...
 
     def totals(self) -> Totals:
-        """Over the run so far."""
+        """Returns the totals of the run so far."""
         ...
 
 
 class ReferenceFleet:
-    """The plain one, over the oracle of the engine model."""
+    """The plain Python implementation, on the reference engine model."""
 
     def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
         self._configs = configs
@@ -120,19 +120,19 @@ class ReferenceFleet:
         self.now = 0.0
 
     def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
-        """A request arrives at an engine now."""
+        """Submits a request to an engine now."""
         request = EngineRequest(str(number), prompt, max_tokens)
         self._prompt_tokens[str(number)] = request.prompt_tokens
         self._engines[engine].submit(request, self.now)
         self._ready[engine] = self._ends[engine] is None
 
     def restart(self, engine: int) -> None:
-        """The engine loses all that it holds."""
+        """Restarts an engine."""
         self._engines[engine] = Engine(self._configs[engine])
         self._ends[engine], self._ready[engine] = None, False
 
     def advance(self, until: float) -> list[Notice]:
-        """Goes on."""
+        """Advances the time."""
         notices: list[Notice] = []
         while self.now < until:
             self._begin_steps()
@@ -146,21 +146,21 @@ class ReferenceFleet:
         return notices
 
     def take_events(self) -> list[tuple[float, int, RawEvent]]:
-        """What happened to the caches."""
+        """Returns the cache events since the last call."""
         taken, self._events = self._events, []
         return taken
 
     def load(self, engine: int) -> EngineLoad:
-        """How busy an engine is."""
+        """Returns the load of an engine."""
         load = self._engines[engine].load()
         return EngineLoad(load.running, load.waiting, load.active_blocks, load.cached_blocks, load.prefill_tokens)
 
     def sorted_gaps(self) -> array[float]:
-        """Seconds between tokens."""
+        """Returns the seconds between tokens, sorted."""
         return array("f", sorted(self._gaps))
 
     def totals(self) -> Totals:
-        """Over the run so far."""
+        """Returns the totals of the run so far."""
         return Totals(self._steps, self._preemptions, self._reused, list(self._busy))
 
     def _begin_steps(self) -> None:
@@ -214,7 +214,7 @@ def _raw(event: CacheEvent, seed: int) -> RawEvent:
 
 
 class NativeFleet:
-    """The one in Rust."""
+    """The Rust implementation."""
 
     def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
         from kvrouter.mocker.engine import _native
@@ -226,41 +226,41 @@ class NativeFleet:
 
     @property
     def now(self) -> float:
-        """Seconds."""
+        """Virtual time, seconds."""
         return self._native.now
 
     def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
-        """A request arrives at an engine now."""
+        """Submits a request to an engine now."""
         stream = output_stream(EngineRequest(str(number), prompt, max_tokens))
         self._native.submit(engine, number, prompt, max_tokens, self._roots[engine], stream)
 
     def restart(self, engine: int) -> None:
-        """The engine loses all that it holds."""
+        """Restarts an engine."""
         self._native.restart(engine)
 
     def advance(self, until: float) -> list[Notice]:
-        """Goes on."""
+        """Advances the time."""
         return [Notice._make(row) for row in self._native.advance(until)]
 
     def take_events(self) -> list[tuple[float, int, RawEvent]]:
-        """What happened to the caches."""
+        """Returns the cache events since the last call."""
         return self._native.take_events()
 
     def load(self, engine: int) -> EngineLoad:
-        """How busy an engine is."""
+        """Returns the load of an engine."""
         return EngineLoad._make(self._native.load(engine))
 
     def sorted_gaps(self) -> array[float]:
-        """Seconds between tokens."""
+        """Returns the seconds between tokens, sorted."""
         return array("f", self._native.sorted_gaps())
 
     def totals(self) -> Totals:
-        """Over the run so far."""
+        """Returns the totals of the run so far."""
         return Totals._make(self._native.totals())
 
 
 def make_fleet(configs: Sequence[EngineConfig], *, record_events: bool) -> Fleet:
-    """Engines of the implementation that the mocker uses."""
+    """Returns engines of the implementation that the mocker uses."""
     if IMPLEMENTATION == "native":
         return NativeFleet(configs, record_events=record_events)
     return ReferenceFleet(configs, record_events=record_events)

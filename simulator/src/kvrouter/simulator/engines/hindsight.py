@@ -1,10 +1,10 @@
-"""Regret: what the best choice would have spared a request, judged by what the engines really hold and have to do.
+"""Regret: what the best choice would have saved a request, by what the engines actually hold and have to do.
 
     cost(w) = T(tokens that w's requests still wait for + prompt tokens that w does not hold)      [ms]
-    regret  = cost(chosen) - min cost
+    regret  = cost(chosen) - min cost                                                              [ms]
 
-T takes the engine's own time model and speed, and what its decoding adds. It looks at one request at a time: what a
-choice costs those that come later is not in it, so no regret is not the best policy.
+T uses the engine's own time model and speed, and the time of its decoding. Regret looks at one request at a time and
+leaves out the cost for later requests, so zero regret is not the best policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrouter.simulator.engines.fleet import Fleet
 def costs_ms(
     fleet: Fleet, engines: Sequence[EngineConfig], overlap_blocks: Sequence[int], prompt_tokens: int
 ) -> list[float]:
-    """Time to first token by engine, if the request went there now."""
+    """Returns the time to first token in ms by engine, if the request went there now."""
     costs = []
     for number, config in enumerate(engines):
         load = fleet.load(number)

@@ -1,1 +1,1 @@
-"""What came of runs: statistics, reports, charts."""
+"""Results of runs: statistics, reports, charts."""

@@ -1,4 +1,4 @@
-"""Draws runs: at one load how long first tokens took, over several loads where each policy's knee is."""
+"""Draws runs: the distribution of first tokens at one load, or each policy's knee over several loads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _COLORS = ("#8a8f98", "#0b7a75", "#b5541c", "#5b4b8a", "#b08900", "#2f5d9b", "#9
 
 
 def draw(path: Path, title: str, runs: Sequence[Run], waits_s: Mapping[tuple[float, str], Sequence[float]]) -> None:
-    """Writes a picture, of the kind that the file's name ends in: .png, .svg or .pdf.
+    """Writes a picture in the format of the file's suffix: .png, .svg or .pdf.
 
-    ``waits_s``: sorted times to first token by (load, policy), of the last seed.
+    Args:
+        path: The file.
+        title: Title of the picture.
+        runs: The runs.
+        waits_s: Sorted times to first token, seconds, by (load, policy), of the last seed.
 
     Raises:
         OSError: the file cannot be written.
@@ -112,7 +116,7 @@ def _bars(axes: Axes, runs: Sequence[Run], colors: Mapping[str, str], value: Cal
 
 
 def _in_durations(axis: Axis) -> None:
-    """Labels at 1, 2 and 5 of each decade of a log scale."""
+    """Labels a log scale at 1, 2 and 5 of each decade."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"))
     axis.set_minor_formatter(NullFormatter())

@@ -1,6 +1,6 @@
-"""Where a policy's knee is: the load at which fewer than 90% of the requests keep to their objectives.
+"""Finds a policy's knee: the load at which fewer than 90% of the requests meet their objectives.
 
-Between two loads that were run, the share of requests is taken to fall in a straight line.
+Between two simulated loads the share of requests is interpolated linearly.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 KNEE_SHARE = 0.9
-"""Share of requests within their objectives. Past the knee it falls to a half within a tenth or two of load, so that
-another share would give much the same load."""
+"""Share of requests within their objectives at the knee. Past the knee it falls to a half within a tenth or two of
+load, so another share would give nearly the same load."""
 
 
 def knee(points: Sequence[tuple[float, float]]) -> float:
-    """The load of the knee, from (load, share within objectives) in order of load.
+    """Returns the load of the knee, from (load, share within objectives) in order of load.
 
-    Infinity if it is beyond the last load, minus infinity if it is before the first.
+    It is infinite if it lies beyond the last load, and minus infinity if it lies before the first.
     """
     if points[0][1] < KNEE_SHARE:
         return -math.inf

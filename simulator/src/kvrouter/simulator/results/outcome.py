@@ -1,4 +1,4 @@
-"""What came of a run, and the statistics that sum it up."""
+"""The outcome of a run, and statistics over it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class Served:
     prompt_tokens: int
     output_tokens: int
     engine: int = -1
-    """The last one that it was sent to."""
+    """Last engine that it was sent to."""
     sent_at: float = math.nan
-    """When it was sent there; later than ``arrived_at`` if the router held it."""
+    """Time at which it was sent there; later than ``arrived_at`` if it was queued at the Scheduler."""
     first_at: float = math.nan
     ended_at: float = math.nan
     cached_tokens: int = 0
     """Prompt tokens found in the engine's cache."""
     attempts: int = 1
-    """Times that it was sent; more than 1 if an engine restarted under it."""
+    """Times that it was sent; more than 1 after a restart of its engine."""
     failed: bool = False
-    """Its engine restarted when part of its output was out."""
+    """Whether its engine restarted after a part of its output."""
     regret_ms: float = math.nan
-    """Time to first token that the best engine would have spared; not a number where it was not looked at."""
+    """Time to first token that the best engine would have saved, ms; NaN if it was not computed."""
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
+        """Time to first token, seconds."""
         return self.first_at - self.arrived_at
 
     @property
     def itl_s(self) -> float:
-        """Mean time between its tokens; 0 for a single one."""
+        """Mean time between its tokens, seconds; 0 for a single token."""
         return (self.ended_at - self.first_at) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
@@ -54,7 +54,7 @@ class Dispersion:
 
 
 def spread(ordered: Sequence[float], scale: float = 1.0) -> Dispersion:
-    """Of sorted values, each multiplied by ``scale``; quantiles are interpolated linearly."""
+    """Returns quantiles, interpolated linearly, and mean of sorted values that are multiplied by ``scale``."""
     if not ordered:
         return Dispersion(math.nan, math.nan, math.nan, math.nan)
 
@@ -78,7 +78,7 @@ class Peaks:
     """Tokens."""
 
     def see(self, loads: Sequence[EngineLoad]) -> None:
-        """A request arrives, and this is what engines have to do."""
+        """Adds the engines' loads at the arrival of a request."""
         blocks = [load.active_blocks for load in loads]
         self.arrivals += 1
         self.fullest_blocks += max(blocks)
@@ -88,58 +88,58 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All that is kept of a run."""
+    """Everything that is kept of a run."""
 
     served: Sequence[Served]
     gaps_s: array[float]
-    """Seconds between tokens, over all requests, sorted."""
+    """Seconds between tokens over all requests, sorted."""
     totals: Totals
     peaks: Peaks
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """A run in numbers."""
+    """Statistics of a run."""
 
     requests: int
     reuse: float
-    """Share of the prompt tokens that came out of a cache."""
+    """Share of the prompt tokens found in a cache."""
     readmitted_reuse: float
-    """The same, counting also what requests find of themselves after a preemption; may be above ``reuse``."""
+    """The same, including what requests find of their own blocks after a preemption; may exceed ``reuse``."""
     ttft_ms: Dispersion
     itl_ms: Dispersion
     within_slo: int
-    """Requests whose time to first token and mean time between tokens kept to their objectives."""
+    """Requests whose time to first token and mean time between tokens met the objectives."""
     goodput_per_s: float
-    """Those per second."""
+    """Requests within their objectives per second."""
     requests_per_s: float
     output_tokens_per_s: float
     imbalance: float
-    """Time that the busiest engine computed, over the mean; 1 is even."""
+    """Computing time of the busiest engine over the mean; 1 is even."""
     block_peak: float
-    """Active blocks of the fullest engine over the mean of all, seen by arriving requests; 1 is even."""
+    """Active blocks of the fullest engine over the mean, sampled by arriving requests; 1 is even."""
     longest_prefill_tokens: float
-    """Prompt tokens that wait at the engine with most of them, seen by arriving requests."""
+    """Waiting prompt tokens at the engine with most of them, sampled by arriving requests."""
     queued: int
-    """Requests that the router kept for a while."""
+    """Requests that were queued at the Scheduler."""
     failed: int
-    """Requests whose engine restarted when part of their output was out."""
+    """Requests whose engine restarted after a part of their output."""
     retried: int
-    """Requests sent again, since their engine restarted before their first token."""
+    """Requests sent again because their engine restarted before their first token."""
     preemptions: int
     regret_ms: float
-    """Mean time to first token that the best engine would have spared a request, looked at alone."""
+    """Mean time to first token in ms that the best engine would have saved a request, taken by itself."""
     span_s: float
-    """From the start to the last token."""
+    """Seconds from the start to the last token."""
 
     @property
     def good_share(self) -> float:
-        """Share of the requests that kept to their objectives; 0 where none was served."""
+        """Share of the requests within their objectives; 0 if none was served."""
         return self.within_slo / max(self.requests, 1)
 
 
 def run_statistics(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> RunStatistics:
-    """The statistics of a run; not a number where nothing was served."""
+    """Returns the statistics of a run; NaN where nothing was served."""
     served = [request for request in outcome.served if not request.failed]
     regrets = [request.regret_ms for request in served if not math.isnan(request.regret_ms)]
     ttft = sorted(request.ttft_s for request in served)

@@ -1,4 +1,4 @@
-"""Tells a person, and a machine, what runs came to."""
+"""Reports the results of runs as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run, and what it was."""
+    """One run with its settings and statistics."""
 
     policy: str
     load: float
     seed: int
     statistics: RunStatistics
     wall_s: float
-    """Time that the simulation itself took."""
+    """Real time that the simulation took, seconds."""
 
 
 Figure = tuple[str, Callable[[RunStatistics], float], str]
-"""Name, value, and format."""
+"""Name, value and format."""
 
 _BRIEF: Sequence[Figure] = (
     ("reuse", lambda f: f.reuse, ".1%"),
@@ -46,12 +46,12 @@ _BRIEF: Sequence[Figure] = (
 )
 
 _RARE: Sequence[Figure] = (
-    ("queued by the router", lambda f: f.queued, ",.0f"),
+    ("queued at the Scheduler", lambda f: f.queued, ",.0f"),
     ("preemptions", lambda f: f.preemptions, ",.0f"),
     ("sent again after a restart", lambda f: f.retried, ",.0f"),
     ("failed by a restart", lambda f: f.failed, ",.0f"),
 )
-"""Left out where they did not happen."""
+"""Statistics that are left out if they are 0."""
 _INDENT = len("time to first token, ms: mean")
 _FULL: Sequence[Sequence[Figure]] = (
     (("prompt tokens found in a cache", lambda f: f.reuse, ".1%"),),
@@ -75,8 +75,8 @@ _FULL: Sequence[Sequence[Figure]] = (
     ),
     (
         ("load imbalance: busiest engine / mean", lambda f: f.imbalance, ".2f"),
-        ("fullest engine / mean, seen by arrivals", lambda f: f.block_peak, ".2f"),
-        ("longest prefill queue, tokens, likewise", lambda f: f.longest_prefill_tokens, ",.0f"),
+        ("fullest engine / mean, at arrivals", lambda f: f.block_peak, ".2f"),
+        ("longest prefill queue, tokens, at arrivals", lambda f: f.longest_prefill_tokens, ",.0f"),
         ("regret, ms", lambda f: f.regret_ms, ",.1f"),
     ),
     _RARE,
@@ -84,7 +84,7 @@ _FULL: Sequence[Sequence[Figure]] = (
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Policies side by side at one load; over several, a row for each load and policy. Over seeds, medians."""
+    """Returns policies side by side at one load, or a row for each load and policy. Values are medians over seeds."""
     return _by_load(runs) if len({run.load for run in runs}) > 1 else _side_by_side(runs)
 
 
@@ -120,7 +120,7 @@ def _cells(groups: Iterable[Sequence[Run]], value: Callable[[RunStatistics], flo
 
 
 def knees(runs: Sequence[Run]) -> dict[str, float]:
-    """The knee of each policy over the loads that were run; empty if there is one load only."""
+    """Returns the knee of each policy over the simulated loads; empty with one load."""
     shares: dict[str, list[tuple[float, float]]] = {}
     for (load, policy), group in sorted(grouped(runs).items()):
         share = median(run.statistics.good_share for run in group)
@@ -130,7 +130,7 @@ def knees(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def knee_text(runs: Sequence[Run]) -> str:
-    """The knees in a line; empty if there is one load only."""
+    """Returns the knees as a line of text; empty with one load."""
     loads = [run.load for run in runs]
 
     def where(load: float) -> str:
@@ -143,7 +143,7 @@ def knee_text(runs: Sequence[Run]) -> str:
 
 
 def grouped(runs: Sequence[Run]) -> Mapping[tuple[float, str], list[Run]]:
-    """Runs that differ in their seed only, in the order in which they were made."""
+    """Returns runs grouped by everything but their seed, in the order in which they were made."""
     groups: dict[tuple[float, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.load, run.policy), []).append(run)
@@ -151,9 +151,10 @@ def grouped(runs: Sequence[Run]) -> Mapping[tuple[float, str], list[Run]]:
 
 
 def write_json(path: Path, setting: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Writes the statistics of all runs; what is no number is null, as is a knee beyond the loads.
+    """Writes the statistics of all runs. NaN becomes null, as does a knee beyond the loads.
 
-    Raises OSError if the file cannot be written.
+    Raises:
+        OSError: the file cannot be written.
     """
     document = {"setting": dict(setting), "runs": [asdict(run) for run in runs], "knees": knees(runs)}
     path.write_text(json.dumps(_without_nan(document), indent=1) + "\n", encoding="utf-8")

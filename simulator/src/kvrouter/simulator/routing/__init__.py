@@ -1,1 +1,1 @@
-"""The Scheduler's own code in virtual time: one, or several replicas."""
+"""The Scheduler's own code in virtual time: one Scheduler, or several replicas."""

@@ -1,10 +1,9 @@
 """Scheduler replicas that decide independently, and what they learn of each other's bookings.
 
-Requests are dealt to the replicas at random, or by prompt prefix as a spreading Frontend does. A replica sees its own
-bookings at once. What it tells another arrives after a lag; each message is lost with a probability. What is lost shows
-as a gap with the next message that arrives, or with a heartbeat. The other then asks for the whole state, which takes
-the repair time, and holds back what comes meanwhile: then it knows all that was told until then. Without a sync,
-replicas never learn of each other's bookings.
+Requests go to the replicas at random, or by prompt prefix as with sharding. A replica knows its own bookings at once.
+Its announcements arrive at the others after a lag, and each is lost with a probability. A loss shows as a gap with the
+next announcement that arrives, or with a heartbeat. The other replica then fetches the whole state, which takes the
+repair time; later announcements wait for it. Without sync, replicas never learn of each other's bookings.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.simulator.routing.router import Announcement, Router, pool_of
 
 HEARTBEAT_S = 1.0
-"""Time after which a gap shows though no booking follows."""
+"""Seconds after which a gap shows without a further booking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +30,26 @@ class Sync:
     """How replicas learn of each other's bookings."""
 
     lag_s: float = 0.0
-    """From a booking until the others know of it, seconds."""
+    """Seconds from a booking until the others know of it."""
     loss: float = 0.0
-    """Share of messages that are lost, 0 to below 1."""
+    """Share of announcements that are lost, at least 0 and below 1."""
     repair_s: float = 0.1
-    """From a gap's discovery until it is closed, seconds."""
+    """Seconds from the detection of a gap until it is repaired."""
 
 
 @dataclass(slots=True)
 class Link:
-    """What one replica tells another, in order."""
+    """Announcements from one replica to another, in order."""
 
     sync: Sync
     lost: list[Announcement] = field(default_factory=list)
     lost_since: float = 0.0
     repaired_at: float = 0.0
     under_way: deque[tuple[float, Announcement]] = field(default_factory=deque)
-    """(when it is known, what), in order of both."""
+    """(time of arrival, announcement), in order of both."""
 
     def announce(self, announcement: Announcement, now: float, *, is_lost: bool) -> None:
-        """Sends a message."""
+        """Sends an announcement."""
         arrives = now + self.sync.lag_s
         self._beat(arrives)
         if arrives < self.repaired_at:
@@ -65,7 +64,7 @@ class Link:
             self.under_way.append((arrives, announcement))
 
     def known_by(self, now: float) -> Iterator[tuple[float, Announcement]]:
-        """What has become known: when, and what."""
+        """Yields what has arrived by a time: (time of arrival, announcement)."""
         self._beat(now)
         while self.under_way and self.under_way[0][0] <= now:
             yield self.under_way.popleft()
@@ -81,7 +80,7 @@ class Link:
 
 
 class Schedulers:
-    """One or several replicas, seen as one ``Router``."""
+    """One or several replicas behind the interface of one ``Router``."""
 
     def __init__(
         self,
@@ -96,9 +95,18 @@ class Schedulers:
         seed: int,
         calibration_error: float,
     ) -> None:
-        """``clock`` tells virtual seconds; without ``sync`` replicas learn nothing of each other.
+        """Starts without bookings.
 
-        ``sharded``: by prompt prefix instead of at random.
+        Args:
+            engines: The engines.
+            events: Feeds the index; None without one.
+            options: Routing options.
+            clock: Returns virtual seconds.
+            count: Replicas.
+            sync: How replicas learn of each other's bookings; None for never.
+            sharded: Whether requests go to replicas by prompt prefix; otherwise at random.
+            seed: Seed of all draws.
+            calibration_error: Error of the policy's time model.
         """
         self._clock = clock
         self._hearing_at: float | None = None
@@ -123,28 +131,28 @@ class Schedulers:
             router.announce = self._teller([link for link, _ in others])
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
-        """Where a request goes that has just come; None if it is held."""
+        """Returns the rank for a new request; None if it is queued."""
         self._hear(now)
         if number not in self._home:
             self._home[number] = self._dealt(prompt)
         return self._routers[self._home[number]].route(number, prompt, now)
 
     def release(self, now: float) -> Iterator[tuple[int, Rank]]:
-        """Requests held that go now, and where. Each is to be sent before the next is asked for."""
+        """Yields queued requests that go now, and their ranks. Send each before the next is taken."""
         self._hear(now)
         for router in self._routers:
             yield from router.release(now)
 
     def next_due(self) -> float:
-        """When a request held must be looked at though nothing happens."""
+        """Returns when queued requests must be tried again if nothing happens, seconds."""
         return min(router.next_due() for router in self._routers)
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
-        """So many output tokens have come."""
+        """Notes the output of a request so far."""
         self._routers[self._home[number]].progress(number, generated, finished=finished)
 
     def lost(self, number: int) -> None:
-        """The engine of a request has gone."""
+        """Notes that the engine of a request has restarted."""
         self._routers[self._home[number]].lost(number)
 
     def _dealt(self, prompt: Prompt) -> int:

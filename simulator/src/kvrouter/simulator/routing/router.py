@@ -1,4 +1,4 @@
-"""The router between requests and engines: the Scheduler's slot manager, survey and policies, in virtual time."""
+"""Routes requests to engines with the Scheduler's load accounting, candidates and policies, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
 _WHOLE = WorkerConstraints()
-_STAGE = Stage.STAGE_WHOLE  # read once: the enum looks its values up by name
+_STAGE = Stage.STAGE_WHOLE  # read once: an enum lookup goes by name
 
 
 def ranks_of(configs: Sequence[EngineConfig]) -> list[Rank]:
-    """The rank that each engine is: worker ids from 1."""
+    """Returns the rank of each engine: worker ids from 1."""
     return [(number, 0) for number in range(1, len(configs) + 1)]
 
 
 def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool:
-    """A component of these engines. ``clock`` tells virtual seconds."""
+    """Returns a component of these engines. ``clock`` returns virtual seconds."""
     workers = {
         worker_id: WorkerRegistration(
             worker_id=worker_id,
@@ -51,22 +51,22 @@ def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool
 
 
 class Announcement(NamedTuple):
-    """What one replica of the Scheduler tells the others of a booking."""
+    """What one replica of the Scheduler announces about a booking."""
 
     key: Key
     generated: int
     """Output tokens so far; 0 when it is booked."""
     freed: bool = False
     booked: tuple[Rank, Prompt, int] | None = None
-    """Where, what, and the prefill tokens; only when it is booked."""
+    """Rank, prompt and prefill tokens; only when it is booked."""
 
 
 def _announce_to_nobody(_: Announcement) -> None:
-    """There are no replicas."""
+    """Ignores an announcement: there are no other replicas."""
 
 
 class Router:
-    """Decides where requests go, from what a router knows."""
+    """Decides where requests go, from what a Scheduler knows."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Router:
         seed: int,
         calibration_error: float = 1.0,
     ) -> None:
-        """``calibration_error`` is the error of the policy's time model: at 3 it predicts three times the duration."""
+        """Starts without bookings. At a ``calibration_error`` of 3 the policy expects 3 times the real durations."""
         self.pool = pool
         self.announce: Callable[[Announcement], None] = _announce_to_nobody
-        """Is told of every booking, its progress and its end."""
+        """Called with every booking, its progress and its end."""
         self._calibration_error = calibration_error
         self._events = events
         self._options = options
@@ -90,7 +90,7 @@ class Router:
         self._attempts: dict[int, int] = {}
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
-        """Where a request goes that has just come; None if it is held."""
+        """Returns the rank for a new request; None if it is queued."""
         chosen = self._choose(prompt, now)
         if isinstance(chosen.decided, Wait) and self._queued.add(number, chosen.decided, now):
             self._prompts[number] = prompt
@@ -98,7 +98,7 @@ class Router:
         return self._book(number, prompt, chosen)
 
     def release(self, now: float) -> Iterator[tuple[int, Rank]]:
-        """Requests held that go now, and where. Each is to be sent before the next is asked for."""
+        """Yields queued requests that go now, and their ranks. Send each before the next is taken."""
         if not self._queued:
             return
         chosen: dict[int, Chosen] = {}
@@ -111,7 +111,7 @@ class Router:
             yield number, self._book(number, self._prompts.pop(number), chosen[number])
 
     def next_due(self) -> float:
-        """When a request held must be looked at though nothing happens."""
+        """Returns when queued requests must be tried again if nothing happens, seconds."""
         return self._queued.next_due()
 
     def _choose(self, prompt: Prompt, now: float) -> Chosen:
@@ -130,13 +130,13 @@ class Router:
         return rank
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
-        """So many output tokens have come."""
+        """Notes the output of a request so far."""
         if generated == 1 or finished:
             self._queued.started(number)
         self._take(Announcement(self._key(number), generated, freed=finished))
 
     def lost(self, number: int) -> None:
-        """The engine of a request has gone: what it booked is freed. It may be routed once more."""
+        """Frees the booking of a request whose engine has restarted. The request may be routed again."""
         self._queued.started(number)
         self._take(Announcement(self._key(number), 0, freed=True))
         self._attempts[number] = self._attempts.get(number, 0) + 1
@@ -146,7 +146,7 @@ class Router:
         self.announce(announcement)
 
     def hear(self, announcement: Announcement) -> None:
-        """Takes over what has become of a booking, its own or another replica's."""
+        """Applies an announcement, its own or another replica's."""
         booked_load = self.pool.booked_load
         if announcement.booked is not None:
             booked_load.book(announcement.key, *announcement.booked)

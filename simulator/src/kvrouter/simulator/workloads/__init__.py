@@ -1,1 +1,1 @@
-"""What is sent: generated, or read from files."""
+"""Workloads: generated, or read from files."""

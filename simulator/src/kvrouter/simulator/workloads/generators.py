@@ -1,7 +1,7 @@
-"""Made-up workloads, each of one kind of traffic. Equal arguments give equal requests.
+"""Generates workloads of one kind of traffic each. Equal arguments give equal requests.
 
-At load 1 a fleet of 16 default engines is lightly loaded; ``--load`` multiplies the rate of arrivals. Lengths are
-log-normal (a few long ones), popularity is Zipf's, sessions and visitors come as a Poisson process.
+At load 1, 16 default engines are lightly loaded; ``--load`` multiplies the arrival rate. Lengths are log-normal,
+popularity follows Zipf's law, sessions and visitors arrive as a Poisson process.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ PIECE_TOKENS = 64
 
 @dataclass(slots=True)
 class Context:
-    """A prompt that grows: pieces that are all used, since what comes next begins a new one."""
+    """A prompt that grows. All of its pieces are full, because the next part begins a new one."""
 
     fresh: Iterator[int]
     pieces: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """Length in tokens."""
         return len(self.pieces) * PIECE_TOKENS
 
     def grow(self, tokens: int) -> None:
-        """Adds text that nobody else has, rounded up to pieces."""
+        """Adds text that no other prompt has, rounded up to pieces."""
         self.pieces += islice(self.fresh, -(-tokens // PIECE_TOKENS))
 
     def request(self, at: float, output_tokens: int) -> Request:
-        """Asks with all of it."""
+        """Returns a request with the whole context as its prompt."""
         return Request(at, self.tokens, output_tokens, tuple(self.pieces))
 
 
@@ -49,7 +49,7 @@ def _zipf(count: int, exponent: float) -> list[float]:
 
 
 def shared_prompts(rng: Random, bursts: bool = False) -> Iterator[Request]:
-    """Applications with a system prompt each, of Zipf popularity; a short question; many visitors."""
+    """Generates applications with a system prompt each, of Zipf popularity, a short question and many visitors."""
     fresh = count(1)
     prompts = []
     for _ in range(400):
@@ -59,7 +59,7 @@ def shared_prompts(rng: Random, bursts: bool = False) -> Iterator[Request]:
     popularity = _zipf(len(prompts), 0.9)
     at = 0.0
     while True:
-        # In bursts: five seconds in thirty at four times the rate, the rest at two fifths of it.
+        # In bursts: five seconds in thirty at four times the rate, the others at two fifths of it.
         rate = 40.0 * ((4.0 if at % 30 < 5 else 0.4) if bursts else 1.0)
         at += rng.expovariate(rate)
         context = Context(fresh, list(rng.choices(prompts, cum_weights=popularity)[0]))
@@ -68,7 +68,7 @@ def shared_prompts(rng: Random, bursts: bool = False) -> Iterator[Request]:
 
 
 def chat(rng: Random) -> Iterator[Request]:
-    """Conversations: every turn brings all that was said before, one system prompt is common to all."""
+    """Generates conversations: every turn repeats all earlier turns, and all begin with one system prompt."""
 
     def turns(rng: Random, start: float, context: Context) -> Iterator[Request]:
         at = start
@@ -85,7 +85,7 @@ def chat(rng: Random) -> Iterator[Request]:
 
 
 def documents(rng: Random) -> Iterator[Request]:
-    """Long documents, each with several questions in the minutes after it came."""
+    """Generates long documents, each with several questions in the minutes after it arrives."""
 
     def questions(rng: Random, start: float, context: Context) -> Iterator[Request]:
         context.grow(_length(rng, 14000, 0.6, 3000, 60000))
@@ -100,7 +100,7 @@ def documents(rng: Random) -> Iterator[Request]:
 
 
 def agents(rng: Random) -> Iterator[Request]:
-    """Agents: tens of steps, each adding what a tool said, with little time between them."""
+    """Generates agents: tens of steps in quick succession, each of which adds the output of a tool."""
 
     def steps(rng: Random, start: float, context: Context) -> Iterator[Request]:
         context.grow(_length(rng, 1500, 0.5, 300, 6000))
@@ -117,7 +117,7 @@ def agents(rng: Random) -> Iterator[Request]:
 def _sessions(
     rng: Random, per_second: float, session: Callable[[Random, float, Context], Iterator[Request]], common: int = 0
 ) -> Iterator[Request]:
-    """Sessions that begin at that rate, their requests merged by time. ``common``: tokens that all begin with."""
+    """Merges sessions that begin at a rate by time. All begin with ``common`` tokens."""
     fresh = count(1)
     shared = Context(fresh)
     shared.grow(common)
@@ -145,14 +145,14 @@ GENERATORS: Mapping[str, Callable[[Random], Iterator[Request]]] = MappingProxyTy
         "bursts": lambda rng: shared_prompts(rng, bursts=True),
     }
 )
-"""By name."""
+"""Generators by name."""
 
 
 def generate(name: str, requests: int, seed: int = 0) -> Workload:
-    """The first so many requests of a generator.
+    """Returns the first ``requests`` requests of a generator.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: no generator has that name.
     """
     made: Sequence[Request] = list(islice(GENERATORS[name](Random(seed)), requests))
     return Workload(name, made, PIECE_TOKENS)

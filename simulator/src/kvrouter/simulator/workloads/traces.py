@@ -1,4 +1,4 @@
-"""Workloads as files: traces that ``kvrouter.devtools.traces`` reads, and recordings of one's own traffic."""
+"""Workloads in files: traces that ``kvrouter.devtools.traces`` reads, and recordings of traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.simulator.workloads.workload import Request, Workload
 
 
 def read(path: Path, limit: int | None = None, model: str | None = None) -> Workload:
-    """The first ``limit`` requests of a trace (all where it is None), gzip-compressed or not, in order of time.
+    """Returns the first ``limit`` requests of a trace, or all, in order of time. The file may be gzip-compressed.
 
     Raises:
         TraceError: as ``read_trace``.
@@ -23,7 +23,7 @@ def read(path: Path, limit: int | None = None, model: str | None = None) -> Work
 
 
 def lines(workload: Workload) -> Iterable[str]:
-    """A workload in that format."""
+    """Yields a workload in that format."""
     for request in workload.requests:
         fields: dict[str, Any] = {
             "timestamp": round(request.arrives_s * 1e3, 3),

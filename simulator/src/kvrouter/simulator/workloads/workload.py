@@ -1,7 +1,7 @@
-"""What is sent: when each request comes, how long it is, and what its prompt consists of.
+"""A workload: the arrival, length and prompt content of each request.
 
-A prompt is named by ids of *pieces* of so many tokens: equal ids stand for equal tokens after equal beginnings. Pieces
-of Mooncake traces have 512 tokens; those of recordings of one's own traffic are blocks.
+A prompt consists of *pieces* of a fixed number of tokens, each with an id. Equal ids stand for equal tokens after equal
+beginnings. Pieces of Mooncake traces have 512 tokens; pieces of recorded traffic are blocks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Request:
     """One request."""
 
     arrives_s: float
-    """Seconds after the start, 0 or more."""
+    """Seconds after the start, at least 0."""
     prompt_tokens: int
-    """1 or more."""
+    """At least 1."""
     output_tokens: int
-    """1 or more."""
+    """At least 1."""
     pieces: tuple[int, ...]
-    """Ids of the prompt's pieces, in order; the last one may be used in part."""
+    """Ids of the prompt's pieces, in order; the last piece may be used in part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order in which they come."""
+    """Requests in order of arrival."""
 
     name: str
     requests: Sequence[Request]
@@ -40,12 +40,12 @@ class Workload:
     """Tokens in a piece."""
 
     def faster(self, load: float) -> Workload:
-        """The same requests, arriving ``load`` times as fast."""
+        """Returns the same requests, arriving ``load`` times as fast."""
         requests = [replace(request, arrives_s=request.arrives_s / load) for request in self.requests]
         return replace(self, requests=requests)
 
     def first(self, count: int) -> Workload:
-        """Its first ``count`` requests."""
+        """Returns the first ``count`` requests."""
         return replace(self, requests=self.requests[:count])
 
 
@@ -55,7 +55,7 @@ def _positions(tokens: int) -> array[int]:
 
 
 def expand(piece: int, tokens: int) -> bytes:
-    """The tokens that a piece id (a u64) stands for, little-endian u32: groups of four, (id, id's high half, i, i)."""
+    """Returns the tokens of a piece id (u64) as little-endian u32: groups of four, (id, high half of id, i, i)."""
     words = _positions(tokens)[:]
     words[0::4] = array("I", [piece & 0xFFFFFFFF]) * len(range(0, tokens, 4))
     words[1::4] = array("I", [piece >> 32 & 0xFFFFFFFF]) * len(range(1, tokens, 4))
@@ -65,7 +65,7 @@ def expand(piece: int, tokens: int) -> bytes:
 
 
 class Prompts:
-    """Prompts of a workload, as tokens and as the hashes that the router goes by; hashed once, whatever is run."""
+    """Prompts of a workload as tokens and as hashes. Each is hashed once, however many runs use it."""
 
     def __init__(self, workload: Workload, block_size: int) -> None:
         self._workload = workload
@@ -73,13 +73,13 @@ class Prompts:
         self._prompts: dict[int, Prompt] = {}
 
     def tokens(self, index: int) -> bytes:
-        """A prompt's token ids, little-endian u32."""
+        """Returns a prompt's token ids, little-endian u32."""
         request, width = self._workload.requests[index], self._workload.piece_tokens
         expanded = b"".join([expand(piece, width) for piece in request.pieces])
         return expanded[: 4 * request.prompt_tokens]
 
     def hashed(self, index: int) -> Prompt:
-        """A prompt as blocks."""
+        """Returns a prompt as blocks."""
         prompt = self._prompts.get(index)
         if prompt is None:
             local = local_hashes(self.tokens(index), self._block_size)
