@@ -1,15 +1,15 @@
-"""How fast an Indexer comes back, from real processes: restored, replayed, refilled, and while 2,000 workers rejoin.
+"""Measures the recovery of an Indexer with real processes: restore, replay, refill, and 2,000 workers that rejoin.
 
     python bench/recovery.py [--only restore,rejoin] [--workers 2000]
 
 ``restore``: 64 workers of 16,384 blocks each. Indexers start with all events in the stream and no snapshot, with a
-snapshot, and with neither, so that they fetch everything from the workers: their events where these still have them,
-else their states. Between, a snapshot is taken under queries. ``rejoin``: 2,000 workers of 512 blocks stand still
-(SIGSTOP) until their leases have lapsed and the Indexer has dropped their blocks; then all go on at once, under
-queries.
+snapshot, and with neither, so that they fetch everything from the workers: events where the workers still have them,
+otherwise whole states. In between, a snapshot is taken under queries. ``rejoin``: 2,000 workers of 512 blocks are
+frozen (SIGSTOP) until their leases have expired and the Indexer has dropped their blocks; then all continue at once,
+under queries.
 
-Workers are the SDK in processes of their own (``recovery_workers.py``), with NATS and etcd on the same machine, so what
-they cost is in the figures. Queries ask for a prefix of 512 blocks that every worker holds, one after the other.
+Workers are SDK processes (``recovery_workers.py``) beside NATS and etcd on the same machine; the results include what
+they cost. Queries ask for a prefix of 512 blocks that every worker holds, one after the other.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ EVERYTHING = FindMatchesRequest(component=NAMED, local_hashes=LocalHashes(hashes
 
 @dataclass
 class Report:
-    """The table as it grows; each line is printed at once too."""
+    """Prints each row as it is measured, and the whole table at the end."""
 
     table: Table = field(default_factory=lambda: Table("what", "figure"))
 
@@ -70,7 +70,7 @@ class Report:
 
 
 class Process:
-    """A process whose log goes to a file."""
+    """A process with its log in a file."""
 
     def __init__(self, log: Path) -> None:
         self.log_path = log
@@ -100,19 +100,19 @@ class Process:
         return int(next(line for line in lines if line.startswith(which)).split()[1]) / 1e3
 
     def processor_seconds(self) -> float:
-        """Time that its threads have run."""
+        """Returns the processor time of its threads."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def logged(self, event: str) -> dict[str, Any] | None:
-        """The last line of the log about an event."""
+        """Returns the last log line about an event."""
         lines = [line for line in self.log_path.read_text().splitlines() if f'"event": "{event}"' in line]
         return cast(dict[str, Any], json.loads(lines[-1])) if lines else None
 
 
 @dataclass
 class System:
-    """Servers, workers, and an Indexer at a time."""
+    """Servers, workers, and one Indexer at a time."""
 
     directory: Path
     nats: NatsServer
@@ -122,7 +122,7 @@ class System:
     started: int = 0
 
     async def fill(self, workers: int, blocks: int, buffer_events: int = 200_000) -> float:
-        """Starts workers; returns the seconds until all of them have published everything."""
+        """Starts workers. Returns the seconds until all have published everything."""
         began = time.monotonic()
         share = workers // WORKER_PROCESSES
         for number in range(WORKER_PROCESSES):
@@ -147,7 +147,7 @@ class System:
 
     @asynccontextmanager
     async def indexer(self, *options: str) -> AsyncIterator[tuple[Process, Indexer, float]]:
-        """An Indexer that was just started, a stub of it, and when that was."""
+        """Starts an Indexer. Returns the process, a stub and its start time."""
         self.started += 1
         name = f"indexer-{self.started}"
         process = Process(self.directory / f"{name}.log")
@@ -174,13 +174,13 @@ class System:
         raise AssertionError("unreachable: the watch does not end")
 
     async def _forget(self, name: str) -> None:
-        """A killed Indexer would count as a live replica until its lease ends."""
+        """Removes the record of a killed Indexer, which would count as a live replica until its lease ends."""
         async with connect(self.etcd.endpoint) as client:
             await client.delete(COMPONENT.applied_key(name).encode())
 
 
 async def until(service: Indexer, done: Callable[[ComponentStats], bool], every: float = 0.05) -> float:
-    """Returns the time at which the component's figures are as wanted. Looking costs the Indexer time for each rank."""
+    """Waits for a condition on the component's statistics. Returns the time. A poll costs the Indexer time per rank."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             try:
@@ -202,7 +202,7 @@ def compared(workers: int, blocks: int) -> Callable[[ComponentStats], bool]:
 
 @dataclass
 class Queries:
-    """Answers to one query that is asked all the time."""
+    """Results of one query that is repeated all the time."""
 
     milliseconds: list[float] = field(default_factory=list)
     failed: int = 0
@@ -220,7 +220,7 @@ class Queries:
 
 @asynccontextmanager
 async def asking(service: Indexer) -> AsyncIterator[Queries]:
-    """Queries while the context lasts."""
+    """Repeats a query while the context is open."""
     queries = Queries()
 
     async def ask() -> None:
@@ -284,7 +284,7 @@ async def refill(system: System, report: Report, what: str, workers: int, blocks
 
 
 async def refetch(system: System, report: Report) -> None:
-    """Workers whose events are gone, but for the newest few: what they hold is to be had as states alone."""
+    """Drops the workers' events except for the newest, so that only their whole states can be fetched."""
     workers, blocks = 64, 16_384
     await system.fill(workers, blocks, buffer_events=16)
     await refill(system, report, "their states", workers, blocks)

@@ -1,9 +1,8 @@
 """Many workers in one process, for ``recovery.py``: the SDK's parts, without an engine.
 
-Workers of one process share its connections to NATS and etcd, and a lease, so that a thousand of them keep up with what
-is asked of them. Each holds chains of blocks and reports them in events of 64 blocks, as prefill would. The first chain
-is the same on all workers; it is what queries ask for. Prints ``filled`` once everything is published; ends when it is
-killed.
+The workers share connections to NATS and etcd and a lease, so that a thousand of them keep pace. Each holds chains of
+blocks and reports them in events of 64 blocks, as prefill does. The first chain is the same on all workers and is the
+one that queries ask for. Prints ``filled`` once everything is published; runs until it is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _HEARTBEAT_SECONDS = 5.0
 
 
 def shared_chain() -> list[int]:
-    """Local hashes of the chain that every worker holds."""
+    """Returns the local hashes of the chain that every worker holds."""
     return chain(random.Random(_SHARED_SEED), CHAIN_BLOCKS)
 
 
@@ -45,7 +44,7 @@ def chain(rng: random.Random, blocks: int) -> list[int]:
 
 
 async def fill(rank: RankPublisher, worker_id: int, blocks: int) -> None:
-    """Reports so many blocks, and lets what was reported be sent meanwhile."""
+    """Reports blocks, and lets reported ones be published meanwhile."""
     rng = random.Random(worker_id)
     hashes = shared_chain()
     for start in range(0, blocks, CHAIN_BLOCKS):
@@ -63,7 +62,7 @@ async def fill(rank: RankPublisher, worker_id: int, blocks: int) -> None:
 async def start(
     arguments: argparse.Namespace, worker_id: int, incarnation: int, keys: LeasedKeys
 ) -> tuple[RankPublisher, WorkerServer]:
-    """A worker that can be asked for its state, and is about to be registered."""
+    """Starts a worker that serves its state, ready to be registered."""
     config = WorkerConfig(component=COMPONENT, model="m", block_size=BLOCK_SIZE, worker_id=worker_id)
     rank = RankPublisher(
         subject=COMPONENT.events_subject(worker_id, 0),

@@ -1,1 +1,1 @@
-"""The core against the strongest peer: the same operations, in turn, in one run."""
+"""Benchmarks of the core beside Dynamo's: the same operations, alternating in one run."""

@@ -1,4 +1,4 @@
-"""Figures of ours that have no counterpart: growth, worst cases, memory that comes back, threads."""
+"""Measurements without a counterpart in Dynamo: growth, worst cases, returned memory, threads."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def threads(console: Console, runner: Runner) -> None:
 
 
 def native(console: Console, _: Runner) -> None:
-    """The same with native threads only: an example of the crate, which prints its own figures."""
+    """Runs native threads only: an example of the crate, which prints its own results."""
     example = RUST / "examples/threads.rs"
     if shutil.which("cargo") is None or not example.exists():
         console.print("native threads only: no Rust toolchain here")

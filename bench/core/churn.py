@@ -1,4 +1,4 @@
-"""Whether memory comes back: when workers leave, and over a day of churn in short. Prints figures as JSON.
+"""Measures whether memory is returned: when workers leave, and over a day of churn. Prints JSON.
 
 python churn.py kvrouter departure BLOCKS
 python churn.py kvrouter day HOURS BLOCKS_PER_HOUR
@@ -21,7 +21,7 @@ from engines import RANDOM, Kvrouter, Measurements, hashes, now, resident
 MIB = float(1 << 20)
 WORKERS = 16
 CACHE = 32_768
-"""Blocks that a worker holds."""
+"""Blocks in a worker's cache."""
 PROMPT = 128
 """Blocks of each prompt that many conversations begin with."""
 
@@ -47,7 +47,7 @@ def departure(engine: Kvrouter, blocks: int) -> Measurements:
 
 
 class Worker:
-    """A cache of conversations, the least recent of which make room."""
+    """A cache of conversations that evicts the least recent ones."""
 
     def __init__(self, engine: Kvrouter, name: int, prompts: list[encode.Hashes]) -> None:
         self.engine = engine
@@ -58,7 +58,7 @@ class Worker:
         self.blocks = 0
 
     def turn(self) -> int:
-        """A new conversation, or another turn of a recent one. Returns the blocks stored."""
+        """Begins a conversation, or adds a turn to a recent one. Returns the blocks stored."""
         more = hashes(int(RANDOM.integers(16, 400)))
         if self.held and RANDOM.random() < 0.5:
             chain = self.held.pop()
@@ -77,7 +77,7 @@ class Worker:
         return stored
 
     def evict(self) -> None:
-        """Most conversations go leaf first; some root first, some in any order, 64 blocks at a time."""
+        """Evicts conversations, most leaf first, some root first, some in random order, 64 blocks at a time."""
         gone = self.held.popleft()
         self.blocks -= len(gone)
         kind = RANDOM.random()
@@ -86,7 +86,7 @@ class Worker:
             self.engine.apply(*self.engine.removed(self.name, order[start : start + 64].copy()))
 
     def die(self) -> None:
-        """Leaves, or begins a new life, with an empty cache."""
+        """Removes the worker, or begins a new incarnation with an empty cache."""
         if RANDOM.random() < 0.5:
             self.engine.leave(self.name)
         else:

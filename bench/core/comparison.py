@@ -1,4 +1,4 @@
-"""Ours against the peer's: the lines, their bars, and the table."""
+"""The comparison with Dynamo: its rows, their bars, and the table."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 COMPARED = ("trace16", "trace64", "memory", "hashing", "steady")
-"""Parts."""
+"""Parts that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the comparison."""
+    """A row of the comparison."""
 
     name: str
     measurement: tuple[str, ...]
     figure: str
     ratio: float | None = None
-    """How many times better than the peer ours is to be."""
+    """Required ratio to Dynamo."""
     most: float | None = None
-    """What our figure is to stay below."""
+    """Required upper bound of kvrouter's value."""
     more_is_better: bool = False
 
     def judged(self, ours: list[Measurements], theirs: list[Measurements]) -> tuple[str, str]:
@@ -41,7 +41,7 @@ class Line:
 
 
 def lines(part: str, data: Path) -> list[Line]:
-    """The lines of a part."""
+    """Returns the rows of a part."""
     if part in ("trace16", "trace64"):
         workers = int(part.removeprefix("trace"))
         ops = data / f"ops_w{workers}.npz"
@@ -87,7 +87,7 @@ def lines(part: str, data: Path) -> list[Line]:
 
 
 def compare(console: Console, runner: Runner, data: Path, parts: list[str]) -> None:
-    """Prints the table of ours against the peer's."""
+    """Prints the table."""
     table = Table("measurement", "kvrouter", "Dynamo", "ratio", "bar", title=r"median \[least .. most]")
     for line in (line for part in parts for line in lines(part, data)):
         said = runner.both(*line.measurement)

@@ -1,6 +1,6 @@
-"""Event batches by hand: building them with protobuf would take longer than what is measured.
+"""Encodes event batches by hand, because protobuf would take longer than what is measured.
 
-Imports nothing of ours: this runs in the peer's environment too.
+Imports nothing of kvrouter: it also runs in Dynamo's environment.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _batch(worker_id: int, incarnation: int, event_id: int, change: bytes) -> by
 
 
 def stored(worker_id: int, incarnation: int, event_id: int, parent: int | None, engine: Hashes, local: Hashes) -> bytes:
-    """A KvEventBatch that stores one chain in device memory."""
+    """Returns a KvEventBatch that stores one chain in device memory."""
     above = b"" if parent is None else b"\x09" + parent.to_bytes(8, "little")
     chain = above + _field(2, engine.tobytes()) + _field(3, local.tobytes())
     return _batch(worker_id, incarnation, event_id, _field(3, chain))
 
 
 def removed(worker_id: int, incarnation: int, event_id: int, engine: Hashes) -> bytes:
-    """A KvEventBatch that removes blocks from device memory."""
+    """Returns a KvEventBatch that removes blocks from device memory."""
     return _batch(worker_id, incarnation, event_id, _field(4, _field(1, engine.tobytes())))

@@ -1,4 +1,4 @@
-"""The two indexes that are measured, each called as a program would call it, and what measurements share."""
+"""The two indexes that are measured, each called as a program would call it, and shared helpers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANDOM = np.random.default_rng(1)
 Measurements = dict[str, float]
 
 now: Callable[[], int] = time.process_time_ns if "--cpu" in sys.argv else time.perf_counter_ns
-"""Nanoseconds of the wall clock; of processor time with --cpu."""
+"""Returns nanoseconds of the wall clock; of processor time with --cpu."""
 
 
 def hashes(count: int) -> encode.Hashes:
@@ -26,13 +26,13 @@ def hashes(count: int) -> encode.Hashes:
 
 
 def resident() -> int:
-    """Memory of this process, bytes."""
+    """Returns the resident memory of this process, bytes."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def each(call: Callable[[], Any], rounds: int) -> float:
-    """Nanoseconds of one call."""
+    """Returns the nanoseconds of one call."""
     start = now()
     for _ in range(rounds):
         call()
@@ -40,12 +40,12 @@ def each(call: Callable[[], Any], rounds: int) -> float:
 
 
 def at(values: list[int], share: float) -> float:
-    """The value below which a share of the sorted values lie."""
+    """Returns the quantile of sorted values at a share."""
     return float(values[min(len(values) - 1, int(len(values) * share))])
 
 
 class Kvrouter:
-    """Our index, called as a service calls it."""
+    """kvrouter's index, called as a service calls it."""
 
     def __init__(self) -> None:
         from kvrouter.core._native import PrefixIndex
@@ -75,7 +75,7 @@ class Kvrouter:
         self.ids.pop(worker, None)
 
     def begin_again(self, worker: int) -> None:
-        """The worker's next event is of a new life."""
+        """Begins a new incarnation with the worker's next event."""
         self.incarnations[worker] = self.incarnations.get(worker, 1) + 1
         self.ids[worker] = 0
 
@@ -88,7 +88,7 @@ class Kvrouter:
 
 
 class Dynamo:
-    """The peer's tree, through its binding."""
+    """Dynamo's tree, through its Python binding."""
 
     def __init__(self) -> None:
         from dynamo.llm import RadixTree

@@ -1,4 +1,4 @@
-"""Measurements, each in a process of its own."""
+"""Runs measurements, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Rounds = dict[str, list[Measurements]]
 
 @dataclass
 class Runner:
-    """Runs measurements, and keeps what they said: lines that share one share its rounds."""
+    """Runs measurements and keeps their results; rows with the same measurement share its rounds."""
 
     peer: Path | None
-    """The Python that the peer is installed for."""
+    """Python of the environment that Dynamo is installed in."""
     rounds: int
     clock: tuple[str, ...] = ()
     _said: dict[tuple[str, ...], Rounds] = field(default_factory=dict)
 
     def both(self, *arguments: str) -> Rounds:
-        """A measurement of ours and, where it is there, of the peer's, in turn."""
+        """Runs a measurement for kvrouter and, if available, for Dynamo, alternating."""
         if arguments not in self._said:
             said: Rounds = {"kvrouter": [], "dynamo": []}
             for _ in range(self.rounds):

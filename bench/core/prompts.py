@@ -1,4 +1,4 @@
-"""What the length of a prompt costs, at a million blocks; prints figures as JSON.
+"""Measures the cost of prompt lengths at a million blocks; prints JSON.
 
 python prompts.py kvrouter BLOCKS
 """
@@ -15,7 +15,7 @@ from engines import Kvrouter, Measurements, hashes, now
 
 LIVE = 1_000_000
 BLOCKS = 1 << 20
-"""Blocks that are stored, asked for and removed at each length."""
+"""Blocks that are stored, queried and removed at each length."""
 
 
 def prompts(engine: Kvrouter, length: int) -> Measurements:

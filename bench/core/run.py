@@ -1,11 +1,11 @@
-"""Plays the same operations through our index and through NVIDIA Dynamo's, in turn, and prints one table with ratios.
+"""Runs the same operations through kvrouter's index and NVIDIA Dynamo's, alternating, and prints a table with ratios.
 
     python bench/core/run.py [--rounds 5] [--only trace16,trace64,...] [--cpu]
 
-The peer is the ``ai-dynamo-runtime`` wheel in ``$PEERS_WORK/venv``, its op lists are in ``$PEERS_WORK/data`` (see
-``../shared/peers``). Without them, ours runs alone, on what it can make for itself. Each measurement is a process of
-its own, and the two take turns, so that what else the machine does falls on both. Figures are medians of the rounds,
-with the least and the most. Every part takes less than four minutes.
+Dynamo's ``ai-dynamo-runtime`` wheel is expected in ``$PEERS_WORK/venv``, the lists of operations in
+``$PEERS_WORK/data``. Without them kvrouter runs alone, on what it can generate. Each measurement is a process of its
+own; the two alternate, so that other load on the machine affects both. Results are medians of the rounds with the
+lowest and the highest. Every part takes less than four minutes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A scheduler's decision: the load of every rank, with a request's blocks added, then all of it in each mode.
+"""Measures a Scheduler's decision: the load of every rank with a request's blocks, then the whole decision by mode.
 
     python bench/core/sequences.py [--ranks 1000] [--requests 20000] [--blocks 250] [--no-reference]
 
-Requests share their first blocks with others as conversations do: a system prompt for all, a stem for some. Worst cases
-follow: one prompt in use on every rank, and one that requests leave at every depth, so that no two of its blocks have
-the same holders.
+Requests share their first blocks as conversations do: a system prompt for all, a stem for some. Two worst cases follow:
+one prompt in use on every rank, and one that requests leave at every depth, so that no two of its blocks are in use on
+the same ranks.
 
-The first table is the core's call beside the reference. The second is what a Scheduler does between the Indexer's
-answer and the booking: survey, facts, policy, choice, with and without busy thresholds; and reading that answer.
+The first table compares the core's call with the reference. The second shows what a Scheduler does between the
+Indexer's response and the booking: candidate snapshot, scheduling context, policy, choice, with and without busy
+thresholds; and the parsing of that response.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ BLOCK_SIZE = 16
 class Case(NamedTuple):
     name: str
     prompts: list[bytes]
-    """Of the requests in flight."""
+    """Prompts of the requests in flight."""
     booking_context: list[bytes]
-    """Of the requests to decide about."""
+    """Prompts of the requests to decide about."""
 
 
 def hashes(count: int, rng: random.Random) -> bytes:
@@ -81,7 +82,7 @@ def each_ns(call: Callable[[Any], Any], arguments: list[Any]) -> list[int]:
 
 
 def measure(sequences: Any, case: Case, ranks: int, blocks: int, decisions: int) -> list[float]:
-    """Microseconds: a decision's 10th, 50th and 99th percentile; the median booking, and the median free."""
+    """Returns microseconds: the 10th, 50th and 99th percentile of a call; the median booking, and the median free."""
     tokens = blocks * BLOCK_SIZE + 1
     for worker in range(ranks):
         sequences.add_rank((worker, 0))
@@ -112,7 +113,7 @@ def answers_agree(case: Case, ranks: int, blocks: int) -> bool:
 
 
 def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> dict[str, list[float]]:
-    """Microseconds by what is done: 10th, 50th and 99th percentile."""
+    """Returns microseconds by step: 10th, 50th and 99th percentile."""
     rng, tokens = random.Random(2), blocks * BLOCK_SIZE + 1
     workers = {
         number: WorkerRegistration(

@@ -1,4 +1,4 @@
-"""Synthetic loads on one index; prints figures as JSON. Runs in either environment.
+"""Synthetic workloads on one index; prints JSON. Runs in either environment.
 
 python synthetic.py (kvrouter|dynamo) memory (one|four|private) BLOCKS CHAIN
 python synthetic.py (kvrouter|dynamo) hashing TOKENS
@@ -22,7 +22,7 @@ import encode
 from engines import RANDOM, Engine, Kvrouter, Measurements, at, each, engine_of, hashes, now, resident
 
 STEADY_BLOCKS = 1 << 20
-"""Blocks that come, and as many that go, while a steady state is measured."""
+"""Blocks that are stored, and as many that are removed, while a steady state is measured."""
 
 
 def memory(engine: Engine, kind: str, blocks: int, chain: int) -> Measurements:

@@ -1,8 +1,8 @@
-"""Queries from Python while another thread applies batches; prints figures as JSON.
+"""Queries from Python while another thread applies batches; prints JSON.
 
-python threads.py kvrouter BATCHES_PER_SECOND
+    python threads.py kvrouter BATCHES_PER_SECOND
 
-The index holds a million blocks. Batches of 512 blocks store and remove in turn; prompts have 750 blocks.
+The index has a million blocks. Batches of 512 blocks alternate between stores and removals; prompts have 750 blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS = 5.0
 
 
 def batches(engine: Kvrouter, count: int) -> list[tuple[Any, ...]]:
-    """A store, then the removal of what was stored 32 stores before, and so on."""
+    """Yields a store, then the removal of the blocks stored 32 stores earlier, and so on."""
     chains = [hashes(512) for _ in range(count // 2 + 32)]
     for chain in chains[:32]:
         engine.apply(*engine.stored(1, None, chain, chain))

@@ -1,10 +1,9 @@
-"""Plays an op list through one index and prints its figures as JSON. Runs in either environment.
+"""Runs a list of operations through one index and prints JSON. Runs in either environment.
 
     python trace.py (kvrouter|dynamo) OPS.npz [--verify] [--cpu]
 
-With --cpu, times are processor time of the process instead of wall-clock time, for a machine that others use too: of
-all its threads, since Dynamo's binding hands events to a thread of its own and waits. Reading that clock takes some
-0.3 us, which is taken off.
+With --cpu, times are processor time of all threads of the process, for a machine with other load: Dynamo's binding
+passes events to a thread of its own and waits. Reading that clock takes about 0.3 us, which is subtracted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Operation = tuple[int, int, Any, int]
 
 
 def operations(path: Path) -> tuple[Iterator[tuple[int, int, Any]], Any]:
-    """The op list as (kind, worker, arrays), and the expected overlaps of its queries."""
+    """Returns the operations as (kind, worker, arrays), and the expected overlaps of the queries."""
     ops = np.load(path)
     local, sequence, offsets, blocks = (ops[name] for name in ("blk_local", "blk_seq", "req_off", "req_blk"))
     gone = ops["rem_blk"]

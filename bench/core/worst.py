@@ -1,4 +1,4 @@
-"""What hurts our index most; prints figures as JSON.
+"""Measures the worst cases of the index; prints JSON.
 
 python worst.py kvrouter
 """
@@ -20,7 +20,7 @@ Events = Iterator[tuple[Any, ...]]
 
 
 class Cases:
-    """Each case starts on an empty index, which has grown before."""
+    """Runs each case on an empty index that has grown before."""
 
     def __init__(self) -> None:
         self.engine = Kvrouter()
@@ -28,7 +28,7 @@ class Cases:
         self.own, self.local = hashes(MANY), hashes(MANY)
 
     def measure(self, name: str, events: Events, blocks: int) -> None:
-        """Nanoseconds for each block."""
+        """Returns nanoseconds per block."""
         prepared = list(events)
         start = now()
         for event in prepared:

@@ -1,4 +1,4 @@
-"""One workload through Dynamo's offline simulation, as JSON on stdout. Runs in the peer's own environment.
+"""Runs one workload through Dynamo's offline simulation and prints JSON. Runs in Dynamo's own environment.
 
 python peer.py TRACE --piece-tokens 512 --loads 2,4 --weights 1,4,64 [--workers 16] [--repeats 1] [--queue]
 """

@@ -1,10 +1,10 @@
-"""The same workload through Dynamo's offline simulation and through ours, side by side.
+"""Runs one workload through Dynamo's offline simulation and through this simulator, side by side.
 
     PEERS_WORK=... .venv/bin/python bench/quality/run.py [TRACE|GENERATOR] [--loads 2,4,5,6] [--weights 1,4,64]
 
-PEERS_WORK is where `../shared/peers/setup.sh` put the peer. Exit status 1 if a figure that must agree does not: with
-round-robin the engines are compared (prefix reuse within 0.5 points, median within 2%, p99 and mean within 3%), with
-kv the routing (mean within 3%, up to --agree-up-to: past the knee the peer itself varies by a fifth from run to run).
+PEERS_WORK is the directory with Dynamo's built simulation. Exit status 1 if values that must agree do not: round-robin
+compares the engines (prefix reuse within 0.5 points, median within 2%, p99 and mean within 3%), kv the routing (mean
+within 3%, up to --agree-up-to: past the knee Dynamo itself varies by a fifth between runs).
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Every policy on every kind of traffic, below, near and past the knee, and when something is wrong: Markdown tables.
+"""Runs every policy on every workload, below, near and past the knee and under disturbances; prints Markdown tables.
 
     .venv/bin/python bench/quality/tables.py [--minutes 4] [--only chat,half-speed] [--fresh]
 
-Runs what the results lack, a line for each run, and prints the tables of what is there; begun again, it goes on where
-it was, so that it may be given minutes at a time. A run depends on its key and on the code: where that has changed,
-begin with --fresh. Seed by seed, so that tables are whole early; more seeds make medians of them, with their spread.
+Runs what the results lack, one line of JSON for each run, and prints the tables of bench/routing.md. A later call
+continues with the missing runs, so that it can be given minutes at a time. A run depends on its key and on the code:
+use --fresh after a change of the code. Runs proceed seed by seed, so that tables are complete early; further seeds turn
+values into medians with their range.
 """
 
 import argparse
@@ -32,18 +33,18 @@ SEEDS = 5
 WEIGHTS = ("kv:1", "kv:4", "kv:64")
 OTHERS = ("product", "sticky", "power-of-two", "round-robin", "random")
 READ_CACHES = ("forecast", *WEIGHTS, "product", "sticky")
-"""Policies that a late index can harm."""
+"""Policies that a late index can affect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A workload, the engines that it goes to, and its loads below, near and past the knee."""
+    """A workload, its engines, and its loads below, near and past the knee."""
 
     requests: int | None
     engines: int
     loads: Sequence[float]
     disturbed: Sequence[float]
-    """The loads at which something is wrong as well."""
+    """Loads at which disturbances are run as well."""
     seeds: int = SEEDS
 
 
@@ -51,24 +52,24 @@ TRAFFIC: Mapping[str, Traffic] = {
     "prompts": Traffic(3000, 8, (2, 3, 4), (3,)),
     "chat": Traffic(3000, 8, (3, 5, 7), (5,)),
     "documents": Traffic(1500, 8, (1.5, 2, 3), (2,)),
-    # A run of all of it takes as long as ten of the others; nothing but the draws differs from seed to seed.
+    # The whole trace takes as long as ten other runs, and its seeds differ in random draws only.
     "trace": Traffic(None, 16, (2, 4, 5, 6), (), seeds=1),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What is wrong, and the policies to which it makes a difference."""
+    """A disturbance, and the policies that it affects."""
 
     title: str
     policies: Sequence[str]
     event_lag_s: float = 0.0
     every_other_speed: float = 1.0
     calibration_error: float = 1.0
-    """Time that the policy takes steps to last, over what they do."""
+    """Expected duration of steps in the policy's time model over their real duration."""
 
     def setting(self, engines: int) -> Setting:
-        """Of the simulation."""
+        """Returns the settings of the simulation."""
         fleet = [EngineConfig(hash_seed=n, speed=self.every_other_speed if n % 2 else 1.0) for n in range(engines)]
         return Setting(fleet, event_lag_s=self.event_lag_s, calibration_error=self.calibration_error, regret=False)
 
@@ -96,12 +97,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in the results."""
+        """Name of the run in the results."""
         return f"{self.traffic}/{self.seed}/{self.condition}/{self.load:g}/{self.policy}"
 
 
 def cells() -> Iterator[Cell]:
-    """All of them; those of one workload together, so that its prompts are hashed once."""
+    """Yields all runs, those of one workload together so that its prompts are hashed once."""
     for seed in range(SEEDS):
         for traffic, spec in TRAFFIC.items():
             if seed < spec.seeds:
@@ -113,13 +114,13 @@ def cells() -> Iterator[Cell]:
 
 
 def workload_of(traffic: str, seed: int, trace: Path) -> Workload:
-    """The trace is what it is; the others are drawn."""
+    """Returns a workload: the trace, or a generated one."""
     requests = TRAFFIC[traffic].requests
     return traces.read(trace) if requests is None else generate(traffic, requests, seed)
 
 
 def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
-    """Runs one."""
+    """Runs one cell. Returns its result."""
     started = time.process_time()
     setting = CONDITIONS[cell.condition].setting(TRAFFIC[cell.traffic].engines)
     setting = replace(setting, options=routing_options(cell.policy), seed=cell.seed)
@@ -136,7 +137,7 @@ def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
 
 
 def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float, trace: Path) -> int:
-    """Runs what is missing until that time. Returns how many are missing still."""
+    """Runs missing cells until a time. Returns how many are still missing."""
     wanted = [cell for cell in cells() if not only or any(word in cell.key.split("/") for word in only)]
     missing = [cell for cell in wanted if cell.key not in known]
     left = len(missing)
@@ -157,22 +158,22 @@ def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One policy at one load, a row for each seed."""
+    """One policy at one load, with a row for each seed."""
 
     rows: Sequence[Mapping[str, float]]
 
     def middle(self, statistic: str) -> float:
-        """Median."""
+        """Returns the median of a statistic."""
         return median(row[statistic] for row in self.rows)
 
     def ends(self, statistic: str) -> tuple[float, float]:
-        """Least and greatest."""
+        """Returns the lowest and the highest value of a statistic."""
         values = [row[statistic] for row in self.rows]
         return min(values), max(values)
 
 
 def entries(known: Mapping[str, Any], traffic: str, condition: str, load: float) -> dict[str, Entry]:
-    """Those that have been run, by policy."""
+    """Returns the results so far, by policy."""
     found = {}
     for policy in CONDITIONS[condition].policies:
         keys = [Cell(traffic, seed, condition, load, policy).key for seed in range(SEEDS)]
@@ -183,12 +184,12 @@ def entries(known: Mapping[str, Any], traffic: str, condition: str, load: float)
 
 
 def best_weight(found: Mapping[str, Entry]) -> str | None:
-    """The weight of the least mean, which nobody knows beforehand."""
+    """Returns the weight with the lowest mean, which is known only afterwards."""
     return min((name for name in WEIGHTS if name in found), key=lambda name: found[name].middle("mean"), default=None)
 
 
 def table(known: Mapping[str, Any], condition: str, columns: Mapping[str, tuple[str, float]]) -> list[str]:
-    """A line for each policy, a column for each (traffic, load) by its title; the best of the weights is marked."""
+    """Returns a row for each policy and a column for each (workload, load), with the best weight in bold."""
     found = [entries(known, traffic, condition, load) for traffic, load in columns.values()]
     policies = [policy for policy in CONDITIONS[condition].policies if any(policy in column for column in found)]
     if not policies:
@@ -203,7 +204,7 @@ def table(known: Mapping[str, Any], condition: str, columns: Mapping[str, tuple[
 
 
 def cell_text(entry: Entry, best: bool) -> str:
-    """Mean (least to greatest) / p99 / within SLO / reuse."""
+    """Returns mean (lowest to highest) / p99 / within objectives / reuse."""
     low, high = entry.ends("mean")
     spread = f" ({low:,.0f} to {high:,.0f})" if round(low) != round(high) else ""
     mean = f"{entry.middle('mean'):,.0f}"
@@ -214,7 +215,7 @@ def cell_text(entry: Entry, best: bool) -> str:
 
 
 def tables(known: Mapping[str, Any]) -> Iterator[str]:
-    """Each with its title: one for each traffic, and one for each thing that is wrong."""
+    """Yields every table with its heading: one for each workload, then one for each disturbance."""
     for traffic, spec in TRAFFIC.items():
         lines = table(known, "plain", {f"load {load:g}": (traffic, load) for load in spec.loads})
         requests = "All" if spec.requests is None else f"{spec.requests:,}"
@@ -227,13 +228,13 @@ def tables(known: Mapping[str, Any]) -> Iterator[str]:
 
 
 def show(known: Mapping[str, Any]) -> None:
-    """All tables."""
+    """Prints all tables."""
     print("Mean time to first token, ms (lowest to highest seed) / its p99 / share within objectives / reuse\n")
     print("\n\n".join(tables(known)))
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "quality.jsonl")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after; begin again to go on")

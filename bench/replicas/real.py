@@ -1,15 +1,15 @@
-"""Replicas of the Scheduler as processes, over a real NATS and etcd: what they cost against one that sees everything.
+"""Compares several deciding Scheduler processes with one, over a real NATS and etcd.
 
     .venv/bin/python bench/replicas/real.py [--rounds 5] [--seconds 12] [--only bursts,batches]
 
-Requests are dealt to the replicas at random, or by prompt prefix as a spreading Frontend does it, and their bookings
-are real. The workers are a clock: each computes the prompts it is sent one after the other, and holds a request's
-blocks until it has had its time. Nothing is cached, so mode kv goes by load alone. Schedulers that sync are others than
-those that do not, in a namespace of their own.
+Requests go to the replicas at random, or by prompt prefix as with sharding; their bookings are real. The workers are
+simulated by a clock: each computes its prompts one after the other and uses a request's blocks until its end. Nothing
+is cached, so mode kv decides by load alone. Schedulers with sync and those without are different processes in different
+namespaces.
 
-What is measured is the workers' own: how full the fullest is against the mean, and the longest queue of prompt tokens,
-each time that a request has been placed; and the time to first token that follows from it. Medians of the rounds.
-After each run every Scheduler must have freed everything, and those that sync must agree by digest.
+The values come from the workers, each time a request has been placed: how full the fullest is relative to the mean, the
+longest queue of prompt tokens, and the resulting time to first token. Results are medians of the rounds. After each run
+every Scheduler must have freed everything, and those with sync must agree by digest.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ MODEL, SCHEME = "bench", "xxh3-1337"
 WORKERS, TOTAL_BLOCKS, BLOCK_SIZE = 8, 16_384, 16
 REPLICAS = 4
 TOKENS_PER_SECOND = 30_000
-"""What a worker computes of prompts."""
+"""Prompt tokens that a worker computes per second."""
 PROMPTS = (512, 2048, 6144)
 HOLD_SECONDS = (0.3, 1.5)
-"""From the first token to the end of a request."""
+"""Seconds from the first token to the end of a request."""
 APPLICATIONS = 64
 SOON_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How many decide, and what they know of each other."""
+    """How many Schedulers decide, and what they know of each other."""
 
     schedulers: int
     sync: bool = False
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        """As in the table."""
+        """Name of the case in the table."""
         if self.schedulers == 1:
             return "1"
         return f"{self.schedulers}, {'sync' if self.sync else 'no sync'}" + (
@@ -101,7 +101,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request. Its first half is its application's."""
+    """A request. The first half of its prompt is its application's."""
 
     at: float
     tokens: int
@@ -110,7 +110,7 @@ class Arrival:
 
 
 def arrivals(pattern: str, seconds: float, seed: int) -> list[Arrival]:
-    """``bursts``: one second in three at ten times the rate of the others. ``batches``: 16 at once, each 0.4 s."""
+    """Returns ``bursts``, one second in three at ten times the rate, or ``batches``, 16 at once every 0.4 s."""
     rng = Random(seed)
     popularity = list(accumulate(1 / (rank + 1) for rank in range(APPLICATIONS)))
     found: list[Arrival] = []
@@ -129,7 +129,7 @@ def arrivals(pattern: str, seconds: float, seed: int) -> list[Arrival]:
 
 @dataclass
 class Workers:
-    """What is really on them."""
+    """The actual load of the workers."""
 
     blocks: list[int] = field(default_factory=lambda: [0] * WORKERS)
     computed_at: list[float] = field(default_factory=lambda: [0.0] * WORKERS)
@@ -137,7 +137,7 @@ class Workers:
     queues: list[float] = field(default_factory=list)
 
     def place(self, worker: int, blocks: int, tokens: int, now: float) -> float:
-        """Takes a request. Returns when it has its first token."""
+        """Adds a request. Returns the time of its first token."""
         self.blocks[worker] += blocks
         self.computed_at[worker] = max(now, self.computed_at[worker]) + tokens / TOKENS_PER_SECOND
         self.fullest.append(max(self.blocks) / fmean(self.blocks))
@@ -147,7 +147,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """A run."""
+    """Results of a run."""
 
     fullest: float
     queue: float
@@ -157,19 +157,19 @@ class RunStatistics:
 
 @dataclass
 class Lag:
-    """How long after its caller a booking is heard of on NATS, seconds; below 0 where NATS was faster."""
+    """Seconds from a caller's response until its booking arrives on NATS; negative where NATS was faster."""
 
     answered: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
 
     async def take(self, message: Msg) -> None:
-        """What Schedulers tell each other."""
+        """Receives an announcement of a Scheduler."""
         event = ReplicaSyncEvent.FromString(message.data)
         if event.HasField("add_request"):
             self.heard[event.add_request.booking.request_id] = time.monotonic()
 
     def words(self) -> str:
-        """Median and 99th percentile."""
+        """Returns the median and the 99th percentile as text."""
         lags = sorted(self.heard[key] - at for key, at in self.answered.items() if key in self.heard)
         middle, late = (f"{lags[int(share * (len(lags) - 1))] * 1e3:.1f} ms" for share in (0.5, 0.99))
         return f"{len(lags):,} bookings were heard of {middle} after their caller had its answer, p99 {late}"
@@ -178,7 +178,7 @@ class Lag:
 async def play(
     schedulers: Sequence[Scheduler], case: Case, requests: Sequence[Arrival], seed: int, lag: Lag
 ) -> RunStatistics:
-    """Plays requests against the first so many Schedulers."""
+    """Sends requests to the first of the Schedulers."""
     deal, split, workers = Random(seed), PrefixSplit(), Workers()
     waits: list[float] = []
     run = uuid.uuid4().hex
@@ -226,7 +226,7 @@ async def play(
 
 
 async def until_empty(schedulers: Sequence[Scheduler], *, agree: bool) -> None:
-    """Waits until no Scheduler counts anything and, where they sync, each knows the same of all."""
+    """Waits until no Scheduler counts any load and, with sync, all agree."""
     async with asyncio.timeout(SOON_SECONDS):
         while True:
             answers = [
@@ -246,7 +246,7 @@ async def until_empty(schedulers: Sequence[Scheduler], *, agree: bool) -> None:
 
 @asynccontextmanager
 async def running(url: str, etcd: str, namespace: str, logs: Path, *, sync: bool) -> AsyncIterator[list[Scheduler]]:
-    """Schedulers that are ready, and the workers that they know."""
+    """Runs Schedulers until they are ready and know the workers."""
     await register(etcd, ComponentName(namespace, "pool"))
     async with AsyncExitStack() as stack:
         for number in range(REPLICAS):
@@ -296,7 +296,7 @@ async def register(etcd: str, name: ComponentName) -> None:
 
 
 def table(runs: Mapping[Case, Sequence[RunStatistics]]) -> str:
-    """Markdown: a row for each case, medians with the least and the most."""
+    """Returns Markdown: a row for each case, medians with the lowest and the highest."""
 
     def cell(values: Sequence[float], shape: str) -> str:
         return f"{median(values):{shape}} ({min(values):{shape}} - {max(values):{shape}})"
@@ -314,7 +314,7 @@ def table(runs: Mapping[Case, Sequence[RunStatistics]]) -> str:
 
 
 async def measure(patterns: Sequence[str], rounds: int, seconds: float) -> None:
-    """Runs all, a round after the other, and prints a table for each pattern."""
+    """Runs all cases round by round, and prints a table for each pattern."""
     runs: dict[str, dict[Case, list[RunStatistics]]] = {name: {case: [] for case in CASES} for name in patterns}
     with tempfile.TemporaryDirectory() as scratch:
         async with AsyncExitStack() as stack:
@@ -340,7 +340,7 @@ async def measure(patterns: Sequence[str], rounds: int, seconds: float) -> None:
 
 
 def main() -> int:
-    """Exit status 1 if Schedulers did not agree, or did not free everything."""
+    """Runs the command line. Exit status 1 if Schedulers disagree or did not free everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=12)

@@ -1,8 +1,8 @@
-"""Replicas of the Scheduler in the simulator: what they cost against one that sees everything.
+"""Compares several deciding Schedulers with one in the simulator.
 
     .venv/bin/python bench/replicas/simulated.py [--seeds 3] [--only bursts,batches]
 
-Virtual time: figures depend on the seed and not on the machine. Medians over the seeds.
+Time is virtual: results depend on the seed, not on the machine. They are medians over the seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAR = Sync(lag_s=0.05)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How many decide, and what they know of each other."""
+    """How many Schedulers decide, and what they know of each other."""
 
     schedulers: int
     sync: Sync | None = None
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        """As in the table."""
+        """Name of the case in the table."""
         if self.schedulers == 1:
             return "1"
         known = "no sync" if self.sync is None else f"sync {self.sync.lag_s * 1e3:g} ms late"
@@ -64,7 +64,7 @@ CASES: Sequence[Case] = (
 
 
 def workload(name: str) -> Workload:
-    """``bursts``: each request at a moment of its own. ``batches``: some nine at the very same moment, every 3 s."""
+    """Returns ``bursts``: each request at its own time, or ``batches``: some nine at the same moment, every 3 s."""
     if name == "bursts":
         return generate("bursts", 2400).faster(1.0)
     with as_file(files("kvrouter.devtools.traces") / "data" / "conversation_trace.jsonl.gz") as path:
@@ -72,7 +72,7 @@ def workload(name: str) -> Workload:
 
 
 def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) -> RunStatistics:
-    """One run."""
+    """Runs one simulation."""
     setting = Setting(
         ENGINES,
         RoutingOptions(policy),
@@ -87,7 +87,7 @@ def run(load: Workload, prompts: Prompts, policy: str, case: Case, seed: int) ->
 
 
 def table(runs: Mapping[tuple[str, Case], Sequence[RunStatistics]]) -> str:
-    """Markdown: a row for each case, with each policy's figures."""
+    """Returns Markdown: a row for each case, with each policy's results."""
     lines = [
         "| deciding Schedulers |" + "".join(f" {name}: fullest / mean | queue | TTFT mean | p99 |" for name in POLICIES)
     ]
@@ -107,7 +107,7 @@ def table(runs: Mapping[tuple[str, Case], Sequence[RunStatistics]]) -> str:
 
 
 def main() -> None:
-    """Runs all, and prints a table for each workload."""
+    """Runs everything and prints a table for each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="bursts,batches")
