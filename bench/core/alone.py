@@ -32,7 +32,7 @@ PROMPTS = ("128", "512", "2048", "8192", "32768", "65536")
 def columns(
     console: Console, title: str, said: dict[str, list[Measurements]], measurements: tuple[str, ...] = ()
 ) -> None:
-    """A table with a column for each case."""
+    """Returns a table with a column for each case."""
     table = Table(r"median \[least .. most]", *said, title=title)
     for figure in measurements or tuple(next(iter(said.values()))[0]):
         table.add_row(figure, *(spread(rounds, figure) if figure in rounds[0] else "" for rounds in said.values()))

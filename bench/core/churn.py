@@ -27,7 +27,7 @@ PROMPT = 128
 
 
 def departure(engine: Kvrouter, blocks: int) -> Measurements:
-    """Resident memory when 15 of 16 workers leave."""
+    """Measures resident memory while 15 of 16 workers leave."""
     before = resident()
     for start in range(0, blocks, 512):
         engine.apply(*engine.stored(start // 512 % WORKERS, None, hashes(512), hashes(512)))
@@ -96,7 +96,7 @@ class Worker:
 
 
 def day(engine: Kvrouter, hours: int, blocks: int) -> Measurements:
-    """Every hour brings new prompts and takes a worker's life; blocks come and go all the while."""
+    """Adds new prompts and restarts one worker each hour, while blocks are stored and removed."""
     prompts = [hashes(PROMPT) for _ in range(32)]
     workers = [Worker(engine, name, prompts) for name in range(WORKERS)]
     engine.apply(*engine.stored(99, None, hashes(1), hashes(1)))

@@ -27,7 +27,7 @@ class Line:
     more_is_better: bool = False
 
     def judged(self, ours: list[Measurements], theirs: list[Measurements]) -> tuple[str, str]:
-        """The ratio, and how the bars are met."""
+        """Returns the ratio and whether the bars are met."""
         our, bars, times = median(ours, self.figure), [], ""
         if theirs and self.figure != "wrong":
             their = median(theirs, self.figure)

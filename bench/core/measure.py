@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 Measurements = dict[str, float]
 Rounds = dict[str, list[Measurements]]
-"""Engine → figures of each round."""
+"""Results of each round, by engine."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Runner:
         return self._said[arguments]
 
     def ours(self, *arguments: str, rounds: int | None = None) -> list[Measurements]:
-        """A measurement of ours alone."""
+        """Runs a measurement for kvrouter alone."""
         return [self._one(Path(sys.executable), "kvrouter", arguments) for _ in range(rounds or self.rounds)]
 
     def _one(self, python: Path, engine: str, arguments: tuple[str, ...]) -> Measurements:
@@ -57,6 +57,6 @@ def shown(value: float) -> str:
 
 
 def spread(rounds: list[Measurements], name: str) -> str:
-    """Median [least .. most]."""
+    """Returns a text: median [lowest .. highest]."""
     values = [one[name] for one in rounds]
     return f"{shown(statistics.median(values))} [{shown(min(values))} .. {shown(max(values))}]"

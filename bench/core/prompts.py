@@ -19,7 +19,7 @@ BLOCKS = 1 << 20
 
 
 def prompts(engine: Kvrouter, length: int) -> Measurements:
-    """Prompts come, are asked for while they are cold, and go, leaf first."""
+    """Stores prompts, queries them while they are not in the processor's cache, and removes them leaf first."""
     for _ in range(LIVE // 512):
         chain = hashes(512)
         engine.apply(*engine.stored(1, None, chain, chain))

@@ -26,7 +26,7 @@ STEADY_BLOCKS = 1 << 20
 
 
 def memory(engine: Engine, kind: str, blocks: int, chain: int) -> Measurements:
-    """Resident bytes per distinct block with one holder, four of equal engine hashes, or four of their own."""
+    """Returns resident bytes per distinct block with one rank, or four with equal or with their own engine hashes."""
     engine.apply(*engine.stored(999, None, hashes(1), hashes(1)))
     gc.collect()
     before = resident()
@@ -44,7 +44,7 @@ def memory(engine: Engine, kind: str, blocks: int, chain: int) -> Measurements:
 
 
 def hashing(engine: Engine, tokens: int) -> Measurements:
-    """Million tokens a second, blocks of 16, from what each takes fastest: a buffer, or a list."""
+    """Returns million tokens a second in blocks of 16, from the fastest input of each: a buffer, or a list."""
     ids = RANDOM.integers(0, 128_000, tokens, dtype=np.uint32)
     call: Callable[[], Any]
     if isinstance(engine, Kvrouter):
@@ -62,7 +62,7 @@ def hashing(engine: Engine, tokens: int) -> Measurements:
 
 
 def steady(engine: Engine, live: int, chain: int, workers: int) -> Measurements:
-    """Chains come and the oldest go, leaf first, at a number of live blocks that workers share.
+    """Stores chains and removes the oldest, leaf first, at a number of live blocks that workers share.
 
     Workers take turns; with more than one, each chain begins with the 64 blocks that all of them hold.
     """

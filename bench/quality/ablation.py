@@ -1,4 +1,4 @@
-"""Measures each term of mode forecast: the same runs without it, one at a time.
+"""What each part of mode forecast is worth: the same runs without it, one part at a time.
 
     .venv/bin/python bench/quality/ablation.py [--on prompts@3,chat@5] [--seeds 5] [--minutes 10]
 
@@ -34,7 +34,7 @@ from tables import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure, workload_of
 
 Changed = Callable[[SchedulingContext], SchedulingContext]
 MS_PER_TOKEN = 0.0167
-"""Time per token at which a prompt of 8,192 tokens takes as long as in the time model, ms."""
+"""A prompt of 8,192 tokens takes as long by this as by the time model."""
 
 LINEAR = {
     "PREFILL_N2_MS": 0.0,
@@ -47,7 +47,7 @@ LINEAR = {
 
 
 def constant(module: Any, name: str, value: object) -> Any:
-    """Replaces a constant of a module."""
+    """One value of a module is another."""
     return mock.patch.object(module, name, value)
 
 
@@ -90,7 +90,7 @@ def idle_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast
 
 
 def in_proportion(tokens: Any, budget: Any, decode: Any) -> Any:  # noqa: ARG001 - stands in for prefill_ms
-    """Makes prefill time proportional to tokens, whatever else a step does."""
+    """Prefill in proportion to tokens, whatever else a step does."""
     return tokens * MS_PER_TOKEN
 
 
@@ -110,7 +110,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
     "least-first": lambda: constant(request_queue, "AGING", 1e9),
 }
-"""Ablations by name: each changes the code while it is active."""
+"""What is taken away: for its time, the code is another."""
 
 
 COMPLETE = "complete"
@@ -194,7 +194,7 @@ def show(options: argparse.Namespace, known: Mapping[str, Any], parts: Sequence[
 
 
 def main() -> int:
-    """Runs the command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", default=CELLS, help="workloads with their load")
     parser.add_argument("--without", default=",".join(PARTS), help="parts")

@@ -94,11 +94,11 @@ class Replicas:
     # Local changes.
 
     def announced(self, booking: Booking) -> AddRequest:
-        """A booking that is held here, as the others are told of it."""
+        """Returns a booking owned here as its announcement."""
         return add_request(booking, self.booking_table.place(booking, self.booking_table.here), self.now())
 
     def owned(self, booking: Booking) -> None:
-        """A booking is held here, or by another owner here."""
+        """Announces a booking that is owned here, or has another owner here."""
         announced = self.announced(booking)
         if announced.ByteSize() > MAX_ANNOUNCED_BYTES:
             self._quarantine("too_large")
@@ -111,13 +111,13 @@ class Replicas:
             self.generated(booking)
 
     def prefilled(self, booking: Booking) -> None:
-        """A booking's prompt is computed."""
-        # Where others hold it their leases live by being told, however often.
+        """Announces that a booking's prompt is computed."""
+        # Every announcement renews the leases of other owners.
         if self.own.prefilled(booking.key) or booking.key not in self.own:
             self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(booking.key)))
 
     def generated(self, booking: Booking) -> None:
-        """A booking has generated tokens."""
+        """Announces the output of a booking."""
         progress = OutputProgress(booking=key_message(booking.key), output_tokens=booking.output_tokens)
         self._announce(output_progress=progress)
 
@@ -212,7 +212,7 @@ class Replicas:
             self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
 
     def hear_generated(self, key: Key, output_tokens: int) -> None:
-        """Somebody was told that so many tokens are generated."""
+        """Notes that some Scheduler reported the output of a booking."""
         booking = self._find(key)
         if booking is not None and output_tokens > booking.output_tokens:
             self.booking_table.generated(booking, output_tokens)

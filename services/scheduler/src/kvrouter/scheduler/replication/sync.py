@@ -20,7 +20,7 @@ Outgoing = Callable[[ComponentName, ReplicaSyncEvent], None]
 class ReplicaSync:
     """The replicas of every component.
 
-    It witnesses the changes of bookings (``kvrouter.scheduler.bookings.leases.Witness``).
+    It implements the observer of the booking leases (``kvrouter.scheduler.bookings.leases.Witness``).
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class ReplicaSync:
         return replicas
 
     def owned(self, booking: Booking) -> None:
-        """A booking is held here, or by another owner here."""
+        """Announces a booking that is owned here, or has another owner here."""
         self.of(booking.component).owned(booking)
 
     def prefilled(self, booking: Booking) -> None:
-        """A booking's prompt is computed."""
+        """Announces that a booking's prompt is computed."""
         self.of(booking.component).prefilled(booking)
 
     def generated(self, booking: Booking) -> None:
-        """A booking has generated tokens."""
+        """Announces the output of a booking."""
         self.of(booking.component).generated(booking)
 
     def freed(self, key: Key, component: ComponentName | None) -> None:
