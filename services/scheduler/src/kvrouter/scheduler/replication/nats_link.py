@@ -310,7 +310,7 @@ class _Channel:
                         await self._client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
                     await asyncio.sleep(0)
             except (nats.errors.Error, ValueError) as error:
-                # A reply subject can be anything.
+                # The reply subject may be invalid.
                 log.info("replica.state_send_failed", component_name=str(self._component), cause=str(error))
 
     def _reject(self, reason: str, message: Msg) -> None:
