@@ -72,9 +72,9 @@ SHORTAGE_MS = 5000.0
 ROOM = 0.95
 """Share of KV in use above which shortage counts: output needs blocks as well."""
 
-FIT_SHARE, FIT_TOKENS = 0.8, 256
-"""Latency is calibrated on ranks without a prompt to compute and below this share of KV in use, since fuller ones
-preempt, and with prompts of at least this many new tokens, since the fixed part of a step dominates shorter ones."""
+FIT_TOKENS = 256
+"""Latency calibration learns from ranks without a prompt to compute, by prompts of at least that many new tokens: of
+shorter ones, the time is mostly a step's fixed part."""
 
 
 class Weighed(NamedTuple):
@@ -176,7 +176,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
         own=own,
         new_tokens=new,
-        fit=(head == 0) & (shares < FIT_SHARE) & (new >= FIT_TOKENS),
+        fit=(head == 0) & (new >= FIT_TOKENS),
     )
 
 
