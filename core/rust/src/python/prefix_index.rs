@@ -246,7 +246,16 @@ impl PrefixIndex {
             .map(|info| {
                 let (worker_id, dp_rank) = info.name;
                 let (incarnation, next_event_id) = info.cursor;
-                class.call1((worker_id, dp_rank, incarnation, next_event_id, info.blocks, info.bytes, info.partial, info.evicted))
+                class.call1((
+                    worker_id,
+                    dp_rank,
+                    incarnation,
+                    next_event_id,
+                    info.blocks,
+                    info.bytes,
+                    info.partial,
+                    info.evicted,
+                ))
             })
             .collect::<PyResult<_>>()?;
         PyList::new(py, infos)
