@@ -15,8 +15,10 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
+from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.bookings.leases import BookingLeases
-from kvrouter.scheduler.bookings.table import SchedulerIncarnation
+from kvrouter.scheduler.bookings.statistics import BookingStatistics
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
@@ -179,18 +181,21 @@ class Parts:
         clock: Callable[[], float] = lambda: self.now  # noqa: E731
         self.metrics = SchedulerMetrics(self.registry)
         self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
-        self.booking_leases = BookingLeases(session_grace_seconds=grace, scheduler=scheduler or (0, ""))
+        self.booking_table = BookingTable(scheduler or (0, ""))
+        self.booking_table.subscribe(BookingStatistics(self.metrics).receive)
+        self.booking_leases = BookingLeases(self.booking_table, session_grace_seconds=grace)
         self.sync_metrics = SyncMetrics(self.registry)
-        self.sync = ReplicaSync(
-            self.booking_leases.booking_table, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock
-        )
+        self.sync = ReplicaSync(self.booking_table, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
         if scheduler is not None:
-            self.booking_leases.witness = self.sync
+            self.booking_table.subscribe(self.sync.receive)
         self.decisions = Decisions(decisions)
         self.options = options or RoutingOptions()
         self.board = ThresholdBoard(self.options.thresholds)
+        predictions = None if predicts is None else Predictions(predicts, clock)
+        affinity = Affinity(conversations)
         self.selector = Selector(
             self.pools,
+            self.booking_table,
             self.booking_leases,
             self.decisions,
             self.board,
@@ -200,11 +205,16 @@ class Parts:
             indexer_timeout_seconds=indexer_timeout,
             rng=Random(1),
             clock=clock,
-            predictions=None if predicts is None else Predictions(predicts, clock),
-            affinity=Affinity(conversations),
+            predictions=predictions,
+            affinity=affinity,
             max_queued_requests=max_queued_requests,
         )
-        self.bookings = BookingUpdates(self.booking_leases, self.pools, self.metrics, clock)
+        self.booking_table.subscribe(affinity.receive)
+        if predictions is not None:
+            self.booking_table.subscribe(predictions.receive)
+        if self.selector.queued is not None:
+            self.booking_table.subscribe(self.selector.queued.receive)
+        self.bookings = BookingUpdates(self.booking_table, self.booking_leases, self.pools, self.metrics, clock)
         self.sessions = Sessions(
             self.booking_leases, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock
         )
@@ -225,7 +235,7 @@ class Parts:
     def idle(self) -> bool:
         """Whether nothing is booked anywhere."""
         loads = [load for pool in self.pools for load in pool.booked_load.load_by_rank().values()]
-        return len(self.booking_leases) == 0 and all(load[:3] == (0, 0, 0) for load in loads)
+        return len(self.booking_table) == 0 and all(load[:3] == (0, 0, 0) for load in loads)
 
     def figure(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0

@@ -52,7 +52,7 @@ async def test_repeats_that_come_together_book_once() -> None:
     outcomes = await asyncio.gather(*calls)
     assert len({outcome.decision_id for outcome in outcomes}) == 1
     assert sorted(outcome.repeated for outcome in outcomes) == [False, True, True, True, True]
-    assert len(parts.booking_leases) == 1
+    assert len(parts.booking_table) == 1
 
 
 async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
@@ -66,7 +66,7 @@ async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
     first.cancel()
     indexer.may_answer.set()
     assert not (await second).repeated
-    assert len(parts.booking_leases) == 1
+    assert len(parts.booking_table) == 1
 
 
 async def test_a_booking_is_not_reused_with_another_prompt() -> None:
@@ -86,7 +86,7 @@ async def test_a_booking_is_not_reused_with_another_prompt() -> None:
     # Another attempt, or another stage, is another booking.
     await parts.select(selecting("a", routing(4, seed=1), attempt=1))
     await parts.select(selecting("a", routing(4, seed=1), stage=Stage.STAGE_DECODE))
-    assert len(parts.booking_leases) == 3
+    assert len(parts.booking_table) == 3
 
 
 async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> None:

@@ -117,7 +117,7 @@ async def test_a_stream_that_is_cancelled_while_it_ends_closes_its_session() -> 
 
     serving = asyncio.create_task(serve())
     async with asyncio.timeout(10):
-        while not len(parts.booking_leases):
+        while not len(parts.booking_table):
             await asyncio.sleep(0)
         serving.cancel()
         await stopping.wait()
@@ -126,7 +126,7 @@ async def test_a_stream_that_is_cancelled_while_it_ends_closes_its_session() -> 
     assert serving.cancelled()
     parts.now += 11
     parts.bookings.expire()
-    assert (len(parts.booking_leases), parts.booking_leases.sessions) == (0, 0)
+    assert (len(parts.booking_table), parts.booking_leases.sessions) == (0, 0)
 
 
 async def test_bookings_outlive_the_stream_by_the_grace() -> None:
@@ -357,7 +357,7 @@ async def test_a_session_that_comes_back_frees_what_ended_elsewhere() -> None:
             await before.ask(call_id=2 + number, select=selecting(name))
     async with line(parts, None) as after:
         assert (await after.ask(call_id=1, open=opening(2, "kept", "asked again"))).HasField("opened")
-        assert {booking.key[0] for booking in parts.booking_leases.booking_table} == {"kept", "asked again"}
+        assert {booking.key[0] for booking in parts.booking_table} == {"kept", "asked again"}
         assert (await after.ask(call_id=2, select=selecting("asked again"))).select.repeated
 
 

@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
-from kvrouter.scheduler.bookings.leases import Booking, BookingFreed, BookingLeases
-from kvrouter.scheduler.bookings.table import Placement
-from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
+from kvrouter.scheduler.bookings.booking import Booking, Placement
+from kvrouter.scheduler.bookings.changes import BookingChange, Freed, SessionEnded
+from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
+from kvrouter.scheduler.bookings.table import BookingTable
+from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.pools import Pool
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
-from ..harness import BLOCK, POOL, prompt
+from ..harness import prompt, view, worker
 
 RANK = (1, 0)
 
 
 class Books:
     def __init__(self, *, grace: float = 10.0, tombstones: int = 1 << 16) -> None:
-        self.booked_load = BookedLoad(BLOCK, Accounting())
-        self.booked_load.set_ranks([RANK])
-        self.booking_leases = BookingLeases(session_grace_seconds=grace, tombstones=tombstones)
+        self.pool = Pool(view(worker(1)), Accounting(), report_age_seconds=10)
+        self.booking_table = BookingTable(tombstones=tombstones)
+        self.booking_table.subscribe(self._receive)
+        self.booking_leases = BookingLeases(self.booking_table, session_grace_seconds=grace)
+        self._expired: list[Booking] = []
+        self._ended: list[SessionEnded] = []
 
     def book(self, name: str, *, session: str = "", lease: float = 100.0, now: float = 0.0) -> Booking:
         key = (name, 0, int(Stage.STAGE_WHOLE))
         self.booking_leases.check_bookable(key, session)
-        assert self.booked_load.book(key, RANK, prompt(2), 32)
-        booking = Booking(key, POOL, self.booked_load, SelectWorkerResponse(), True, session, lease)
-        self.booking_leases.add(booking, now)
+        placement = Placement(RANK, 32)
+        booking = Booking(
+            key, self.pool, prompt(2), placement, SelectWorkerResponse(), session_id=session, lease_seconds=lease
+        )
+        assert self.booking_leases.book(booking, now)
         return booking
 
+    def expired(self, now: float) -> list[Booking]:
+        """The bookings whose lease ends at that time."""
+        self._expired.clear()
+        self.booking_leases.expire(now)
+        return list(self._expired)
+
+    def ended(self, now: float) -> list[SessionEnded]:
+        """The sessions whose grace ends at that time."""
+        self._ended.clear()
+        self.booking_leases.expire(now)
+        return list(self._ended)
+
     def requests(self) -> int:
-        return self.booked_load.load_by_rank()[RANK].requests
+        return self.pool.booked_load.load_by_rank()[RANK].requests
+
+    def _receive(self, change: BookingChange) -> None:
+        match change:
+            case SessionEnded():
+                self._ended.append(change)
+            case Freed(booking=Booking() as booking, is_expired=True):
+                self._expired.append(booking)
 
 
 def test_a_session_takes_its_bookings_with_it_after_the_grace() -> None:
@@ -40,12 +67,12 @@ def test_a_session_takes_its_bookings_with_it_after_the_grace() -> None:
     books.book("b", session="s")
     books.book("c")
     books.booking_leases.close_session("s", token, now=5)
-    assert books.booking_leases.expire(14.9).sessions == []
+    assert books.ended(14.9) == []
     assert books.requests() == 3
-    ended = books.booking_leases.expire(15).sessions
-    assert [(each.session_id, each.client_name, each.bookings) for each in ended] == [("s", "c", 2)]
-    assert (books.requests(), len(books.booking_leases), books.booking_leases.sessions) == (1, 1, 0)
-    assert books.booking_leases.expire(16).sessions == []
+    ended = books.ended(15)
+    assert [(each.session_id, each.client_name, len(each.bookings)) for each in ended] == [("s", "c", 2)]
+    assert (books.requests(), len(books.booking_table), books.booking_leases.sessions) == (1, 1, 0)
+    assert books.ended(16) == []
 
 
 def test_a_session_that_is_reopened_keeps_its_bookings() -> None:
@@ -54,7 +81,7 @@ def test_a_session_that_is_reopened_keeps_its_bookings() -> None:
     books.book("a", session="s")
     books.booking_leases.close_session("s", token, now=0)
     books.booking_leases.open_session("s", "c")
-    assert books.booking_leases.expire(1000).sessions == []
+    assert books.ended(1000) == []
     assert books.requests() == 1
 
 
@@ -64,9 +91,9 @@ def test_the_end_of_a_stream_that_was_replaced_ends_nothing() -> None:
     new = books.booking_leases.open_session("s", "c")
     books.book("a", session="s")
     books.booking_leases.close_session("s", old, now=0)
-    assert books.booking_leases.expire(1000).sessions == []
+    assert books.ended(1000) == []
     books.booking_leases.close_session("s", new, now=1000)
-    assert len(books.booking_leases.expire(1010).sessions) == 1
+    assert len(books.ended(1010)) == 1
     assert books.requests() == 0
 
 
@@ -92,25 +119,25 @@ def test_a_session_that_is_not_open_owns_nothing_new() -> None:
 def test_a_lease_is_renewed_by_whatever_names_it() -> None:
     books = Books()
     booking = books.book("a", lease=10, now=0)
-    books.booking_leases.find(booking.key, now=9)
-    assert books.booking_leases.expire(18.9).leases == []
-    assert books.booking_leases.expire(19).leases == [booking]
+    books.booking_table.find(booking.key, now=9)
+    assert books.expired(18.9) == []
+    assert books.expired(19) == [booking]
     assert books.requests() == 0
-    assert books.booking_leases.expire(100).leases == []
+    assert books.expired(100) == []
 
 
 def test_a_freed_lease_does_not_run_out() -> None:
     books = Books()
     booking = books.book("a", lease=10)
-    assert books.booking_leases.free(booking.key) is booking
-    assert books.booking_leases.free(booking.key) is None
-    assert books.booking_leases.expire(100).leases == []
+    assert books.booking_table.free(booking.key) is booking
+    assert books.booking_table.free(booking.key) is None
+    assert books.expired(100) == []
 
 
 def test_what_freed_leases_leave_behind_is_bounded() -> None:
     books = Books()
     for number in range(10_000):
-        books.booking_leases.free(books.book(f"r{number}", lease=3600).key)
+        books.booking_table.free(books.book(f"r{number}", lease=3600).key)
     assert len(books.booking_leases._leases) < 2_000
 
 
@@ -120,7 +147,7 @@ def test_a_booking_moves_between_owners() -> None:
     first = books.booking_leases.open_session("s1", "c")
     books.booking_leases.open_session("s2", "c")
     books.booking_leases.adopt(leased, "s1", Placement(RANK, 32))
-    assert books.booking_leases.expire(1000).leases == []
+    assert books.expired(1000) == []
     books.booking_leases.adopt(leased, "s2", Placement(RANK, 32))
     books.booking_leases.close_session("s1", first, now=0)
     books.booking_leases.expire(1000)
@@ -129,7 +156,7 @@ def test_a_booking_moves_between_owners() -> None:
 
 def test_a_freed_key_is_not_booked_again() -> None:
     books = Books()
-    books.booking_leases.free(("a", 0, 1))
+    books.booking_table.free(("a", 0, 1))
     with pytest.raises(BookingFreed, match="freed already"):
         books.booking_leases.check_bookable(("a", 0, 1), "")
     books.booking_leases.check_bookable(("a", 1, 1), "")
@@ -150,9 +177,9 @@ def test_keys_that_went_with_their_owner_are_not_booked_again() -> None:
 def test_tombstones_are_bounded_and_the_newest_stay() -> None:
     books = Books(tombstones=3)
     for number in range(5):
-        books.booking_leases.free((f"r{number}", 0, 1))
-    books.booking_leases.free(("r2", 0, 1))
-    assert [books.booking_leases.was_freed((f"r{number}", 0, 1)) for number in range(5)] == [
+        books.booking_table.free((f"r{number}", 0, 1))
+    books.booking_table.free(("r2", 0, 1))
+    assert [books.booking_table.was_freed((f"r{number}", 0, 1)) for number in range(5)] == [
         False,
         False,
         True,
@@ -177,8 +204,8 @@ def test_a_session_that_is_reopened_frees_what_its_client_no_longer_lists() -> N
     books.booking_leases.close_session("s", token, now=0)
     books.booking_leases.open_session("s", "c", 2)
     assert books.booking_leases.free_all_but("s", {kept.key, leased.key}) == 1
-    assert {booking.key[0] for booking in books.booking_leases.booking_table} == {"a", "c", "d"}
-    assert books.booking_leases.was_freed(ended.key)
+    assert {booking.key[0] for booking in books.booking_table} == {"a", "c", "d"}
+    assert books.booking_table.was_freed(ended.key)
     assert books.booking_leases.holds("other", other)
 
 
@@ -208,7 +235,7 @@ def test_a_selection_is_repeated_in_a_session_whose_booking_was_dropped_but_neve
     books = Books(grace=10)
     token = books.booking_leases.open_session("s", "c")
     dropped, freed = books.book("a", session="s").key, books.book("b", session="s").key
-    books.booking_leases.free(freed)
+    books.booking_table.free(freed)
     books.booking_leases.close_session("s", token, now=0)
     books.booking_leases.expire(100)
     books.booking_leases.open_session("s", "c")

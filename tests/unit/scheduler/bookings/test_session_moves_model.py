@@ -164,7 +164,7 @@ class Moves(RuleBasedStateMachine):
                 self.ended.append(client.live[name].key)
                 client.finish(name)
         self.settle()
-        assert {name: len(parts.booking_leases) for name, parts in self.parts.items()} == dict.fromkeys(NODES, 0)
+        assert {name: len(parts.booking_table) for name, parts in self.parts.items()} == dict.fromkeys(NODES, 0)
         self.loop.close()
 
     # Requests.
@@ -337,10 +337,10 @@ class Moves(RuleBasedStateMachine):
         for name, parts in self.parts.items():
             here = [each for each in self.clients if each.stream is not None and each.stream.node == name]
             expected = set[Key]().union(*(each.keys for each in (self.clients if self.syncs else here)))
-            assert {booking.key for booking in parts.booking_leases.booking_table} == expected, name
+            assert {booking.key for booking in parts.booking_table} == expected, name
             for client in here:
                 for known in client.live.values():
-                    booking = parts.booking_leases.booking_table.get(key_of(known.key))
+                    booking = parts.booking_table.get(key_of(known.key))
                     assert booking is not None
                     assert (booking.prefilled, booking.output_tokens) == (
                         known.prefill_complete,
@@ -351,7 +351,7 @@ class Moves(RuleBasedStateMachine):
 
     def _booked(self, node: str, client: Client) -> set[Key]:
         """A client's bookings that a node owns; what it has heard from other nodes may be older."""
-        booking_table = self.parts[node].booking_leases.booking_table
+        booking_table = self.parts[node].booking_table
         return {
             each.key for each in booking_table if each.key[0].startswith(client.name) and booking_table.is_here(each)
         }

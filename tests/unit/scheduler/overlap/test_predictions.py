@@ -19,7 +19,7 @@ async def test_a_prompt_goes_where_its_prefix_went_and_no_indexer_is_asked() -> 
     parts = predicting(indexer=indexer)
     first = await parts.select(selecting("a", routing(6)))
     assert (first.overlap_blocks, first.load_only) == (0, False)
-    parts.booking_leases.free(("a", 0, 1))
+    parts.booking_table.free(("a", 0, 1))
     second = await parts.select(selecting("b", routing(8)))
     assert (second.rank, second.overlap_blocks, second.load_only) == (first.rank, 6, False)
     assert not second.HasField("cursor"), "there are no events"

@@ -7,7 +7,7 @@ import struct
 import pytest
 import xxhash
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.table import SchedulerIncarnation, booking_of
+from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import event_log as replica_log
 from kvrouter.scheduler.replication.event_log import Log
@@ -49,9 +49,9 @@ class Node:
         return only
 
     def rank(self, number: int) -> Rank:
-        booking = self.parts.booking_leases.booking_table.get(key(number))
+        booking = self.parts.booking_table.get(key(number))
         assert booking is not None
-        return booking_of(booking).rank
+        return booking.rank
 
     def quarantined(self, reason: str) -> float:
         return self.parts.figure("kvrouter_scheduler_sync_quarantined_total", reason=reason)
@@ -115,9 +115,9 @@ def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
     node = Node("n")
     node.hear(added(0, 0), added(0, 0), added(2, 2))
     assert node.log().state_requested == "gap"
-    assert len(node.parts.booking_leases) == 1
+    assert len(node.parts.booking_table) == 1
     node.hear(added(1, 1), added(2, 2))
-    assert len(node.parts.booking_leases) == 3
+    assert len(node.parts.booking_table) == 3
     assert node.log().next_sequence == 3
     assert node.quarantined("duplicate") == 2
     assert node.parts.figure("kvrouter_scheduler_sync_gaps_total") == 1
@@ -172,11 +172,11 @@ def test_events_of_an_earlier_life_are_fenced() -> None:
         added(0, 0, scheduler=(1, "other")), added(0, 1, scheduler=(2, "other")), added(1, 2, scheduler=(1, "other"))
     )
     assert node.quarantined("old_incarnation") == 1
-    assert node.parts.booking_leases.booking_table.get(key(2)) is None
+    assert node.parts.booking_table.get(key(2)) is None
     # The earlier life's bookings are orphans: registered or not, their Scheduler is gone.
     node.parts.now += 11
     node.parts.sync.expire({"other"})
-    assert [booking.key for booking in node.parts.booking_leases.booking_table] == [key(1)]
+    assert [booking.key for booking in node.parts.booking_table] == [key(1)]
 
 
 async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
@@ -184,7 +184,7 @@ async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
     node.hear(added(0, 0))
     node.parts.now += 1000
     node.parts.sync.expire({"other"})
-    assert len(node.parts.booking_leases) == 1
+    assert len(node.parts.booking_table) == 1
     node.parts.sync.expire(set())
     assert node.parts.idle()
     assert node.parts.figure("kvrouter_scheduler_sync_orphans_dropped_total") == 1
@@ -209,7 +209,7 @@ async def test_a_reused_id_with_another_prompt_is_quarantined_and_does_not_distu
     await node.parts.select(selecting("r0", routing(2)))
     node.hear(added(0, 0, seed=5))
     assert node.quarantined("already_exists") + node.quarantined("invalid_argument") == 1
-    assert len(node.parts.booking_leases) == 1
+    assert len(node.parts.booking_table) == 1
     node.hear(heartbeat(1, node.log().owned))
     assert node.log().state_requested == ""
 
@@ -268,7 +268,7 @@ async def test_a_booking_too_large_to_announce_is_counted_here_alone(
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
     assert node.sent == []
-    assert len(node.parts.booking_leases) == 1
+    assert len(node.parts.booking_table) == 1
     assert node.quarantined("too_large") == 1
 
 
@@ -294,7 +294,7 @@ def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
     assert node.log().next_sequence == teller.replicas.next_sequence
-    assert len(node.parts.booking_leases) == 0, "what the Scheduler does not hold is not counted"
+    assert len(node.parts.booking_table) == 0, "what the Scheduler does not hold is not counted"
     node.hear(added(0, 3, scheduler=(99, "other")))
     assert node.quarantined("unconfirmed_incarnation") == 1
 
@@ -319,7 +319,7 @@ def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
     assert node.log().state_requested == "behind"
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
-    assert (node.log().next_sequence, len(node.parts.booking_leases)) == (0, 0)
+    assert (node.log().next_sequence, len(node.parts.booking_table)) == (0, 0)
     node.hear(teller.replicas.heartbeat())
     assert node.log().state_requested == ""
 

@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.table import SchedulerIncarnation, booking_of
+from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import state_transfer as replica_state
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -160,11 +160,7 @@ class Cluster(RuleBasedStateMachine):
     def book_leased_again(self, node: str, number: int) -> None:
         leased = _pick(list(self.leases.values()), number)
         parts = self.alive.get(node)
-        if (
-            leased is not None
-            and parts is not None
-            and parts.booking_leases.booking_table.get(leased.request.key) is not None
-        ):
+        if leased is not None and parts is not None and parts.booking_table.get(leased.request.key) is not None:
             leased.request.answered(self._select(node, leased.request, ""))
             leased.owners.add(self._life(node))
 
@@ -339,30 +335,25 @@ class Cluster(RuleBasedStateMachine):
         for parts in self.alive.values():
             pool = parts.pools.get(POOL)
             assert pool is not None
-            booking_table = list(parts.booking_leases.booking_table)
+            booking_table = list(parts.booking_table)
             for rank, load in pool.booked_load.load_by_rank().items():
-                here = [booking for booking in booking_table if booking_of(booking).rank == rank]
-                bookings = [(booking, booking_of(booking)) for booking in here]
+                here = [booking for booking in booking_table if booking.rank == rank]
                 shared = {
-                    counted.sequence_hashes[at : at + 8]
-                    for _, counted in bookings
-                    for at in range(0, len(counted.sequence_hashes), 8)
+                    booking.prompt.sequence_hashes[at : at + 8]
+                    for booking in here
+                    for at in range(0, len(booking.prompt.sequence_hashes), 8)
                 }
                 filled = sum(-(-booking.output_tokens // BLOCK) for booking in here)
-                prefill = sum(0 if booking.prefilled else counted.prefill_tokens for booking, counted in bookings)
+                prefill = sum(0 if booking.prefilled else booking.placement.prefill_tokens for booking in here)
                 assert load[:3] == (len(shared) + filled, prefill, len(here))
             assert sum(load.requests for load in pool.booked_load.load_by_rank().values()) == len(booking_table)
 
     @invariant()
     def what_is_owned_here_is_what_is_announced(self) -> None:
         for name, parts in self.alive.items():
-            owned = {
-                booking.key
-                for booking in parts.booking_leases.booking_table
-                if parts.booking_leases.booking_table.is_here(booking)
-            }
+            owned = {booking.key for booking in parts.booking_table if parts.booking_table.is_here(booking)}
             assert set(self._replicas(name).own) == owned
-            assert all(booking.owners for booking in parts.booking_leases.booking_table)
+            assert all(booking.owners for booking in parts.booking_table)
 
     # Means.
 
@@ -441,8 +432,8 @@ class Cluster(RuleBasedStateMachine):
 
     def _table(self, parts: Parts) -> dict[Key, Seen]:
         return {
-            booking.key: (booking_of(booking).rank, booking.prefilled, booking.output_tokens)
-            for booking in parts.booking_leases.booking_table
+            booking.key: (booking.rank, booking.prefilled, booking.output_tokens)
+            for booking in parts.booking_table
             if booking.key not in self.unsure
         }
 

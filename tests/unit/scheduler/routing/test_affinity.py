@@ -49,7 +49,7 @@ async def test_it_leaves_a_busy_rank_and_stays_where_it_went() -> None:
     await scheduler.select(selecting("heavy", heavy))
     second = await sent(scheduler, "second", "talk")
     assert second != first
-    scheduler.booking_leases.free(("heavy", 0, 1))
+    scheduler.booking_table.free(("heavy", 0, 1))
     assert await sent(scheduler, "third", "talk") == second
 
 

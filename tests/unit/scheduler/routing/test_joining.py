@@ -14,7 +14,7 @@ from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import snapshot
-from kvrouter.scheduler.routing.choice import book, choose
+from kvrouter.scheduler.routing.choice import choose
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 
 from ..harness import BLOCK, view, worker
@@ -56,7 +56,8 @@ class Traffic:
         found = snapshot(self.pool, prompt, constraints, self.options, overlaps, now=self.now)
         chosen = choose(self.pool, prompt, self.options, found, found.free, self.rng)
         key = (str(next(self.numbers)), 0, 1)
-        assert book(self.pool, key, prompt, chosen)
+        rank, forecast_ms = chosen.row.candidate.rank, chosen.forecast_ms
+        assert self.pool.booked_load.book(key, rank, prompt, chosen.prefill_tokens, forecast_ms=forecast_ms)
         self.resident[chosen.row.candidate.rank] = (SHARED, 1)
         self.running.append(key)
         self.computing.append(key)

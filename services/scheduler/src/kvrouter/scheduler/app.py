@@ -15,6 +15,8 @@ from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.statistics import BookingStatistics
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.load.overload import OverloadDetector
@@ -62,7 +64,9 @@ async def running(
     metrics = SchedulerMetrics(runtime.registry)
     pools = Pools(runtime.directory, settings.accounting(), report_age_seconds=settings.load_report_age_seconds)
     scheduler = (time.time_ns(), runtime.instance_id)
-    booking_leases = BookingLeases(session_grace_seconds=settings.session_grace_seconds, scheduler=scheduler)
+    booking_table = BookingTable(scheduler)
+    booking_table.subscribe(BookingStatistics(metrics).receive)
+    booking_leases = BookingLeases(booking_table, session_grace_seconds=settings.session_grace_seconds)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
     listed = runtime.listed
@@ -75,20 +79,22 @@ async def running(
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
+    booking_table.subscribe(affinity.receive)
+    if predictions is not None:
+        booking_table.subscribe(predictions.receive)
     overload = OverloadDetector(settings.overload_lag_ms)
     if settings.ignored_options():
         log.warning("options.ignored", options=settings.ignored_options())
     sync = link = None
     if settings.replica_sync:
-        sync = booking_leases.witness = ReplicaSync(
-            booking_leases.booking_table,
+        sync = ReplicaSync(
+            booking_table,
             pools,
             SyncMetrics(runtime.registry),
             grace_seconds=settings.session_grace_seconds,
             clock=clock,
-            predictions=predictions,
-            affinity=affinity,
         )
+        booking_table.subscribe(sync.receive)
         link = SyncLink(
             sync,
             runtime.nats,
@@ -98,6 +104,7 @@ async def running(
         )
     selector = Selector(
         pools,
+        booking_table,
         booking_leases,
         decisions,
         board,
@@ -113,7 +120,7 @@ async def running(
         max_queued_requests=settings.max_queued_requests,
         is_behind=lambda: overload.behind,
     )
-    bookings = BookingUpdates(booking_leases, pools, metrics, clock)
+    bookings = BookingUpdates(booking_table, booking_leases, pools, metrics, clock)
     sessions = Sessions(
         booking_leases,
         bookings,
@@ -125,10 +132,11 @@ async def running(
     listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
-    _show_sizes(metrics, booking_leases, decisions, affinity, predictions, overload)
+    _show_sizes(metrics, booking_table, booking_leases, decisions, affinity, predictions, overload)
     runtime.registry.register(RankLoadMetrics(pools))
     status = Status(
         pools,
+        booking_table,
         booking_leases,
         decisions,
         board,
@@ -164,6 +172,7 @@ async def running(
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
     if selector.queued is not None:
+        booking_table.subscribe(selector.queued.receive)
         runtime.registry.register(QueueMetrics(selector.queued))
         tasks.append(runtime.spawn(selector.queued.run(), "queued requests"))
     try:
@@ -176,6 +185,7 @@ async def running(
 
 def _show_sizes(
     metrics: SchedulerMetrics,
+    booking_table: BookingTable,
     booking_leases: BookingLeases,
     decisions: Decisions,
     affinity: Affinity,
@@ -185,7 +195,7 @@ def _show_sizes(
     """Has the metrics of what is kept read where it is kept, when they are asked for."""
     metrics.late_ms.set_function(lambda: overload.late_ms)
     metrics.behind.set_function(lambda: overload.behind)
-    metrics.bookings.set_function(lambda: len(booking_leases))
+    metrics.bookings.set_function(lambda: len(booking_table))
     metrics.sessions.set_function(lambda: booking_leases.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
     metrics.conversations.set_function(lambda: len(affinity))

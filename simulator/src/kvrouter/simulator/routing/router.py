@@ -18,7 +18,7 @@ from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.candidate_snapshot import snapshot
-from kvrouter.scheduler.routing.choice import Chosen, book, choose
+from kvrouter.scheduler.routing.choice import Chosen, choose
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
@@ -123,10 +123,10 @@ class Router:
     def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
         key, rank = self._key(number), chosen.row.candidate.rank
         self.pool.previous[self._options.mode] = rank
-        booked = book(self.pool, key, prompt, chosen) and self.pool.booked_load.booking(key)
-        if not booked:
+        prefill_tokens, forecast_ms = chosen.prefill_tokens, chosen.forecast_ms
+        if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=forecast_ms):
             raise ValueError(f"request {number} is booked already")
-        self.announce(Announcement(key, 0, booked=(rank, prompt, booked.prefill_tokens)))
+        self.announce(Announcement(key, 0, booked=(rank, prompt, prefill_tokens)))
         return rank
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:

@@ -26,7 +26,9 @@ from kvrouter.runtime.errors import (
     RequestIdReused,
 )
 from kvrouter.scheduler.api.selection_response import answer
-from kvrouter.scheduler.bookings.leases import Booking, BookingFreed, BookingLeases
+from kvrouter.scheduler.bookings.booking import Booking, Placement
+from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, stage_of
 from kvrouter.scheduler.load.pools import Pools
@@ -42,7 +44,7 @@ from kvrouter.scheduler.request.options import RoutingOptions, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.routing.affinity import Affinity, conversation_of
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateRow, CandidateSnapshot, snapshot
-from kvrouter.scheduler.routing.choice import Chosen, book, choose
+from kvrouter.scheduler.routing.choice import Chosen, choose
 from kvrouter.scheduler.routing.decisions import Decided, Decisions
 from kvrouter.scheduler.routing.request_context import BookingContext, RequestContext, lease_seconds
 from kvrouter.scheduler.workers.candidates import WorkerConstraints, check_pinned
@@ -58,6 +60,7 @@ class Selector:
     def __init__(
         self,
         pools: Pools,
+        booking_table: BookingTable,
         booking_leases: BookingLeases,
         decisions: Decisions,
         thresholds: ThresholdBoard,
@@ -79,6 +82,7 @@ class Selector:
         ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
         """
         self._pools = pools
+        self._booking_table = booking_table
         self._booking_leases = booking_leases
         self._decisions = decisions
         self._thresholds = thresholds
@@ -218,15 +222,13 @@ class Selector:
 
     def _repeated(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse | None:
         now = self._clock()
-        booking = self._booking_leases.find(key, now)
+        booking, request_context = self._booking_table.find(key, now), booking_context.request_context
         if booking is None:
             return None
-        request_context, counted = booking_context.request_context, booking.booked_load.booking(key)
         if (
-            counted is None
-            or booking.component != request_context.pool.name
-            or counted.sequence_hashes != request_context.prompt.sequence_hashes
-            or counted.prompt_tokens != request_context.prompt.tokens
+            booking.component != request_context.pool.name
+            or booking.prompt.sequence_hashes != request_context.prompt.sequence_hashes
+            or booking.prompt.tokens != request_context.prompt.tokens
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
@@ -296,30 +298,28 @@ class Selector:
         response = answer(booking_context, chosen, decision_id, queued_seconds)
         response.sharding_advised = self._is_behind()
         if key is not None:
-            if not book(pool, key, request_context.prompt, chosen):
-                return self._booked_meanwhile(booking_context, key)
             response.prefill_tokens = chosen.prefill_tokens
-            queried_indexer = request_context.options.queries_indexer and not booking_context.overlaps.failure
-            audited = queried_indexer and request_context.constraints.stage != Stage.STAGE_DECODE
-            booking = Booking(
-                key,
-                pool.name,
-                pool.booked_load,
-                response,
-                audited,
-                booking_context.session_id,
-                booking_context.lease_seconds,
-            )
-            booking.conversation = conversation_of(booking_context.routing)
-            if self._predictions is not None:
-                booking.local_hashes = request_context.prompt.local_hashes
-            self._booking_leases.add(booking, self._clock())
-            self._affinity.note(pool.name, booking.conversation, candidate.rank)
-            if self._predictions is not None:
-                self._predictions.record(pool, candidate.rank, candidate.incarnation, request_context.prompt)
+            if not self._book(booking_context, key, chosen, response):
+                return self._booked_meanwhile(booking_context, key)
         pool.previous[request_context.options.mode] = candidate.rank
         self._keep(booking_context, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
         return response
+
+    def _book(self, booking_context: BookingContext, key: Key, chosen: Chosen, response: SelectWorkerResponse) -> bool:
+        request_context, prompt = booking_context.request_context, booking_context.request_context.prompt
+        queried_indexer = request_context.options.queries_indexer and not booking_context.overlaps.failure
+        booking = Booking(
+            key,
+            request_context.pool,
+            prompt if self._predictions is not None else replace(prompt, local_hashes=b""),
+            Placement(chosen.row.candidate.rank, chosen.prefill_tokens),
+            response,
+            audited=queried_indexer and request_context.constraints.stage != Stage.STAGE_DECODE,
+            session_id=booking_context.session_id,
+            lease_seconds=booking_context.lease_seconds,
+            conversation=conversation_of(booking_context.routing),
+        )
+        return self._booking_leases.book(booking, self._clock(), forecast_ms=chosen.forecast_ms)
 
     def _booked_meanwhile(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse:
         """The outcome at another Scheduler, heard of while the request was decided here."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.booked_load import RankLoad
 from kvrouter.scheduler.load.busy import why_busy
@@ -30,6 +31,7 @@ class Status:
     def __init__(
         self,
         pools: Pools,
+        booking_table: BookingTable,
         booking_leases: BookingLeases,
         decisions: Decisions,
         board: ThresholdBoard,
@@ -46,6 +48,7 @@ class Status:
         ``directory_age`` returns the seconds since etcd last confirmed what is registered.
         """
         self._pools = pools
+        self._booking_table = booking_table
         self._booking_leases = booking_leases
         self._decisions = decisions
         self._board = board
@@ -74,7 +77,7 @@ class Status:
             ready=ready,
             started_unix_ns=self._started_unix_ns,
             sessions=self._booking_leases.sessions,
-            bookings=len(self._booking_leases),
+            bookings=len(self._booking_table),
             components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
             directory_age_seconds=self._directory_age(),

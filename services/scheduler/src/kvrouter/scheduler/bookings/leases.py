@@ -1,7 +1,7 @@
-"""Who owns the bookings, and when they go: with their session after a grace, at the end of a lease, or when freed.
+"""The sessions and leases of this Scheduler: who may book here, and when their bookings end.
 
-The one place that knows every owner at this Scheduler, over all components. Time is handed in, seconds of a monotonic
-clock. What happens here to a booking is told to a witness, which tells the other Schedulers.
+A booking that a session owns ends with the session, after a grace; one under a lease when no call has named it for the
+duration of the lease. Time is a parameter, in seconds of a monotonic clock. The bookings themselves are in the table.
 """
 
 from __future__ import annotations
@@ -9,215 +9,110 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from kvrouter.runtime.errors import RequestIdReused, SessionLost
-from kvrouter.scheduler.bookings.table import Booking, BookingTable, Placement, SchedulerIncarnation
+from kvrouter.scheduler.bookings.booking import Booking, Placement
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_of
-from kvrouter.v1.names import ComponentName
-
-__all__ = ["Booking", "BookingFreed", "BookingLeases", "EndedSession", "Expired", "Witness"]
 
 _LEAST_SWEEP = 1024
-"""Entries of the heap of leases below which a sweep is not worth it."""
+"""Number of leases in the heap below which it is not swept."""
 
 
 class BookingFreed(RequestIdReused):
-    """The booking was freed already: a selection that comes after that books nothing. Crosses the wire as its base."""
+    """The booking was freed already: a later selection books nothing. Crosses the wire as its base."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self.args = (f"this booking of the request id {request_id[:128]!r} was freed already",)
 
 
-class Witness(Protocol):
-    """Is told of what happens to bookings at this Scheduler, after it has happened."""
-
-    def owned(self, booking: Booking) -> None:
-        """It was booked here, or has another owner here."""
-        ...
-
-    def prefilled(self, booking: Booking) -> None:
-        """Its prompt is computed."""
-        ...
-
-    def generated(self, booking: Booking) -> None:
-        """It has generated more tokens."""
-        ...
-
-    def freed(self, key: Key, component: ComponentName | None) -> None:
-        """It has ended; without a component where the key is unknown here."""
-        ...
-
-    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
-        """A session's grace is over; it had bookings in these components."""
-        ...
-
-
-class _NobodyListens:
-    def owned(self, booking: Booking) -> None:
-        pass
-
-    def prefilled(self, booking: Booking) -> None:
-        pass
-
-    def generated(self, booking: Booking) -> None:
-        pass
-
-    def freed(self, key: Key, component: ComponentName | None) -> None:
-        pass
-
-    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
-        pass
-
-
 @dataclass(slots=True)
 class _Session:
     client_name: str
     token: int
-    """Which stream holds it."""
+    """Stream that opened it last."""
     opening_number: int = 0
-    """The client's number of the last opening; 0 where it numbers none."""
+    """The client's number of the last opening; 0 if it numbers none."""
     open: bool = True
     ends: float = 0.0
-    """When its bookings go, once it is closed."""
-    keys: set[Key] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class EndedSession:
-    """A session whose grace is over."""
-
-    session_id: str
-    client_name: str
-    bookings: int
-    """Bookings that it owned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """What time has ended."""
-
-    leases: list[Booking]
-    sessions: list[EndedSession]
+    """End of its grace, once it is closed."""
 
 
 class BookingLeases:
-    """Bookings by key, with their owners here."""
+    """Sessions and leases over a booking table."""
 
-    def __init__(
-        self, *, session_grace_seconds: float, tombstones: int = 1 << 16, scheduler: SchedulerIncarnation = (0, "")
-    ) -> None:
-        """Nothing is booked.
-
-        Args:
-            session_grace_seconds: How long bookings outlive the stream of their session.
-            tombstones: Freed keys that are remembered, so that a late call books none of them again.
-            scheduler: Incarnation and id of this Scheduler.
-        """
-        self.booking_table = BookingTable(scheduler, self._disown, tombstones=tombstones)
-        """Every live booking, those that only other Schedulers hold among them."""
-        self.witness: Witness = _NobodyListens()
+    def __init__(self, booking_table: BookingTable, *, session_grace_seconds: float) -> None:
+        """``session_grace_seconds`` is the time that bookings outlive the stream of their session."""
+        self._booking_table = booking_table
         self._grace = session_grace_seconds
         self._sessions: dict[str, _Session] = {}
-        # An entry holds where a lease was to end when it was pushed; renewals are seen when it comes up.
+        # An entry has the end of a lease when it was pushed; renewals show when it comes up.
         self._leases: list[tuple[float, int, Key]] = []
         self._order = itertools.count()
         self._tokens = itertools.count(1)
 
-    def __len__(self) -> int:
-        """Live bookings."""
-        return len(self.booking_table)
-
     @property
     def sessions(self) -> int:
-        """Sessions that are open or in their grace."""
+        """Number of sessions that are open or in their grace."""
         return len(self._sessions)
 
-    def find(self, key: Key, now: float) -> Booking | None:
-        """The live booking of a key, its lease renewed."""
-        booking = self.booking_table.get(key)
-        if booking is not None and not booking.session_id:
-            booking.lease_until = now + booking.lease_seconds
-        return booking
-
-    def was_freed(self, key: Key) -> bool:
-        """Whether the key is remembered as freed. One that went with its owner was not: that may come back."""
-        return self.booking_table.was_freed(key)
-
     def check_bookable(self, key: Key, session_id: str, token: int | None = None) -> None:
-        """Accepts a key that is to be booked for a session, or for a lease where ``session_id`` is empty.
+        """Checks that a key may be booked for a session, or under a lease if ``session_id`` is empty.
 
-        A key that was dropped with its owner but never freed is bookable in an open session: the client of that session
-        vouches for it. A lease has nobody who does.
+        A key that was dropped with its owner but never freed is bookable in an open session, because the client of that
+        session vouches for it. A lease has nobody who does.
 
         Raises:
-            BookingFreed: it was freed; or, for a lease, it went with its owner.
-            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
+            BookingFreed: it was freed; or, for a lease, it was dropped with its owner.
+            SessionLost: the session is not open, or another stream than that of ``token`` opened it last.
         """
         if session_id:
             self.check_open(session_id, token)
-        if self.booking_table.was_freed(key) or (not session_id and self.booking_table.is_gone(key)):
+        if self._booking_table.was_freed(key) or (not session_id and self._booking_table.is_gone(key)):
             raise BookingFreed(key[0])
 
-    def add(self, booking: Booking, now: float) -> None:
-        """Takes a booking in whose key passed ``check_bookable`` and is booked in its slots."""
-        self.booking_table.add(booking, self.booking_table.here)
-        self._own(booking, now)
+    def book(self, booking: Booking, now: float, *, forecast_ms: float | None = None) -> bool:
+        """Books for the booking's session or lease. The key passed ``check_bookable``.
+
+        Returns False, and changes nothing, if the key is booked.
+
+        Raises:
+            TooLarge: the component has as many bookings as it may have.
+        """
+        booking.lease_until = now + booking.lease_seconds
+        is_booked = self._booking_table.book(booking, self._booking_table.here, forecast_ms=forecast_ms)
+        if is_booked:
+            self._watch(booking)
+        return is_booked
 
     def own(
         self, booking: Booking, session_id: str, lease_seconds: float, now: float, token: int | None = None
     ) -> None:
-        """Makes a session, or a lease, own a booking that was known through other Schedulers only.
+        """Makes a session or a lease own a booking that only other Schedulers own so far.
 
         Raises:
-            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
+            BookingFreed: it was freed.
+            SessionLost: the session is not open, or another stream than that of ``token`` opened it last.
         """
-        if self.booking_table.is_here(booking):
+        if self._booking_table.is_here(booking):
             return
         self.check_bookable(booking.key, session_id, token)
-        answered = booking.outcome
-        self.booking_table.add_owner(
-            booking, self.booking_table.here, Placement(rank_of(answered), answered.prefill_tokens)
+        placement = Placement(rank_of(booking.outcome), booking.outcome.prefill_tokens)
+        self._booking_table.own(
+            booking, placement, session_id=session_id, lease_seconds=lease_seconds, lease_until=now + lease_seconds
         )
-        booking.session_id, booking.lease_seconds = session_id, lease_seconds
-        self._own(booking, now)
+        self._watch(booking)
 
-    def adopt(self, booking: Booking, session_id: str, place: Placement) -> None:
-        """Makes an open session the owner of a booking, which is at that place by its own account."""
-        here = self.booking_table.here
-        is_same = self.booking_table.is_here(booking) and self.booking_table.place(booking, here) == place
-        if is_same and booking.session_id == session_id:
-            return
-        self._disown(booking)
-        self.booking_table.add_owner(booking, here, place)
-        booking.session_id = session_id
-        self._sessions[session_id].keys.add(booking.key)
-        self.witness.owned(booking)
-
-    def prefill_complete(self, booking: Booking) -> None:
-        """The prompt of a live booking is computed."""
-        self._note_announced(booking)
-        self.booking_table.prefill_complete(booking)
-        self.witness.prefilled(booking)
-
-    def generated(self, booking: Booking, output_tokens: int) -> None:
-        """A live booking has generated so many tokens."""
-        self._note_announced(booking)
-        self.booking_table.generated(booking, output_tokens)
-        self.witness.generated(booking)
-
-    def free(self, key: Key) -> Booking | None:
-        """Releases a booking. A key that is unknown is remembered as freed all the same."""
-        known_before = self.booking_table.was_freed(key)
-        booking = self.booking_table.free(key)
-        if booking is not None or not known_before:
-            self.witness.freed(key, None if booking is None else booking.component)
-        return booking
+    def adopt(self, booking: Booking, session_id: str, placement: Placement) -> None:
+        """Makes an open session own a booking, at the placement that its client states."""
+        here = self._booking_table.here
+        if booking.session_id != session_id or booking.owners.get(here) != placement:
+            self._booking_table.own(booking, placement, session_id=session_id)
 
     def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> int:
-        """Opens a session, or takes over one of that id with its bookings. Returns the token of its stream.
+        """Opens a session, or takes over the one of that id with its bookings. Returns the token of its stream.
 
         Args:
             session_id: The session.
@@ -242,13 +137,13 @@ class BookingLeases:
 
         Their frees went to another Scheduler while the session was there.
         """
-        dead = self._sessions[session_id].keys.difference(live)
-        for key in dead:
-            self.free(key)
-        return len(dead)
+        ended = self._booking_table.of_session(session_id) - set(live)
+        for key in ended:
+            self._booking_table.free(key)
+        return len(ended)
 
     def check_open(self, session_id: str, token: int | None = None) -> None:
-        """Accepts a session that is open, and held by the stream of ``token`` where one is given.
+        """Checks that a session is open, and that the stream of ``token``, if given, opened it last.
 
         Raises:
             SessionLost: it is not.
@@ -258,76 +153,48 @@ class BookingLeases:
             raise SessionLost(session_id)
 
     def holds(self, session_id: str, token: int) -> bool:
-        """Whether the stream with that token holds the session still."""
+        """Returns whether the stream with that token opened the session last."""
         session = self._sessions.get(session_id)
         return session is not None and session.token == token
 
     def close_session(self, session_id: str, token: int, now: float) -> None:
-        """The session's stream is gone: its bookings go after the grace. A stream that was replaced changes nothing."""
+        """Begins the grace of a session whose stream ended. A stream that was replaced changes nothing."""
         if not self.holds(session_id, token):
             return
         session = self._sessions[session_id]
         if not session.open:
             return
         session.open, session.ends = False, now + self._grace
-        if not session.keys:
+        if not self._booking_table.of_session(session_id):
             del self._sessions[session_id]
 
-    def expire(self, now: float) -> Expired:
-        """Releases what leases and graces no longer hold."""
-        return Expired(self._expired_leases(now), self._ended_sessions(now))
+    def expire(self, now: float) -> None:
+        """Ends the leases that ran out and the sessions whose grace is over."""
+        self._expire_leases(now)
+        due = [name for name, session in self._sessions.items() if not session.open and session.ends <= now]
+        for session_id in due:
+            self._booking_table.end_session(session_id, self._sessions.pop(session_id).client_name)
 
-    def _expired_leases(self, now: float) -> list[Booking]:
-        expired = []
+    def _expire_leases(self, now: float) -> None:
         while self._leases and self._leases[0][0] <= now:
-            _, _, key = heapq.heappop(self._leases)
-            booking = self.booking_table.get(key)
-            if booking is None or not self._is_leased(key):
+            booking = self._leased(heapq.heappop(self._leases)[2])
+            if booking is None:
                 continue
             if booking.lease_until > now:
-                heapq.heappush(self._leases, (booking.lease_until, next(self._order), key))
-                continue
-            self.free(key)
-            expired.append(booking)
-        return expired
+                heapq.heappush(self._leases, (booking.lease_until, next(self._order), booking.key))
+            else:
+                self._booking_table.free(booking.key, is_expired=True)
 
-    def _ended_sessions(self, now: float) -> list[EndedSession]:
-        due = [name for name, session in self._sessions.items() if not session.open and session.ends <= now]
-        ended = []
-        for session_id in due:
-            session = self._sessions.pop(session_id)
-            went = [self.booking_table.remove_owner(key, self.booking_table.here) for key in session.keys]
-            for booking in went:
-                if booking is not None:
-                    booking.session_id = ""
-            if session.keys:
-                self.witness.session_ended(session_id, {booking.component for booking in went if booking is not None})
-            ended.append(EndedSession(session_id, session.client_name, len(session.keys)))
-        return ended
-
-    def _own(self, booking: Booking, now: float) -> None:
+    def _watch(self, booking: Booking) -> None:
         if booking.session_id:
-            self._sessions[booking.session_id].keys.add(booking.key)
-        else:
-            self._push_lease(booking, now)
-        self.witness.owned(booking)
-
-    def _disown(self, booking: Booking) -> None:
-        session = self._sessions.get(booking.session_id)
-        if session is not None:
-            session.keys.discard(booking.key)
-
-    def _note_announced(self, booking: Booking) -> None:
-        booking.announced = booking.announced or not self.booking_table.is_here(booking)
-
-    def _push_lease(self, booking: Booking, now: float) -> None:
-        booking.lease_until = now + booking.lease_seconds
+            return
         heapq.heappush(self._leases, (booking.lease_until, next(self._order), booking.key))
-        # Bookings are mostly freed long before their lease ends; what they leave behind is swept out now and then.
-        if len(self._leases) > 2 * len(self.booking_table) + _LEAST_SWEEP:
-            self._leases = [entry for entry in self._leases if self._is_leased(entry[2])]
+        # Most bookings are freed long before their lease ends. A sweep removes the entries that they leave behind.
+        if len(self._leases) > 2 * len(self._booking_table) + _LEAST_SWEEP:
+            self._leases = [entry for entry in self._leases if self._leased(entry[2]) is not None]
             heapq.heapify(self._leases)
 
-    def _is_leased(self, key: Key) -> bool:
-        booking = self.booking_table.get(key)
-        return booking is not None and not booking.session_id and self.booking_table.is_here(booking)
+    def _leased(self, key: Key) -> Booking | None:
+        booking = self._booking_table.get(key)
+        is_leased = booking is not None and not booking.session_id and self._booking_table.is_here(booking)
+        return booking if is_leased else None

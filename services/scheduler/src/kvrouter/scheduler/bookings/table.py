@@ -1,163 +1,224 @@
-"""Every live booking that this Scheduler counts, whoever holds it.
+"""The one table of live bookings: those that this Scheduler owns, and those that it counts for other Schedulers.
 
-A booking lives while one Scheduler or more hold it and nobody has freed it. What is heard of it merges by maximum, in
-any order and however often: booked < prefilled < freed, and the highest number of output tokens. Its load is therefore
-counted once, whether it was booked here, heard of, or both.
+A booking lives while at least one Scheduler owns it and nobody has freed it. Updates merge by maximum, in any order and
+however often they arrive: booked < prefilled < freed, and the highest number of output tokens. Its load is therefore
+counted once, whether it was booked here, announced by another Scheduler, or both. If Schedulers booked a request on
+different ranks, the rank of the greatest (incarnation, id) counts.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Set
 
-from kvrouter.core import Booking as CountedBooking
-from kvrouter.core import Rank
+from kvrouter.scheduler.bookings.booking import Booking, Placement, SchedulerIncarnation
+from kvrouter.scheduler.bookings.changes import (
+    Booked,
+    BookingChange,
+    Freed,
+    Listener,
+    Moved,
+    OutputGenerated,
+    OwnerAdded,
+    OwnerRemoved,
+    PrefillCompleted,
+    SessionEnded,
+)
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.booked_load import BookedLoad
-from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
-
-SchedulerIncarnation = tuple[int, str]
-"""A Scheduler process: (incarnation, id). If two booked a request on different ranks, the greater one's rank counts."""
-
-
-class Placement(NamedTuple):
-    """Where a Scheduler booked a request."""
-
-    rank: Rank
-    prefill_tokens: int
-
-
-@dataclass(slots=True)
-class Booking:
-    """A live booking."""
-
-    key: Key
-    component: ComponentName
-    booked_load: BookedLoad = field(repr=False)
-    outcome: SelectWorkerResponse
-    """What the selection answered."""
-    audited: bool
-    """Whether its overlap was predicted by an Indexer, so that the worker's count can be held against it."""
-    session_id: str = ""
-    """Session here that owns it; empty for a lease."""
-    lease_seconds: float = 0.0
-    """Time for which it lives after the last call that named it; without meaning in a session."""
-    lease_until: float = 0.0
-    local_hashes: bytes = field(default=b"", repr=False)
-    """Its full blocks, where they are needed for predictions."""
-    conversation: bytes = b""
-    """Digest of its conversation; empty for none."""
-    prefilled: bool = False
-    output_tokens: int = 0
-    announced: bool = False
-    """Whether its progress was told here though other Schedulers held it: they may have heard of it from here alone."""
-    owners: dict[SchedulerIncarnation, Placement | None] = field(default_factory=dict)
-    """The Schedulers that hold it; None stands for the place where it is booked."""
 
 
 class BookingTable:
-    """Live bookings by key, and the keys that were freed. A booking is released exactly once."""
+    """Live bookings by key, the keys that ended, and the load of both. A booking is released exactly once."""
 
-    def __init__(self, here: SchedulerIncarnation, released: Callable[[Booking], None], *, tombstones: int) -> None:
-        """Nothing is booked.
+    def __init__(self, here: SchedulerIncarnation = (0, ""), *, tombstones: int = 1 << 16) -> None:
+        """Creates an empty table.
 
         Args:
-            here: Life of this Scheduler.
-            released: Is told of each booking that goes.
-            tombstones: Freed keys that are remembered.
+            here: This Scheduler.
+            tombstones: Number of freed keys to remember, so that a late call does not book one of them again.
         """
         self.here = here
-        self._released = released
-        self._booking_table: dict[Key, Booking] = {}
-        # Whether a key was freed, or only dropped: with its owner, by a Scheduler that nothing told of its end.
+        self._bookings: dict[Key, Booking] = {}
+        self._of_sessions: dict[str, set[Key]] = {}
+        # Whether a key was freed, or only dropped with its last owner, which learned nothing of its end.
         self._gone: OrderedDict[Key, bool] = OrderedDict()
         self._max_gone = tombstones
+        self._listeners: list[Listener] = []
+
+    def subscribe(self, listener: Listener) -> None:
+        """Passes every later change to a listener."""
+        self._listeners.append(listener)
 
     def __len__(self) -> int:
-        """Live bookings."""
-        return len(self._booking_table)
+        """Returns the number of live bookings."""
+        return len(self._bookings)
 
     def __iter__(self) -> Iterator[Booking]:
-        """Every live booking, as they are at this moment."""
-        return iter(list(self._booking_table.values()))
+        """Iterates over a copy of the live bookings."""
+        return iter(list(self._bookings.values()))
 
     def get(self, key: Key) -> Booking | None:
-        """The live booking of a key."""
-        return self._booking_table.get(key)
+        """Returns the live booking of a key."""
+        return self._bookings.get(key)
+
+    def find(self, key: Key, now: float) -> Booking | None:
+        """Returns the live booking of a key, and renews its lease. ``now`` is in seconds."""
+        booking = self._bookings.get(key)
+        if booking is not None and not booking.session_id:
+            booking.lease_until = now + booking.lease_seconds
+        return booking
+
+    def of_session(self, session_id: str) -> Set[Key]:
+        """Returns the keys that a session of this Scheduler owns."""
+        return self._of_sessions.get(session_id, frozenset())
 
     def is_here(self, booking: Booking) -> bool:
-        """Whether this Scheduler holds it."""
+        """Returns whether this Scheduler owns a booking."""
         return self.here in booking.owners
 
     def is_gone(self, key: Key) -> bool:
-        """Whether the key is remembered as freed or dropped."""
+        """Returns whether a key is remembered as freed or dropped."""
         return key in self._gone
 
     def was_freed(self, key: Key) -> bool:
-        """Whether the key is remembered as freed."""
+        """Returns whether a key is remembered as freed. A key that was dropped with its last owner was not."""
         return self._gone.get(key, False)
 
     def freed(self) -> list[Key]:
-        """The keys that are remembered as freed, oldest first."""
+        """Returns the keys that are remembered as freed, oldest first."""
         return [key for key, freed in self._gone.items() if freed]
 
-    def add(self, booking: Booking, owner: SchedulerIncarnation) -> None:
-        """Takes a booking in that is booked in its slots and held by one Scheduler."""
-        self._gone.pop(booking.key, None)
-        self._booking_table[booking.key] = booking
-        booking.owners[owner] = None
+    def book(self, booking: Booking, owner: SchedulerIncarnation, *, forecast_ms: float | None = None) -> bool:
+        """Books a request for its first owner. Returns False, and changes nothing, if the key is booked.
 
-    def add_owner(self, booking: Booking, owner: SchedulerIncarnation, place: Placement) -> None:
-        """A Scheduler holds a live booking, at that place."""
-        if len(booking.owners) == 1:
-            (only,) = booking.owners
-            booking.owners[only] = self.place(booking, only)
-        booking.owners[owner] = place
+        Args:
+            booking: The booking, without owners.
+            owner: The Scheduler that owns it.
+            forecast_ms: Forecast time to its first token, if that is suitable for latency calibration.
+
+        Raises:
+            TooLarge: the component has as many bookings as it may have.
+        """
+        key, load, placement = booking.key, booking.pool.booked_load, booking.placement
+        if key in self._bookings or not load.book(
+            key, placement.rank, booking.prompt, placement.prefill_tokens, forecast_ms=forecast_ms
+        ):
+            return False
+        self._gone.pop(key, None)
+        self._bookings[key] = booking
+        booking.owners[owner] = placement
+        self._index(booking)
+        self._publish(Booked(booking))
+        self._publish(OwnerAdded(booking, owner))
+        return True
+
+    def add_owner(self, booking: Booking, owner: SchedulerIncarnation, placement: Placement) -> None:
+        """Adds another Scheduler to the owners of a booking, or changes its placement."""
+        booking.owners[owner] = placement
         self._settle(booking)
+        self._publish(OwnerAdded(booking, owner))
 
-    def place(self, booking: Booking, owner: SchedulerIncarnation) -> Placement:
-        """Where one of its holders has a live booking."""
-        return booking.owners.get(owner) or _place_of(booking)
+    def own(
+        self,
+        booking: Booking,
+        placement: Placement,
+        *,
+        session_id: str,
+        lease_seconds: float = 0.0,
+        lease_until: float = 0.0,
+    ) -> None:
+        """Makes a session of this Scheduler, or a lease if ``session_id`` is empty, own a live booking."""
+        self._unindex(booking)
+        booking.session_id, booking.lease_seconds, booking.lease_until = session_id, lease_seconds, lease_until
+        self._index(booking)
+        self.add_owner(booking, self.here, placement)
 
     def remove_owner(self, key: Key, owner: SchedulerIncarnation) -> Booking | None:
-        """A Scheduler holds a booking no longer; with its last holder it is dropped. Returns it if that held it."""
-        booking = self._booking_table.get(key)
+        """Removes a Scheduler from the owners of a booking, and drops the booking with its last owner.
+
+        Returns:
+            The booking; None if that Scheduler did not own it.
+        """
+        booking = self._bookings.get(key)
         if booking is None or owner not in booking.owners:
             return None
+        if owner == self.here:
+            self._unindex(booking)
+            booking.session_id = ""
         del booking.owners[owner]
         if booking.owners:
             self._settle(booking)
         else:
             self._remember(key, freed=False)
             self._release(booking)
+        self._publish(OwnerRemoved(booking, owner))
         return booking
 
-    def prefill_complete(self, booking: Booking) -> None:
-        """The prompt of a live booking is computed."""
+    def end_session(self, session_id: str, client_name: str) -> None:
+        """Removes this Scheduler from the owners of everything that a session owns. ``client_name`` is for logs."""
+        keys = list(self.of_session(session_id))
+        bookings = [booking for key in keys if (booking := self.remove_owner(key, self.here)) is not None]
+        self._publish(SessionEnded(session_id, client_name, bookings))
+
+    def prefill_complete(self, booking: Booking, *, is_remote: bool = False) -> None:
+        """Notes that the prompt of a live booking is computed."""
+        self._note_progress(booking, is_remote=is_remote)
         booking.prefilled = True
-        booking.booked_load.prefill_complete(booking.key)
+        booking.pool.booked_load.prefill_complete(booking.key)
+        self._publish(PrefillCompleted(booking, is_remote))
 
-    def generated(self, booking: Booking, output_tokens: int) -> None:
-        """A live booking has generated so many tokens."""
+    def generated(self, booking: Booking, output_tokens: int, *, is_remote: bool = False) -> None:
+        """Notes how many tokens a live booking has generated in all."""
+        self._note_progress(booking, is_remote=is_remote)
         booking.output_tokens = max(booking.output_tokens, output_tokens)
-        booking.booked_load.output_tokens(booking.key, booking.output_tokens)
+        booking.pool.booked_load.output_tokens(booking.key, booking.output_tokens)
+        self._publish(OutputGenerated(booking, is_remote))
 
-    def free(self, key: Key) -> Booking | None:
-        """A booking has ended. A key that is unknown is remembered all the same."""
+    def free(
+        self, key: Key, *, cached_tokens: int | None = None, is_remote: bool = False, is_expired: bool = False
+    ) -> Booking | None:
+        """Ends a booking. A key that is not booked is remembered as freed all the same.
+
+        Args:
+            key: The booking.
+            cached_tokens: Prompt tokens that the worker found in its cache; None if unknown.
+            is_remote: Whether another Scheduler announced the end.
+            is_expired: Whether its lease ran out.
+
+        Returns:
+            The booking; None if there was none.
+        """
+        is_known = self.was_freed(key)
         self._remember(key, freed=True)
-        booking = self._booking_table.get(key)
+        booking = self._bookings.get(key)
         if booking is not None:
+            self._unindex(booking)
             self._release(booking)
+        if booking is not None or not is_known:
+            self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens))
         return booking
+
+    def _publish(self, change: BookingChange) -> None:
+        for listener in self._listeners:
+            listener(change)
+
+    def _note_progress(self, booking: Booking, *, is_remote: bool) -> None:
+        booking.has_local_progress |= not is_remote and not self.is_here(booking)
+
+    def _index(self, booking: Booking) -> None:
+        if booking.session_id:
+            self._of_sessions.setdefault(booking.session_id, set()).add(booking.key)
+
+    def _unindex(self, booking: Booking) -> None:
+        keys = self._of_sessions.get(booking.session_id)
+        if keys is not None:
+            keys.discard(booking.key)
+            if not keys:
+                del self._of_sessions[booking.session_id]
 
     def _release(self, booking: Booking) -> None:
-        del self._booking_table[booking.key]
-        booking.booked_load.free(booking.key)
-        self._released(booking)
+        del self._bookings[booking.key]
+        booking.pool.booked_load.free(booking.key)
 
     def _remember(self, key: Key, *, freed: bool) -> None:
         self._gone[key] = freed or self._gone.get(key, False)
@@ -166,31 +227,15 @@ class BookingTable:
             self._gone.popitem(last=False)
 
     def _settle(self, booking: Booking) -> None:
-        """Books it where the greatest of its holders has it."""
-        place = booking.owners[max(booking.owners)]
-        if place is None or place == _place_of(booking):
+        """Counts a booking where the greatest of its owners has it."""
+        placement = booking.owners[max(booking.owners)]
+        if placement == booking.placement:
             return
-        counted = booking_of(booking)
-        booking.booked_load.free(booking.key)
-        prompt = Prompt(counted.prompt_tokens, b"", counted.sequence_hashes)
-        booking.booked_load.book(booking.key, place.rank, prompt, place.prefill_tokens)
+        booking.placement = placement
+        key, load = booking.key, booking.pool.booked_load
+        load.free(key)
+        load.book(key, placement.rank, booking.prompt, placement.prefill_tokens)
         if booking.prefilled:
-            booking.booked_load.prefill_complete(booking.key)
-        booking.booked_load.output_tokens(booking.key, booking.output_tokens)
-
-
-def booking_of(booking: Booking) -> CountedBooking:
-    """The load of a live booking.
-
-    Raises:
-        LookupError: it is not live.
-    """
-    counted = booking.booked_load.booking(booking.key)
-    if counted is None:
-        raise LookupError(f"{booking.key} is not booked")
-    return counted
-
-
-def _place_of(booking: Booking) -> Placement:
-    counted = booking_of(booking)
-    return Placement(counted.rank, counted.prefill_tokens)
+            load.prefill_complete(key)
+        load.output_tokens(key, booking.output_tokens)
+        self._publish(Moved(booking))

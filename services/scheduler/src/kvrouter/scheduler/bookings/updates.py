@@ -1,15 +1,15 @@
-"""What becomes of bookings after the selection: progress, release, a change of owner, expiry."""
+"""The calls about bookings that exist, and the periodic expiry: each is one call on the booking table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.scheduler.bookings.conversions import book_replicated
-from kvrouter.scheduler.bookings.leases import Booking, BookingLeases
-from kvrouter.scheduler.bookings.table import Placement
-from kvrouter.scheduler.identifiers import Key, key_of, rank_of
+from kvrouter.scheduler.bookings.booking import Booking
+from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
+from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.table import BookingTable
+from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.v1.common_pb2 import BookingKey, Stage
@@ -23,8 +23,6 @@ from kvrouter.v1.scheduler_pb2 import (
     ReportOutputRequest,
     ReportOutputResponse,
 )
-
-log = structlog.get_logger(component="scheduler")
 
 MAX_REQUEST_ID_BYTES = 128
 _STAGES = frozenset(Stage.values())
@@ -51,111 +49,81 @@ def checked_key(booking: BookingKey) -> Key:
 
 
 class BookingUpdates:
-    """Changes live bookings. Nothing here waits, so that calls take effect in the order in which they come."""
+    """Changes live bookings. Nothing here waits, so calls take effect in the order of their arrival."""
 
     def __init__(
-        self, booking_leases: BookingLeases, pools: Pools, metrics: SchedulerMetrics, clock: Callable[[], float]
+        self,
+        booking_table: BookingTable,
+        booking_leases: BookingLeases,
+        pools: Pools,
+        metrics: SchedulerMetrics,
+        clock: Callable[[], float],
     ) -> None:
+        """``clock`` returns the seconds of a monotonic clock."""
+        self._booking_table = booking_table
         self._booking_leases = booking_leases
         self._pools = pools
         self._metrics = metrics
         self._clock = clock
 
     def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
-        """The prompt is computed."""
+        """Notes that the prompt of a booking is computed."""
         booking = self._find(request.booking)
         if booking is not None:
-            self._booking_leases.prefill_complete(booking)
+            self._booking_table.prefill_complete(booking)
         return MarkPrefillCompleteResponse(known=booking is not None)
 
     def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
-        """So many tokens are generated."""
+        """Notes how many tokens a booking has generated."""
         booking = self._find(request.booking)
         if booking is not None:
-            self._booking_leases.generated(booking, request.output_tokens)
+            self._booking_table.generated(booking, request.output_tokens)
         return ReportOutputResponse(known=booking is not None)
 
     def free(self, request: FreeRequest) -> FreeResponse:
-        """Releases a booking, and holds its prediction against what the worker says."""
-        key = checked_key(request.booking)
-        booking = self._booking_leases.find(key, self._clock())
+        """Releases a booking."""
+        cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
+        booking = self._booking_table.free(checked_key(request.booking), cached_tokens=cached_tokens)
         if booking is None:
             self._metrics.unknown_frees.inc()
-        elif request.HasField("cached_tokens"):
-            self._audit(booking, request.cached_tokens)
-        return FreeResponse(known=self._booking_leases.free(key) is not None)
+        return FreeResponse(known=booking is not None)
 
     def reassert(self, request: ReassertBooking, session_id: str, token: int | None = None) -> BookingReasserted:
         """Takes a live booking over into an open session, whoever made it. A freed one stays freed.
 
         Raises:
-            SessionLost: there is no such open session, or another stream than that of ``token`` holds it.
+            SessionLost: the session is not open, or another stream than that of ``token`` opened it last.
             UnknownComponent: its component is not registered.
-            BadRequest: it makes no sense.
-            TooLarge: there are as many bookings as may be.
+            BadRequest: its hashes do not fit its prompt.
+            TooLarge: the component has as many bookings as it may have.
         """
         key = checked_key(request.booking)
         self._booking_leases.check_open(session_id, token)
-        now = self._clock()
-        booking = self._booking_leases.find(key, now)
-        known = booking is not None or self._booking_leases.was_freed(key)
+        booking = self._booking_table.get(key)
+        known = booking is not None or self._booking_table.was_freed(key)
         if booking is not None:
-            place = Placement(rank_of(request), min(request.prefill_tokens, request.prompt_tokens))
-            self._booking_leases.adopt(booking, session_id, place)
+            self._booking_leases.adopt(booking, session_id, placement_of(request))
         elif not known:
-            booking = self._book_again(key, request, session_id, now)
+            booking = self._book_again(key, request, session_id)
         if booking is not None:
             if request.prefill_complete:
-                self._booking_leases.prefill_complete(booking)
+                self._booking_table.prefill_complete(booking)
             if request.output_tokens:
-                self._booking_leases.generated(booking, request.output_tokens)
+                self._booking_table.generated(booking, request.output_tokens)
         return BookingReasserted(known=known)
 
     def expire(self) -> None:
-        """Releases what leases and graces no longer hold."""
-        expired = self._booking_leases.expire(self._clock())
-        for booking in expired.leases:
-            self._metrics.expired_leases.inc()
-            log.warning(
-                "booking.lease_expired",
-                request_id=booking.key[0],
-                attempt=booking.key[1],
-                component_name=str(booking.component),
-            )
-        for session in expired.sessions:
-            self._metrics.lost_bookings.inc(session.bookings)
-            log.info(
-                "session.expired", session=session.session_id, client=session.client_name, bookings=session.bookings
-            )
+        """Ends the leases that ran out and the sessions whose grace is over."""
+        self._booking_leases.expire(self._clock())
 
     def _find(self, key: BookingKey) -> Booking | None:
-        return self._booking_leases.find(checked_key(key), self._clock())
+        return self._booking_table.find(checked_key(key), self._clock())
 
-    def _audit(self, booking: Booking, cached_tokens: int) -> None:
-        counted = booking.booked_load.booking(booking.key)
-        if counted is None:
-            return
-        block_size = booking.booked_load.block_size
-        # The block of the last token is computed even where it is cached: the model needs its output.
-        reachable = (counted.prompt_tokens - 1) // block_size
-        predicted = min(booking.outcome.overlap_blocks, reachable)
-        if booking.audited:
-            self._metrics.audit(predicted, cached_tokens // block_size)
-        pool = self._pools.get(booking.component)
-        if pool is not None:
-            pool.cache_hits.add(
-                counted.rank,
-                prompt_tokens=counted.prompt_tokens,
-                cached_tokens=min(cached_tokens, counted.prompt_tokens),
-                predicted_tokens=predicted * block_size if booking.audited else None,
-            )
-
-    def _book_again(self, key: Key, request: ReassertBooking, session_id: str, now: float) -> Booking | None:
+    def _book_again(self, key: Key, request: ReassertBooking, session_id: str) -> Booking | None:
         pool = self._pools.named(request.component.namespace, request.component.name)
-        booking = book_replicated(pool, key, request)
-        if booking is None:
+        booking = replicated_booking(pool, key, request)
+        booking.session_id = session_id
+        if not self._booking_leases.book(booking, self._clock()):
             return None
         self._metrics.reasserted.inc()
-        booking.session_id = session_id
-        self._booking_leases.add(booking, now)
         return booking

@@ -56,10 +56,6 @@ class RankLoad(NamedTuple):
     """The prompt that the rank is computing."""
 
 
-def _ignored(key: Key) -> None:
-    """Ignores the progress of a booking."""
-
-
 class Loads(NamedTuple):
     """Load as columns of shape (ranks,), in the order of the registered ranks."""
 
@@ -101,8 +97,6 @@ class BookedLoad:
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
-        self.on_progress: Callable[[Key], None] = _ignored
-        """Called with the key of each booking that gets its first token or is freed."""
         self._clock = clock
 
     def __len__(self) -> int:
@@ -144,7 +138,7 @@ class BookedLoad:
 
     def _read(self, prompt: Prompt | None, stage: Stage) -> tuple[LoadColumns, int]:
         """Returns the core's columns, and the blocks to add to each rank."""
-        if prompt is None or not self._tracks_blocks(stage):
+        if prompt is None or not self.tracks_blocks(stage):
             return self._sequences.loads(), 0
         if self._accounting.assume_kv_reuse:
             return self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
@@ -178,7 +172,7 @@ class BookedLoad:
             sequence_hashes=prompt.sequence_hashes,
             prompt_tokens=prompt.tokens,
             prefill_tokens=prefill_tokens,
-            track_blocks=self._tracks_blocks(key[2]),
+            track_blocks=self.tracks_blocks(key[2]),
             unique_blocks=not self._accounting.assume_kv_reuse,
         )
         self._sequences.add_rank(rank)
@@ -201,9 +195,9 @@ class BookedLoad:
             self._forget_if_idle(rank)
         return booked
 
-    def booking(self, key: Key) -> Booking | None:
-        """Returns the live booking of a key; None if there is none."""
-        return self._sequences.booking(key)
+    def tracks_blocks(self, stage: int) -> bool:
+        """Returns whether the blocks of a booking of that stage count as active."""
+        return self._accounting.track_active_blocks and stage != _PREFILL
 
     def prefill_complete(self, key: Key) -> bool:
         """Notes that the prompt is computed. Returns whether the booking is live."""
@@ -213,9 +207,7 @@ class BookedLoad:
         now = self._clock()
         self._prefills.leave(booking.rank, key, now)
         self.latency_calibration.first_token(key, now)
-        live = self._sequences.prefill_complete(key)
-        self.on_progress(key)
-        return live
+        return self._sequences.prefill_complete(key)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
         """Notes the total number of output tokens so far. Returns whether the booking is live."""
@@ -237,11 +229,7 @@ class BookedLoad:
         else:
             del self._bookings[booking.rank]
             self._forget_if_idle(booking.rank)
-        self.on_progress(key)
         return True
-
-    def _tracks_blocks(self, stage: int) -> bool:
-        return self._accounting.track_active_blocks and stage != _PREFILL
 
     def _forget_if_idle(self, rank: Rank) -> None:
         if rank not in self._registered and rank not in self._bookings:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrouter.core import PredictedIndex, Rank
+from kvrouter.scheduler.bookings.changes import Booked, BookingChange, Moved
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.prompt import Prompt
@@ -53,6 +54,15 @@ class Predictions:
         predicted = self._of(pool)
         found = predicted.index.overlaps(prompt.local_hashes, self._clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
+
+    def receive(self, change: BookingChange) -> None:
+        """Records what a new booking, or one that moved, brings to the cache of its rank."""
+        if not isinstance(change, Booked | Moved):
+            return
+        booking = change.booking
+        candidate = booking.pool.worker_set.candidate(booking.rank)
+        if candidate is not None and booking.prompt.local_hashes:
+            self.record(booking.pool, booking.rank, candidate.incarnation, booking.prompt)
 
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
         """A request was booked on a rank, in that life of it."""

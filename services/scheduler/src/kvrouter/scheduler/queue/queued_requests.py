@@ -23,6 +23,7 @@ import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
+from kvrouter.scheduler.bookings.changes import BookingChange, Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
@@ -158,7 +159,6 @@ class QueuedRequests:
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
         rank, reason = chosen.row.candidate.rank, wait.explanation.reason
         self._waiting[key] = waiting = _Waiter(booking_context, rank, reason, now - waited, now, outcome)
-        pool.booked_load.on_progress = self._progressed
         if component.queue.is_late(key, now):
             self._refuse_late(component, key)
         self._wake.set()
@@ -201,6 +201,24 @@ class QueuedRequests:
             for key in component.queue.late(self._clock()):
                 self._refuse_late(component, key)
             self._release(component)
+
+    def receive(self, change: BookingChange) -> None:
+        """Looks at the queues anew after a change of the bookings that makes room."""
+        match change:
+            case PrefillCompleted(booking, _) | Moved(booking):
+                self._progressed(booking.key)
+            case OwnerRemoved(booking, _) if not booking.owners:
+                self._progressed(booking.key)
+            case Freed(key):
+                self._progressed(key)
+            case _:
+                pass
+
+    def _progressed(self, key: Key) -> None:
+        for component in self._components.values():
+            component.queue.started(key)
+        if self._waiting:
+            self._wake.set()
 
     def depths(self) -> Mapping[ComponentName, Depth]:
         """Returns the length of each component's queue."""
@@ -251,13 +269,6 @@ class QueuedRequests:
             return None
         due = min(component.queue.next_due() for component in self._components.values())
         return min(max(0.0, due - self._clock()), LOOK_S)
-
-    def _progressed(self, key: Key) -> None:
-        """Notes that a booking has its first token or is freed."""
-        for component in self._components.values():
-            component.queue.started(key)
-        if self._waiting:
-            self._wake.set()
 
     def _refuse_late(self, component: _Component, key: Key) -> None:
         component.queue.remove(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvrouter.runtime.backoff import Backoff
-from kvrouter.scheduler.bookings.table import SchedulerIncarnation
+from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.replication.incarnations import RETRY_SECONDS
 from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat

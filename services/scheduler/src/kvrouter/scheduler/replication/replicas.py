@@ -20,18 +20,25 @@ from collections.abc import Callable, Collection, Iterator
 
 import structlog
 from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
-from kvrouter.scheduler.bookings.conversions import add_request, book_replicated
-from kvrouter.scheduler.bookings.table import Booking, BookingTable, Placement, SchedulerIncarnation, booking_of
+from kvrouter.scheduler.bookings.booking import Booking, SchedulerIncarnation
+from kvrouter.scheduler.bookings.changes import (
+    BookingChange,
+    Freed,
+    OutputGenerated,
+    OwnerAdded,
+    OwnerRemoved,
+    PrefillCompleted,
+    SessionEnded,
+)
+from kvrouter.scheduler.bookings.conversions import add_request, placement_of, replicated_booking
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import checked_key
-from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_of
+from kvrouter.scheduler.identifiers import Key, component_message, key_message
 from kvrouter.scheduler.load.pools import Pools
-from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
-from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReplicaStatus
 from kvrouter.v1.sync_pb2 import (
@@ -40,9 +47,9 @@ from kvrouter.v1.sync_pb2 import (
     MarkPrefillCompleted,
     OutputProgress,
     ReplicaSyncEvent,
-    SessionEnded,
     SyncHeartbeat,
 )
+from kvrouter.v1.sync_pb2 import SessionEnded as SessionEndedEvent
 
 log = structlog.get_logger(component="scheduler")
 
@@ -66,8 +73,6 @@ class Replicas:
         *,
         grace_seconds: float,
         clock: Callable[[], float],
-        predictions: Predictions | None = None,
-        affinity: Affinity | None = None,
     ) -> None:
         """Starts alone. ``send`` takes this Scheduler's events in order; orphans live for ``grace_seconds``."""
         self.component = component
@@ -81,8 +86,6 @@ class Replicas:
         self._grace = grace_seconds
         self.now = clock
         """Seconds of a monotonic clock."""
-        self._predictions = predictions
-        self._affinity = affinity
         self._logs: dict[SchedulerIncarnation, Log] = {}
         self.incarnations = Incarnations()
 
@@ -91,46 +94,55 @@ class Replicas:
         """Followed incarnations, including those of gone Schedulers until their grace is over."""
         return self._logs.values()
 
-    # Local changes.
+    # Changes of the booking table.
 
-    def announced(self, booking: Booking) -> AddRequest:
-        """Returns a booking owned here as its announcement."""
-        return add_request(booking, self.booking_table.place(booking, self.booking_table.here), self.now())
+    def announcement(self, booking: Booking) -> AddRequest:
+        """Returns the announcement of a booking that this Scheduler owns."""
+        return add_request(booking, booking.owners[self.booking_table.here], self.now())
 
-    def owned(self, booking: Booking) -> None:
-        """Announces a booking that is owned here, or has another owner here."""
-        announced = self.announced(booking)
-        if announced.ByteSize() > MAX_ANNOUNCED_BYTES:
+    def announce(self, change: BookingChange) -> None:
+        """Announces a change of this component's bookings, if it is for this Scheduler to announce.
+
+        An owner announces again what it receives of its own bookings. Whoever receives a report of a booking that
+        another Scheduler owns announces every repetition: the announcements renew its lease there.
+        """
+        match change:
+            case OwnerAdded(booking, owner) if owner == self.booking_table.here:
+                self._announce_booking(booking)
+            case OwnerRemoved(booking, owner) if owner == self.booking_table.here:
+                self.own.drop(booking.key)
+            case PrefillCompleted(booking, is_remote):
+                if self.own.prefilled(booking.key) or (not is_remote and booking.key not in self.own):
+                    self._announce_prefilled(booking)
+            case OutputGenerated(booking, is_remote):
+                if not is_remote or booking.key in self.own:
+                    self._announce_output(booking)
+            case Freed(key, is_remote=is_remote):
+                if self.own.drop(key) or not is_remote:
+                    self._send_event(free=FreeBooking(booking=key_message(key)))
+            case SessionEnded(session_id):
+                self._send_event(session_ended=SessionEndedEvent(session_id=session_id))
+            case _:
+                pass
+
+    def _announce_booking(self, booking: Booking) -> None:
+        announcement = self.announcement(booking)
+        if announcement.ByteSize() > MAX_ANNOUNCED_BYTES:
             self._quarantine("too_large")
             return
         self.own.put(booking.key, booking.session_id)
-        self._announce(add_request=announced)
-        if booking.prefilled:
-            self.prefilled(booking)
+        self._send_event(add_request=announcement)
+        if booking.prefilled and self.own.prefilled(booking.key):
+            self._announce_prefilled(booking)
         if booking.output_tokens:
-            self.generated(booking)
+            self._announce_output(booking)
 
-    def prefilled(self, booking: Booking) -> None:
-        """Announces that a booking's prompt is computed."""
-        # Every announcement renews the leases of other owners.
-        if self.own.prefilled(booking.key) or booking.key not in self.own:
-            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(booking.key)))
+    def _announce_prefilled(self, booking: Booking) -> None:
+        self._send_event(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(booking.key)))
 
-    def generated(self, booking: Booking) -> None:
-        """Announces the output of a booking."""
+    def _announce_output(self, booking: Booking) -> None:
         progress = OutputProgress(booking=key_message(booking.key), output_tokens=booking.output_tokens)
-        self._announce(output_progress=progress)
-
-    def freed(self, key: Key) -> None:
-        """Announces that a booking has ended."""
-        self.own.drop(key)
-        self._announce(free=FreeBooking(booking=key_message(key)))
-
-    def session_ended(self, session_id: str) -> None:
-        """Announces that a session's grace is over."""
-        for key in self.own.of_session(session_id):
-            self.own.drop(key)
-        self._announce(session_ended=SessionEnded(session_id=session_id))
+        self._send_event(output_progress=progress)
 
     def heartbeat(self) -> ReplicaSyncEvent:
         """Returns a heartbeat with the sequence and the digest of this Scheduler."""
@@ -205,26 +217,20 @@ class Replicas:
     def hear_prefilled(self, heard: Log, key: Key) -> None:
         """Notes that an incarnation reported a prompt as computed."""
         heard.owned.prefilled(key)
-        booking = self._find(key)
+        booking = self.booking_table.find(key, self.now())
         if booking is not None and not booking.prefilled:
-            self.booking_table.prefill_complete(booking)
-        if booking is not None and self.own.prefilled(key):
-            self._announce(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(key)))
+            self.booking_table.prefill_complete(booking, is_remote=True)
 
     def hear_generated(self, key: Key, output_tokens: int) -> None:
         """Notes that some Scheduler reported the output of a booking."""
-        booking = self._find(key)
+        booking = self.booking_table.find(key, self.now())
         if booking is not None and output_tokens > booking.output_tokens:
-            self.booking_table.generated(booking, output_tokens)
-            if key in self.own:
-                self.generated(booking)
+            self.booking_table.generated(booking, output_tokens, is_remote=True)
 
     def hear_freed(self, heard: Log, key: Key) -> None:
         """Notes that an incarnation reported the end of a booking."""
         heard.owned.drop(key)
-        self.booking_table.free(key)
-        if self.own.drop(key):
-            self._announce(free=FreeBooking(booking=key_message(key)))
+        self.booking_table.free(key, is_remote=True)
 
     def hear_let_go(self, heard: Log, key: Key) -> None:
         """Notes that an incarnation no longer owns a booking."""
@@ -335,38 +341,15 @@ class Replicas:
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
         booking = self.booking_table.get(key)
-        rank = rank_of(announced)
         if booking is None:
-            booking = book_replicated(pool, key, announced)
-            if booking is None:
-                raise RequestIdReused(key[0])
-            booking.local_hashes, booking.conversation = (
-                announced.local_hashes,
-                announced.conversation,
-            )
-            self.booking_table.add(booking, scheduler)
-        else:
-            same_prompt = booking_of(booking).sequence_hashes == announced.sequence_hashes
-            if booking.component != self.component or not same_prompt:
-                raise RequestIdReused(key[0])
-            self.booking_table.add_owner(
-                booking, scheduler, Placement(rank, min(announced.prefill_tokens, announced.prompt_tokens))
-            )
-        if self._affinity is not None and booking.conversation:
-            self._affinity.note(self.component, booking.conversation, rank)
-        if self._predictions is not None and booking.local_hashes:
-            candidate = pool.worker_set.candidate(rank)
-            if candidate is not None and len(booking.local_hashes) == 8 * booking.outcome.prompt_blocks:
-                prompt = Prompt(announced.prompt_tokens, booking.local_hashes, booking_of(booking).sequence_hashes)
-                self._predictions.record(pool, rank, candidate.incarnation, prompt)
+            self.booking_table.book(replicated_booking(pool, key, announced), scheduler)
+            return
+        is_same_prompt = booking.prompt.sequence_hashes == announced.sequence_hashes
+        if booking.component != self.component or not is_same_prompt:
+            raise RequestIdReused(key[0])
+        self.booking_table.add_owner(booking, scheduler, placement_of(announced))
 
-    def _find(self, key: Key) -> Booking | None:
-        booking = self.booking_table.get(key)
-        if booking is not None and self.booking_table.is_here(booking) and not booking.session_id:
-            booking.lease_until = self.now() + booking.lease_seconds
-        return booking
-
-    def _announce(self, **event: object) -> None:
+    def _send_event(self, **event: object) -> None:
         self._send(self._event(**event))
         self.next_sequence += 1
 

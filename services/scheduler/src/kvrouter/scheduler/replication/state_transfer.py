@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
-from kvrouter.scheduler.bookings.table import Booking
+from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.identifiers import Key, key_message, key_of
 from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -61,9 +61,10 @@ def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     for key in own:
         booking = booking_table.get(key)
         if booking is not None:
-            yield "bookings", _state(booking, replicas.announced(booking))
+            yield "bookings", _state(booking, replicas.announcement(booking))
     for booking in all_bookings:
-        if booking.announced and booking.component == replicas.component and not booking_table.is_here(booking):
+        is_remote = booking.component == replicas.component and not booking_table.is_here(booking)
+        if is_remote and booking.has_local_progress:
             yield "progress", _state(booking, AddRequest(booking=key_message(booking.key)))
     for key in freed:
         yield "tombstones", key_message(key)

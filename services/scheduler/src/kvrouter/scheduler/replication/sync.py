@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from kvrouter.scheduler.bookings.table import Booking, BookingTable
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.bookings.booking import Booking
+from kvrouter.scheduler.bookings.changes import (
+    BookingChange,
+    Freed,
+    OutputGenerated,
+    OwnerAdded,
+    OwnerRemoved,
+    PrefillCompleted,
+    SessionEnded,
+)
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pools
-from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.replicas import Replicas
-from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent
 
@@ -18,10 +25,7 @@ Outgoing = Callable[[ComponentName, ReplicaSyncEvent], None]
 
 
 class ReplicaSync:
-    """The replicas of every component.
-
-    It implements the observer of the booking leases (``kvrouter.scheduler.bookings.leases.Witness``).
-    """
+    """The replicas of every component, and a listener of the booking table."""
 
     def __init__(
         self,
@@ -31,8 +35,6 @@ class ReplicaSync:
         *,
         grace_seconds: float,
         clock: Callable[[], float],
-        predictions: Predictions | None = None,
-        affinity: Affinity | None = None,
     ) -> None:
         """Starts without replicas. Bookings outlive their Scheduler by ``grace_seconds``."""
         self.booking_table = booking_table
@@ -42,8 +44,6 @@ class ReplicaSync:
         """Takes this Scheduler's events, in order for each component."""
         self._pools = pools
         self._grace = grace_seconds
-        self._predictions = predictions
-        self._affinity = affinity
         self._components: dict[ComponentName, Replicas] = {}
 
     def __iter__(self) -> Iterator[Replicas]:
@@ -62,32 +62,27 @@ class ReplicaSync:
                 lambda event: self.send(component, event),
                 grace_seconds=self._grace,
                 clock=self._clock,
-                predictions=self._predictions,
-                affinity=self._affinity,
             )
         return replicas
 
-    def owned(self, booking: Booking) -> None:
-        """Announces a booking that is owned here, or has another owner here."""
-        self.of(booking.component).owned(booking)
+    def receive(self, change: BookingChange) -> None:
+        """Passes a change of the booking table to the replicas of its component.
 
-    def prefilled(self, booking: Booking) -> None:
-        """Announces that a booking's prompt is computed."""
-        self.of(booking.component).prefilled(booking)
-
-    def generated(self, booking: Booking) -> None:
-        """Announces the output of a booking."""
-        self.of(booking.component).generated(booking)
-
-    def freed(self, key: Key, component: ComponentName | None) -> None:
-        """Announces the end of a booking; one that is unknown here in every component, since others may own it."""
-        for replicas in self if component is None else [self.of(component)]:
-            replicas.freed(key)
-
-    def session_ended(self, session_id: str, components: Collection[ComponentName]) -> None:
-        """Announces that a session's grace is over."""
-        for component in components:
-            self.of(component).session_ended(session_id)
+        The end of a booking that is unknown here is for all components: a Scheduler of any of them may own it.
+        """
+        match change:
+            case Freed(booking=None):
+                for replicas in self:
+                    replicas.announce(change)
+            case SessionEnded(bookings=bookings):
+                for component in {booking.component for booking in bookings}:
+                    self.of(component).announce(change)
+            case Freed(booking=Booking() as booking):
+                self.of(booking.component).announce(change)
+            case OwnerAdded() | OwnerRemoved() | PrefillCompleted() | OutputGenerated():
+                self.of(change.booking.component).announce(change)
+            case _:
+                pass
 
     def expire(self, registered: Collection[str]) -> None:
         """Drops the bookings of Schedulers that have been gone for the grace; ``registered`` ones are not gone."""

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 from kvrouter.core import Rank
+from kvrouter.scheduler.bookings.changes import Booked, BookingChange, Moved
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateRows
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
@@ -36,6 +37,12 @@ class Affinity:
         rank = self._ranks.get((component, conversation_of(request)))
         at = rows if rank is None else rows.at(rank)
         return at if len(at) else rows
+
+    def receive(self, change: BookingChange) -> None:
+        """Notes the rank of a new booking, or of one that moved."""
+        if isinstance(change, Booked | Moved):
+            booking = change.booking
+            self.note(booking.component, booking.conversation, booking.rank)
 
     def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
         """A request was booked on a rank, of a conversation as ``conversation_of`` names it."""

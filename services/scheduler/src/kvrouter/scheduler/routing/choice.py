@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, SchedulingContext, Wait
@@ -29,6 +28,14 @@ class Chosen:
         """Prompt tokens that the rank has to compute."""
         tokens = self.decided.prefill_tokens
         return self.row.new_prefill_tokens if tokens is None else tokens
+
+    @property
+    def forecast_ms(self) -> float | None:
+        """Forecast time to the first token; None if it is unsuitable for latency calibration.
+
+        A request that had better wait, and goes all the same, finds more on its way than the forecast knows.
+        """
+        return self.decided.forecast_ms if isinstance(self.decided, Choice) else None
 
 
 def choose(
@@ -55,14 +62,3 @@ def choose(
     )
     decided = POLICIES[options.mode].decide(context, rng)
     return Chosen(found, context, rows[decided.index], decided)
-
-
-def book(pool: Pool, key: Key, prompt: Prompt, chosen: Chosen) -> bool:
-    """Books a request where it was chosen to go. Returns False, and changes nothing, if the key was booked or freed.
-
-    Raises:
-        TooLarge: there are as many bookings as may be.
-    """
-    # A request that had better wait, and goes all the same, finds more on its way than the forecast knows.
-    forecast_ms = chosen.decided.forecast_ms if isinstance(chosen.decided, Choice) else None
-    return pool.booked_load.book(key, chosen.row.candidate.rank, prompt, chosen.prefill_tokens, forecast_ms=forecast_ms)
