@@ -193,7 +193,7 @@ async def test_requests_are_attempted_rather_than_refused_where_every_worker_fai
                 await ask(system)
             message = str(lost.value)
             assert f"worker {HOSTILE} failed with INTERNAL: as the test has it" in message
-            assert "no other worker fits the request" in message
+            assert "no other worker is eligible for the request" in message
         assert worker.calls == 8
         worker.behave = answers
         assert served_by(await ask(system)) == HOSTILE

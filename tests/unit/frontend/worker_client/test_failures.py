@@ -53,9 +53,9 @@ def test_a_deadline_is_the_clients_only_when_it_has_come() -> None:
 
 def test_a_final_failure_names_its_cause_and_why_no_attempt_follows() -> None:
     failed = WorkerFailure(7, "INTERNAL", "worker 7 failed with INTERNAL: boom")
-    error = failed.as_error("no other worker fits the request")
+    error = failed.as_error("no other worker is eligible for the request")
     assert isinstance(error, WorkerLost)
-    assert str(error) == "worker 7 failed with INTERNAL: boom; no other worker fits the request"
+    assert str(error) == "worker 7 failed with INTERNAL: boom; no other worker is eligible for the request"
 
 
 def test_a_worker_at_its_limit_is_load_for_the_client_unless_output_was_lost() -> None:

@@ -1,1 +1,1 @@
-"""The gateway: routes each request, runs it on its worker, and streams its tokens."""
+"""The gateway: routes each request, runs it on a worker, and streams its output."""

@@ -1,4 +1,4 @@
-"""``kvrouter-frontend``: the gateway as a process of its own."""
+"""Entry point of ``kvrouter-frontend``, the gateway as a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 
 
 def main() -> None:
-    """Runs until SIGTERM."""
+    """Runs the Frontend until SIGTERM."""
     settings = load(FrontendSettings, prog="kvrouter-frontend")
     if settings.lacks_scheduler():
         refuse("kvrouter-frontend", "--static-workers: name the Schedulers with --static-schedulers")

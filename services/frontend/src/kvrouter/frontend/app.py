@@ -1,4 +1,4 @@
-"""Puts a Frontend together, and runs it."""
+"""Assembles a Frontend from its parts and runs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = structlog.get_logger(component="frontend")
 async def running(
     settings: FrontendSettings, runtime: Runtime, schedulers: SchedulerSource
 ) -> AsyncIterator[FrontendService]:
-    """A Frontend's object with its links to Schedulers, while the context lasts."""
+    """Runs a Frontend with its Scheduler sessions and worker probes while the context lasts; yields the service."""
     metrics = FrontendMetrics(runtime.registry)
     links = SchedulerLinks(
         runtime.directory,
@@ -74,18 +74,21 @@ async def running(
 
 
 def request_limits(settings: FrontendSettings) -> MessageLimits:
-    """What a gRPC request to a Frontend may hold: half of what the services behind it take, which get some more."""
+    """Returns the size limits of a gRPC request to a Frontend.
+
+    They are half of what Scheduler and worker accept, because the requests that the Frontend sends them are larger.
+    """
     return MessageLimits(settings.max_prompt_tokens, DEFAULT_LIMITS.besides_bytes // 2, DEFAULT_LIMITS.records // 2)
 
 
 @asynccontextmanager
 async def serving_http(service: FrontendService, settings: FrontendSettings, runtime: Runtime) -> AsyncIterator[str]:
-    """The HTTP API of a Frontend, while the context lasts; yields its address, host:port.
+    """Serves the HTTP API while the context lasts; yields its address, host:port.
 
-    A client that disconnects cancels its request. When the context ends, requests that are under way may finish.
+    A client that disconnects cancels its request. When the context ends, running requests may finish.
 
     Raises:
-        BindFailed: the address cannot be listened on.
+        BindFailed: the port is in use or the address is not one of this machine's.
     """
     application = HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds).application()
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)

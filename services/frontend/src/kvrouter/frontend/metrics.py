@@ -1,4 +1,4 @@
-"""Figures of the gateway."""
+"""Metrics of the Frontend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class FrontendMetrics:
-    """Counters and histograms; one object for each gateway."""
+    """Counters, gauges and histograms of one Frontend."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -17,7 +17,7 @@ class FrontendMetrics:
         )
         self.in_flight = Gauge("kvrouter_frontend_requests_in_flight", "Running requests.", registry=registry)
         self.retries = Counter(
-            "kvrouter_frontend_retries", "Attempts that failed before the first token.", registry=registry
+            "kvrouter_frontend_retries", "Attempts without output that failed and were retried.", registry=registry
         )
         self.worker_failures = Counter(
             "kvrouter_frontend_worker_failures",
@@ -31,7 +31,7 @@ class FrontendMetrics:
             registry=registry,
         )
         self.suspected_workers = Gauge(
-            "kvrouter_frontend_suspected_workers", "Workers that do not answer probes.", registry=registry
+            "kvrouter_frontend_suspected_workers", "Workers that do not answer liveness probes.", registry=registry
         )
         self.backed_off_workers = Gauge(
             "kvrouter_frontend_backed_off_workers",
@@ -40,18 +40,18 @@ class FrontendMetrics:
         )
         self.added_seconds = Histogram(
             "kvrouter_frontend_added_seconds",
-            "Time from a request's arrival to its dispatch to a worker.",
+            "Time from the arrival of a request to its dispatch to a worker.",
             buckets=_ADDED_BUCKETS,
             registry=registry,
         )
         self.ttft_seconds = Histogram(
             "kvrouter_frontend_ttft_seconds",
-            "Time from a request's arrival to its first token.",
+            "Time from the arrival of a request to its first token.",
             buckets=_TTFT_BUCKETS,
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "kvrouter_frontend_prompt_tokens", "Prompt tokens of requests that got a first token.", registry=registry
+            "kvrouter_frontend_prompt_tokens", "Prompt tokens of requests with a first token.", registry=registry
         )
         self.cached_tokens = Counter(
             "kvrouter_frontend_cached_tokens",
@@ -61,7 +61,7 @@ class FrontendMetrics:
         self.output_tokens = Counter(
             "kvrouter_frontend_output_tokens", "Output tokens sent to clients.", registry=registry
         )
-        self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings that are not freed.", registry=registry)
+        self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings not yet freed.", registry=registry)
         self.sharded_components = Gauge(
             "kvrouter_frontend_sharded_components",
             "Components whose requests are sharded over several Schedulers.",

@@ -1,4 +1,4 @@
-"""Options of the Frontend."""
+"""Options of ``kvrouter-frontend``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pydantic import AfterValidator, AliasChoices, Field
 
 def _checked_file(text: str) -> str:
     if text and not can_be_written(Path(text)):
-        raise ValueError("cannot be written")
+        raise ValueError("expected a file that can be written: check that its folder exists and is writable")
     return text
 
 
 class FrontendSettings(RoutingSettings):
-    """Options of ``kvrouter-frontend``; each is a flag, an environment variable and a key of the file."""
+    """Options of ``kvrouter-frontend``; each is a flag, an environment variable and a key of the configuration file."""
 
     host: str = Field(
         default="127.0.0.1",
@@ -31,7 +31,7 @@ class FrontendSettings(RoutingSettings):
         default=8000,
         ge=0,
         le=65535,
-        description="Port of the HTTP API; 0 takes a free one.",
+        description="Port of the HTTP API; 0 chooses a free one.",
         validation_alias=AliasChoices("port", "http-port"),
     )
     http_max_connections: int = Field(
@@ -97,10 +97,10 @@ class FrontendSettings(RoutingSettings):
     )
 
     def static_endpoints(self) -> StaticEndpoints | None:
-        """As in the base, with the Schedulers."""
+        """Returns the listed workers, Indexers and Schedulers; None if workers are discovered in etcd."""
         listed = super().static_endpoints()
         return listed and replace(listed, schedulers=self.static_schedulers)
 
     def lacks_scheduler(self) -> bool:
-        """Whether a Frontend that has none in its process would never find one."""
+        """Returns whether workers are listed but no Scheduler is, so that no request could be routed."""
         return bool(self.static_workers) and not self.static_schedulers

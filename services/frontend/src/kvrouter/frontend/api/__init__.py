@@ -1,1 +1,1 @@
-"""What clients call: gRPC and HTTP, and the checks of their requests."""
+"""The Frontend's gRPC and HTTP APIs, and the validation of their requests."""

@@ -1,7 +1,8 @@
-"""The body of ``/busy_threshold``, read and written as the guide documents it.
+"""Request and response bodies of ``/busy_threshold``.
 
-``POST`` with a threshold sets it and leaves the other; null removes what was set; without any threshold it reads them.
-The response has the thresholds in force, null where one is off. ``GET`` lists the models that have one.
+``POST`` sets the thresholds that are given. A threshold of null is cleared, an absent one is left as it is; a body
+without thresholds only reads. The response has the thresholds in force, null if there is none. ``GET`` lists the
+models that have a threshold.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from msgspec import UNSET, UnsetType
 
 
 class BusyThresholdBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is posted."""
+    """Body of a ``POST``."""
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
     active_decode_blocks_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | msgspec.UnsetType | None = (
         msgspec.UNSET
     )
-    """Share of its blocks above which a rank is busy, 0 to 1."""
+    """Share of a rank's blocks above which the rank is busy, 0 to 1."""
     active_prefill_tokens_threshold: Annotated[int, msgspec.Meta(ge=0)] | UnsetType | None = UNSET
     """Prefill tokens above which a rank is busy."""
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> BusyThresholdBody:
-        """Reads a body.
+        """Parses a body.
 
         Raises:
-            BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
+            BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
         """
-        advice = "Send the model, with thresholds to set them or without to read them."
+        advice = "Send the model, with the thresholds to set, or without any to read them."
         parsed = decode_json(_DECODER, body, lambda _: advice)
         check_uint64(parsed.active_prefill_tokens_threshold or None, "active_prefill_tokens_threshold")
         return parsed
 
     def to_request(self) -> SetBusyThresholdRequest:
-        """As the Scheduler's contract has it."""
+        """Returns the request for the Scheduler."""
         decode_blocks, prefill_tokens = self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold
         return SetBusyThresholdRequest(
             model=self.model,
@@ -56,11 +57,11 @@ _DECODER = msgspec.json.Decoder(BusyThresholdBody)
 
 
 def shown(model: str, thresholds: BusyThresholds) -> dict[str, Any]:
-    """The thresholds of one model, as JSON has them."""
+    """Returns one model's thresholds as a JSON object."""
     names = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
     return {"model": model} | {name: getattr(thresholds, name) if thresholds.HasField(name) else None for name in names}
 
 
 def listed(thresholds: Mapping[str, BusyThresholds]) -> dict[str, Any]:
-    """Those of every model, in order of name."""
+    """Returns all models' thresholds as a JSON object, in order of name."""
     return {"thresholds": [shown(model, thresholds[model]) for model in sorted(thresholds)]}

@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/completions``: that of vLLM, with token ids for a prompt."""
+"""The body of ``POST /v1/completions``: vLLM's fields, with the prompt as token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 _UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 _UInt64 = Annotated[int, msgspec.Meta(ge=0)]
-"""With its upper bound checked by ``check_uint64``."""
+"""``check_uint64`` checks the upper bound, which msgspec cannot."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes to the router's settings for one request."""
+    """Routing options of one request."""
 
     overlap_score_weight: float | None = None
     router_temperature: float | None = None
@@ -37,7 +37,7 @@ class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class CompletionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields of the body. Fields that the engine alone understands are refused, not dropped."""
+    """Fields of the body. Fields that only an engine understands are refused instead of silently dropped."""
 
     model: str
     prompt: msgspec.Raw
@@ -73,33 +73,33 @@ class _PromptAlone(msgspec.Struct):
 
 
 _PROMPT_ALONE = msgspec.json.Decoder(_PromptAlone)
-# As lax as pydantic, which vLLM reads its bodies with: "5" is a number where a number is expected.
+# As lenient as pydantic, with which vLLM parses bodies: "5" is accepted where a number is expected.
 _FIELDS = msgspec.json.Decoder(CompletionFields, strict=False)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request for a completion."""
+    """A parsed completion request."""
 
     fields: CompletionFields
     token_ids: array[int] = field(repr=False)
-    """The prompt."""
+    """The prompt, as u32."""
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> CompletionRequest:
-        """Reads a body. Takes up to four times its size, and stops at the first error.
+        """Parses a body. Uses up to four times its size in memory and stops at the first error.
 
         Raises:
-            BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
+            BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
             PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
         """
         if len(body) > MAX_FIELDS_BYTES:
-            # Passes over everything without making an object of it, so that only a prompt can be long.
+            # Measures the prompt without building Python objects, so that only a prompt can be long.
             besides = len(body) - len(memoryview(decode_json(_PROMPT_ALONE, body).prompt))
             if besides > MAX_FIELDS_BYTES:
                 raise BadRequest(
-                    f"body: {besides} bytes besides the prompt, at most {MAX_FIELDS_BYTES} are accepted",
-                    advice="Send a single prompt, and shorter fields.",
+                    f"body: {besides} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
+                    advice="Send a single prompt and shorter fields.",
                 )
         fields = decode_json(_FIELDS, body)
         check_uint64(fields.seed, "seed")
@@ -107,11 +107,11 @@ class CompletionRequest:
         threshold = fields.router_config_override.active_prefill_tokens_threshold
         check_uint64(threshold, "router_config_override.active_prefill_tokens_threshold")
         token_ids = parse_token_ids(fields.prompt, limit=max_prompt_tokens)
-        # The prompt's text shares the body's memory, which is free to go from here on.
+        # The raw prompt refers to the body's memory, which must not outlive parsing.
         return cls(msgspec.structs.replace(fields, prompt=msgspec.Raw(b"")), token_ids)
 
     def to_generate(self) -> FrontendServiceGenerateRequest:
-        """The request as the Frontend's contract has it."""
+        """Returns the request as the Frontend's gRPC contract defines it."""
         fields = self.fields
         override = fields.router_config_override
         return FrontendServiceGenerateRequest(

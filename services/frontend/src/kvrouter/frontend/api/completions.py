@@ -1,4 +1,7 @@
-"""The answers of ``/v1/completions``, as vLLM has them with ``return_token_ids``: the gateway has no tokenizer."""
+"""Response bodies of ``/v1/completions``, in vLLM's format with ``return_token_ids``.
+
+``text`` is always empty, because the gateway has no tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ _FINISH: dict[int, str] = {
 
 
 class Completion:
-    """The answer to one request, gathered or as chunks."""
+    """The response to one request, as a whole or as chunks of a stream."""
 
     def __init__(self, model: str, prompt: Sequence[int]) -> None:
-        """``prompt`` are the token ids that the answer repeats."""
+        """``prompt`` has the token ids that the response repeats."""
         self._model = model
         self._prompt = prompt
         self._created = int(time.time())
@@ -33,7 +36,7 @@ class Completion:
         self._finish_reason: str | None = None
 
     def gather(self, output: GenerateOutput, routing: RoutingInfo | None) -> list[int]:
-        """Takes a piece in; returns its token ids."""
+        """Adds a piece of output and returns its token ids."""
         if routing is not None:
             self._routing = routing
             self._id = f"cmpl-{routing.request_id}"
@@ -45,7 +48,7 @@ class Completion:
         return token_ids
 
     def add(self, output: GenerateOutput, routing: RoutingInfo | None) -> dict[str, Any]:
-        """Takes a piece in; returns it as a chunk of a stream, for ``msgspec.json``."""
+        """Adds a piece of output and returns it as a chunk of a stream, for ``msgspec.json``."""
         first = not self._token_ids
         token_ids = self.gather(output, routing)
         choice = self._choice(token_ids)
@@ -54,13 +57,13 @@ class Completion:
         return self._envelope([choice])
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece, for ``msgspec.json``."""
+        """Returns the whole response, for ``msgspec.json``."""
         choice = self._choice(self._token_ids)
         choice["prompt_token_ids"] = encode_token_ids(self._prompt)
         return {**self._envelope([choice]), "usage": self._usage(), "kvrouter": self._routed()}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that was asked to include usage."""
+        """Returns the last chunk of a stream with ``include_usage``."""
         return {**self._envelope([]), "usage": self._usage(), "kvrouter": self._routed()}
 
     def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

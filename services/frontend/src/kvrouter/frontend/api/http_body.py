@@ -1,7 +1,6 @@
-"""Reads the body of an HTTP request, within bounds of size and of time.
+"""Reads the body of an HTTP request within limits of size and idle time.
 
-The server must not decompress bodies itself: aiohttp leaves a handler waiting for ever where compressed data
-ends early.
+aiohttp's own decompression must be off: with compressed data that ends early, its handler waits forever.
 """
 
 from __future__ import annotations
@@ -14,23 +13,24 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvrouter.runtime.errors import BadRequest
 
 _STEP_BYTES = 1 << 20
-"""Most that is decompressed before other requests get a turn: some 3 ms."""
+"""Bytes to decompress before other requests may run: about 3 ms of work."""
 _MAX_MEMBERS = 1024
-"""Most gzip files, one after the other, in one body; an empty one has 20 bytes."""
+"""Maximum number of concatenated gzip members in one body. An empty member takes 20 bytes, so that a small body could
+otherwise keep the loop busy."""
 _ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 async def read_body(request: web.Request, *, limit: int, idle_seconds: float) -> bytearray:
-    """Reads a body, and decompresses it as its Content-Encoding says.
+    """Reads a body and decompresses it according to its Content-Encoding.
 
     Args:
         request: The request.
-        limit: Most bytes, before and after decompression.
-        idle_seconds: Longest pause between two parts of the body. A slow upload that goes on is not cut off.
+        limit: Maximum size in bytes, before and after decompression.
+        idle_seconds: Maximum pause between two parts of the body. A slow but steady upload may finish.
 
     Raises:
         BadRequest: the body exceeds the limit, or cannot be decompressed.
-        web.HTTPRequestTimeout: nothing of the body came for ``idle_seconds``.
+        web.HTTPRequestTimeout: no part of the body arrived within ``idle_seconds``.
     """
     body = bytearray()
     if not request.body_exists:
@@ -45,30 +45,30 @@ async def read_body(request: web.Request, *, limit: int, idle_seconds: float) ->
         else:
             await inflate.append(part, body, limit)
     if inflate is not None and not inflate.complete:
-        raise _damaged("the compressed data ends early")
+        raise _damaged("the compressed data is truncated")
     return body
 
 
 async def _next_part(request: web.Request, idle_seconds: float) -> bytes:
-    """What has come of the body; empty at its end."""
+    """Returns the next part of the body; empty at its end."""
     try:
         async with asyncio.timeout(idle_seconds):
             return await request.content.readany()
     except TimeoutError:
-        raise web.HTTPRequestTimeout(reason=f"no part of the body came for {idle_seconds:g} s") from None
+        raise web.HTTPRequestTimeout(reason=f"no part of the body arrived within {idle_seconds:g} s") from None
     except (HttpProcessingError, web.RequestPayloadError) as error:
         raise _damaged(str(error)) from None
 
 
 class _Inflate:
-    """Decompresses what comes, a step at a time."""
+    """Decompresses a body in steps, so that other requests can run in between."""
 
     def __init__(self, encoding: str) -> None:
-        """Raises BadRequest where the encoding is not supported."""
+        """Raises BadRequest if the encoding is not supported."""
         if encoding not in _ENCODINGS:
             raise BadRequest(
                 f"Content-Encoding {encoding[:32]!r} is not supported",
-                advice="Send the body as gzip, as deflate, or as it is.",
+                advice="Send the body as gzip, as deflate, or uncompressed.",
                 known=_ENCODINGS,
             )
         self._window = _ENCODINGS[encoding]
@@ -77,14 +77,14 @@ class _Inflate:
 
     @property
     def complete(self) -> bool:
-        """Whether the compressed data has come to its end."""
+        """Whether the compressed data has ended."""
         return self._stream.eof
 
     async def append(self, data: bytes, body: bytearray, limit: int) -> None:
-        """Appends what ``data`` adds to the body.
+        """Decompresses ``data`` and appends the result to ``body``.
 
         Raises:
-            BadRequest: it is damaged, or the body exceeds the limit.
+            BadRequest: the data is damaged, or the body exceeds the limit.
         """
         while data:
             if self._stream.eof:
@@ -100,7 +100,7 @@ class _Inflate:
     def _next_member(self) -> None:
         self._members += 1
         if self._members > _MAX_MEMBERS:
-            raise _damaged(f"more than {_MAX_MEMBERS} compressed files in one body")
+            raise _damaged(f"it has more than {_MAX_MEMBERS} compressed members")
         self._stream = zlib.decompressobj(self._window)
 
 
@@ -111,6 +111,6 @@ def _check_size(size: int, limit: int) -> None:
 
 def _damaged(cause: str) -> BadRequest:
     return BadRequest(
-        f"body: cannot be decoded: {cause}",
-        advice="Send a body that is encoded as Content-Encoding and Transfer-Encoding say.",
+        f"the body cannot be decoded: {cause}",
+        advice="Encode the body as its Content-Encoding and Transfer-Encoding headers declare.",
     )

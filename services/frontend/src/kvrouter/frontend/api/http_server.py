@@ -1,4 +1,4 @@
-"""The gateway over HTTP: completions for token ids, models, busy thresholds, health and metrics."""
+"""The HTTP API of the gateway: completions over token ids, models, busy thresholds, health and metrics."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = structlog.get_logger(component="frontend")
 
 _MAX_BODY_BYTES = 64 << 20
 _LONG_BODY_BYTES = 64 << 10
-"""Longest body that is parsed on the event loop: some 0.3 ms."""
+"""Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
 _ADMIN_SECONDS = 10.0
-"""Time that a call of an operator may take: a few round trips to etcd."""
+"""Deadline of administrative calls: a few round trips to etcd."""
 
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -45,13 +45,13 @@ _HTTP_STATUS = {
 
 
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers by which an error is told."""
+    """Returns HTTP status, JSON body and headers of an error response."""
     status = _HTTP_STATUS.get(error.code, 500)
     body = {
         "error": {
             "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
             "type": "invalid_request_error" if status < 500 else "server_error",
-            # The contract has in a message of its own what is a field of the body here.
+            # The contract nests the stop conditions in a message; in the HTTP body they are top-level fields.
             "param": error.info.field.removeprefix("stop_conditions.") or None,
             "code": error.code.name.lower(),
         }
@@ -66,7 +66,7 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answers every failure in the one shape that clients of this API know."""
+    """Returns every failure as a JSON error in the format of the OpenAI API."""
     try:
         return await handler(request)
     except KvRouterError as error:
@@ -84,16 +84,16 @@ async def errors_as_json(
 
 
 class HttpApi:
-    """Handlers over the Frontend's object."""
+    """HTTP handlers over a FrontendService."""
 
     def __init__(self, frontend: FrontendService, registry: CollectorRegistry, *, body_seconds: float) -> None:
-        """``body_seconds`` is the longest pause within a request's body."""
+        """``body_seconds`` is the maximum pause within a request's body."""
         self._body_seconds = body_seconds
         self._frontend = frontend
         self._registry = registry
 
     def application(self) -> web.Application:
-        """The routes."""
+        """Returns the application with all routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
         app.add_routes(
             [
@@ -109,23 +109,23 @@ class HttpApi:
         return app
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """200 where requests can be routed, 503 where not."""
+        """Returns 200 if requests can be routed, otherwise 503."""
         ready = self._frontend.ready()
         models = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
         body = {
             "status": "ready" if ready else "not ready",
             "models": {model.name: {"workers": model.workers} for model in models.models},
-            # Whether workers came or went since is not known.
+            # A growing age means that etcd is away: workers may have come or gone since.
             "registrations_age_seconds": self._frontend.registrations_age_seconds,
         }
         return web.json_response(body, status=200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The figures of this process."""
+        """Returns the metrics of this process."""
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The models that are served, each once."""
+        """Lists the models that are served, each once."""
         answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
         names = {model.name: model for model in answer.models}
         data = [
@@ -142,25 +142,25 @@ class HttpApi:
         return web.json_response({"object": "list", "data": data})
 
     async def chat_completions(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """There are none: says what to ask for instead."""
+        """Refuses chat completions and says what to send instead."""
         raise web.HTTPNotFound(
             reason="the gateway has no tokenizer and no chat templates; send token ids to /v1/completions"
         )
 
     async def set_busy_threshold(self, request: web.Request) -> web.Response:
-        """Sets the thresholds of a model that are given, and answers with those in force."""
+        """Sets the given thresholds of a model and returns those in force."""
         body = await read_body(request, limit=MAX_FIELDS_BYTES, idle_seconds=self._body_seconds)
         requested = BusyThresholdBody.parse(body).to_request()
         in_force = await self._frontend.set_busy_threshold(requested, deadline=Deadline.after(_ADMIN_SECONDS))
         return web.json_response(shown(requested.model, in_force))
 
     async def list_busy_thresholds(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """The thresholds of every model that has one."""
+        """Lists the thresholds of all models that have one."""
         thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
         return web.json_response(listed(thresholds))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Runs a completion, as one answer or as server-sent events."""
+        """Runs a completion and returns it as one response or as server-sent events."""
         fields, to_generate = await self._parsed(request)
         if fields.stream:
             return await self._stream(request, fields, to_generate)
@@ -175,7 +175,7 @@ class HttpApi:
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if len(body) <= _LONG_BODY_BYTES:
             return self._parse(body)
-        # Other requests go on meanwhile: the parser lets the loop run between two pieces of the prompt.
+        # The parser releases the GIL between pieces of the prompt, so other requests continue meanwhile.
         return await asyncio.to_thread(self._parse, body)
 
     def _parse(self, body: bytearray) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:

@@ -1,4 +1,4 @@
-"""Decodes the JSON bodies of the HTTP API into typed structures; stops at the first thing that is wrong."""
+"""Decodes JSON bodies of the HTTP API into typed structures, and reports the first error with the field's path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.runtime.errors import BadRequest
 T = TypeVar("T")
 
 MAX_FIELDS_BYTES = 256 << 10
-"""Longest body without its prompt: what is decoded into Python objects may take many times its size."""
+"""Maximum size of a body without its prompt, because the decoded Python objects take many times its size."""
 
 _MAX_TEXT = 512
 _AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
@@ -27,12 +27,12 @@ def decode_json(
     """Decodes a body.
 
     Args:
-        decoder: Of the structure that the body must have.
+        decoder: Decoder of the structure that the body must have.
         body: UTF-8.
-        advice: Tells what to do about a field that is wrong; the field is empty where the whole body is.
+        advice: Returns the advice for an invalid field, by its path; the path is empty if the whole body is invalid.
 
     Raises:
-        BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names it.
+        BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
     """
     try:
         return decoder.decode(body)
@@ -42,23 +42,23 @@ def decode_json(
     except msgspec.DecodeError as error:
         raise BadRequest(f"body: {error}"[:_MAX_TEXT], advice="Send one JSON object.") from None
     except UnicodeDecodeError:
-        raise BadRequest("body: a text is not UTF-8", advice="Encode the body as UTF-8.") from None
+        raise BadRequest("body: expected UTF-8", advice="Encode the body as UTF-8.") from None
     except RecursionError:
-        raise BadRequest("body: nested too deeply", advice="Send one JSON object; it needs no deep nesting.") from None
+        raise BadRequest("body: nested too deeply", advice="Send one JSON object without deep nesting.") from None
 
 
 def check_uint64(value: int | None, field: str) -> None:
-    """Accepts what fits into 64 bits: msgspec takes integers of any size, and bounds up to 63 bits only.
+    """Checks that an integer fits into 64 bits. msgspec accepts integers of any size, and limits up to 2^63 only.
 
     Raises:
-        BadRequest: the value does not fit.
+        BadRequest: the value is out of range.
     """
     if value is not None and not 0 <= value < 1 << 64:
         raise BadRequest(f"{field}: out of range", field=field, advice="Send an integer from 0 to 2^64 - 1.")
 
 
 def _explained(text: str) -> tuple[str, str]:
-    """Field and message of a validation error of msgspec, which has the path at its end."""
+    """Returns field path and message of a msgspec validation error, which has the path at the end of its text."""
     found = _AT.search(text)
     path = re.sub(r"\[(\d+)\]", r".\1", found["path"]).strip(".") if found else ""
     message = text[: found.start()] if found else text

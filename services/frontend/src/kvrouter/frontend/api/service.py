@@ -1,4 +1,4 @@
-"""The Frontend's contract, over links to Schedulers and channels to workers."""
+"""Implements the Frontend's contract with sessions at Schedulers and channels to workers."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ _Answer = TypeVar("_Answer", FreeResponse, MarkPrefillCompleteResponse)
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """What an operator sets."""
+    """Operator settings of request handling."""
 
     limits: Limits
     max_attempts: int
-    """Workers that a request is tried on before it fails."""
+    """Maximum number of attempts for a request."""
     default_deadline_seconds: float
-    """Time that a request may take if its client sets no deadline."""
+    """Deadline of requests whose client sets none."""
 
 
 class FrontendService:
-    """The object behind the Frontend's gRPC and HTTP APIs."""
+    """The service behind the Frontend's gRPC and HTTP APIs."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class FrontendService:
         metrics.sharded_components.set_function(lambda: links.sharded_components)
 
     def ready(self) -> bool:
-        """Whether requests can be routed."""
+        """Returns whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
     @property
     def registrations_age_seconds(self) -> float | None:
-        """Seconds since etcd last confirmed what is registered; None without etcd."""
+        """Seconds since etcd last confirmed the registrations; None without etcd."""
         return self._directory.age_seconds
 
     async def generate(
@@ -112,7 +112,7 @@ class FrontendService:
     async def generate_encoded(
         self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[bytes, None]:
-        """As ``generate``, with the worker's encoding passed through."""
+        """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
             async for piece in pieces:
                 yield piece.encoded
@@ -120,10 +120,10 @@ class FrontendService:
     async def pieces(
         self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[Piece, None]:
-        """As ``generate``, with the encoding of each piece beside what it says.
+        """Does the same as ``generate`` and yields each piece both encoded and parsed.
 
         Raises:
-            KvRouterError: the request is refused, cannot be routed, or lost its worker.
+            KvRouterError: the request is invalid, cannot be routed, or lost its worker.
         """
         arrived = time.perf_counter()
         deadline = deadline.or_after(self.options.default_deadline_seconds)
@@ -227,16 +227,16 @@ class FrontendService:
         return GetWorkerHealthResponse(workers=self._workers.health.status(component))
 
     async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
-        """Sets the busy thresholds of a model that are given. Returns those in force.
+        """Sets the given busy thresholds of a model. Returns those in force.
 
         Raises:
-            KvRouterError: there is no such model, or they cannot be set.
+            KvRouterError: the model is unknown, or the thresholds cannot be stored.
         """
         scheduler = self._links.scheduler(self._view(request.model).name)
         return (await scheduler.set_busy_threshold(request, deadline=deadline)).thresholds
 
     async def busy_thresholds(self, *, deadline: Deadline) -> dict[str, BusyThresholds]:
-        """The busy thresholds in force, of every model that has one.
+        """Returns the busy thresholds in force, for every model that has one.
 
         Raises:
             KvRouterError: a Scheduler does not answer.
@@ -250,17 +250,17 @@ class FrontendService:
     async def _ask_all(
         self, ask: Callable[[Scheduler, Deadline], Awaitable[_Answer]], deadline: Deadline
     ) -> list[_Answer]:
-        """Asks every live Scheduler about a booking, since it may be at one that decided while another was away.
+        """Calls every live Scheduler about a booking, since a stand-in may have made it while the usual one was away.
 
-        One that fails, or does not answer in time, matters only where no other knows the booking.
+        A Scheduler that fails or times out matters only if no other Scheduler knows the booking.
 
         Raises:
-            DependencyAway: none is live.
-            KvRouterError: it is not known, and one of those that might know it failed.
+            DependencyAway: no Scheduler is live.
+            KvRouterError: no Scheduler knows the booking, and one that might know it failed.
         """
         schedulers = self._links.schedulers()
         if not schedulers and self._directory.components:
-            raise DependencyAway("no Scheduler is live")
+            raise DependencyAway("no Scheduler is registered and ready: check that one runs in this namespace")
         limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(_settled(ask(each, limit))) for each in schedulers]

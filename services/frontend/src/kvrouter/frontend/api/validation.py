@@ -1,4 +1,4 @@
-"""What a request must look like before anything is done for it."""
+"""Validates requests before anything is booked or sent for them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 MAX_REQUEST_ID_BYTES = 112
-"""Leaves room in the 128 bytes of a booking's id for what makes it unique."""
+"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one request may ask for."""
+    """Limits of one request."""
 
     max_prompt_tokens: int
-    """Most prompt tokens, whatever the model allows."""
+    """Maximum number of prompt tokens, whatever the model allows."""
     max_output_tokens: int
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
 
 
 def component_of_model(
@@ -33,7 +33,7 @@ def component_of_model(
     """Returns the component that serves a model in a stage: that with the most live workers, if there are several.
 
     Raises:
-        UnknownModel: no component serves it.
+        UnknownModel: no component serves the model.
     """
     # A decode worker can compute prompts itself.
     unfit = (Role.ROLE_DECODE,) if stage == Stage.STAGE_PREFILL else (Role.ROLE_PREFILL,)
@@ -48,7 +48,7 @@ def component_of_model(
 def describe_models(components: dict[ComponentName, ComponentView]) -> list[Model]:
     """Returns every model that has live workers, in order of name.
 
-    A component's descriptor outlives its workers, so that its index stays valid; it is no offer to clients.
+    A component's descriptor outlives its workers, so that its index stays valid. It must not appear as a model then.
     """
     models = [
         Model(
@@ -66,11 +66,11 @@ def describe_models(components: dict[ComponentName, ComponentView]) -> list[Mode
 
 
 def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, limits: Limits) -> None:
-    """Accepts a request, or says what is wrong with it.
+    """Checks a generation request.
 
     Raises:
-        BadRequest: a field is missing or out of range; the error names it.
-        PromptTooLong: the prompt, or the prompt with the tokens asked for, exceeds a limit.
+        BadRequest: a field is missing or out of range; the error names the field.
+        PromptTooLong: the prompt, or the prompt with its ``max_tokens``, exceeds a limit.
     """
     if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
         raise BadRequest(
@@ -78,7 +78,7 @@ def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, 
         )
     tokens = len(request.token_ids)
     if tokens == 0:
-        raise BadRequest("the prompt is empty", field="token_ids", advice="Send 1 token id or more.")
+        raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
     if tokens > limits.max_prompt_tokens:
         raise PromptTooLong(tokens, limits.max_prompt_tokens)
     longest = view.descriptor.max_model_len
@@ -87,16 +87,16 @@ def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, 
     _check_stop(request.stop_conditions, limits)
     if longest and tokens + request.stop_conditions.max_tokens > longest:
         raise BadRequest(
-            f"{tokens} prompt tokens and {request.stop_conditions.max_tokens} to generate exceed the model's {longest}",
+            f"{tokens} prompt tokens and max_tokens {request.stop_conditions.max_tokens} exceed the model's {longest}",
             field="stop_conditions.max_tokens",
-            advice=f"Ask for at most {longest - tokens} tokens.",
+            advice=f"Set max_tokens to at most {longest - tokens}.",
         )
     _check_sampling(request.sampling_options)
     check_overrides(request.overrides)
 
 
 def check_routing(request: RoutingRequest, limits: Limits) -> None:
-    """Accepts a routing request, or says what is wrong with it. The Scheduler checks what needs the component.
+    """Checks a routing request. The Scheduler checks what depends on the component.
 
     Raises:
         BadRequest: an override is out of range.
@@ -110,7 +110,7 @@ def check_routing(request: RoutingRequest, limits: Limits) -> None:
 
 
 def check_overrides(overrides: RoutingOverrides) -> None:
-    """Refuses settings that no policy can work with.
+    """Checks routing options that apply to every policy.
 
     Raises:
         BadRequest: a number is negative, not finite, or above its range.
@@ -131,19 +131,19 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
         raise BadRequest(
             f"max_tokens is {stop.max_tokens}",
             field="stop_conditions.max_tokens",
-            advice=f"Ask for 1 to {limits.max_output_tokens} tokens.",
+            advice=f"Set max_tokens to a value from 1 to {limits.max_output_tokens}.",
         )
     if stop.min_tokens > stop.max_tokens:
         raise BadRequest(
             f"min_tokens {stop.min_tokens} exceeds max_tokens {stop.max_tokens}",
             field="stop_conditions.min_tokens",
-            advice="Ask for no more than max_tokens.",
+            advice="Set min_tokens to at most max_tokens.",
         )
     if stop.stop:
         raise BadRequest(
-            "stop texts need a tokenizer, and the gateway has none",
+            "stop strings need a tokenizer, and the gateway has none",
             field="stop_conditions.stop",
-            advice="Send stop_token_ids.",
+            advice="Send stop_token_ids instead.",
         )
 
 
@@ -151,18 +151,16 @@ def _check_sampling(sampling: SamplingOptions) -> None:
     _at_least_zero(sampling.temperature, "sampling_options.temperature")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise BadRequest(
-            f"top_p is {sampling.top_p}", field="sampling_options.top_p", advice="Send a number above 0, up to 1."
+            f"top_p is {sampling.top_p}", field="sampling_options.top_p", advice="Send a number above 0 and up to 1."
         )
     if not 0 <= sampling.min_p <= 1:
         raise BadRequest(
             f"min_p is {sampling.min_p}", field="sampling_options.min_p", advice="Send a number between 0 and 1."
         )
     if sampling.n > 1:
-        raise BadRequest(
-            f"n is {sampling.n}", field="sampling_options.n", advice="Send a request for each sequence instead."
-        )
+        raise BadRequest(f"n is {sampling.n}", field="sampling_options.n", advice="Send one request for each sequence.")
 
 
 def _at_least_zero(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise BadRequest(f"{field} is {value}", field=field, advice="Send a number, 0 or more.")
+        raise BadRequest(f"{field} is {value}", field=field, advice="Send a finite number, 0 or more.")

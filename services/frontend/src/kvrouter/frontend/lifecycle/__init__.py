@@ -1,1 +1,1 @@
-"""The life of one request, from its booking to its end."""
+"""The lifecycle of one request, from its booking to its end."""

@@ -1,9 +1,9 @@
-"""The life of one request: book, run, mark its prefill complete, free, whatever happens.
+"""The lifecycle of one request: book a rank, stream from its worker, report its prefill complete, free the booking.
 
-An attempt books a rank and streams from its worker. A worker that fails, or stops answering, before the first token
-costs an attempt: the request is retried elsewhere. A failure after it ends the request, since tokens cannot be taken
-back. What a worker refuses as the client's fault is passed on, and never counts against the worker. Workers that this
-gateway found unhealthy are avoided, unless no other fits.
+An attempt books a rank and streams from its worker. A worker that fails or stops answering before the first token costs
+an attempt, and the request is retried on another worker. A failure after the first token ends the request, since tokens
+that the client has received cannot be taken back. An error that is the client's fault is passed on and never counts
+against the worker. Workers that this gateway found unhealthy are avoided unless no other worker is eligible.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from kvrouter.v1.worker_pb2 import (
 log = structlog.get_logger(component="frontend")
 
 BOOKED_ID_MARK = "~"
-"""Stands between a client's request id and what makes it unique to bookings and workers. Clients may use an id again;
-a booking's key, once freed, is not booked a second time."""
+"""Separates a client's request id from the suffix that makes it unique to bookings and workers: clients may reuse an
+id, but the key of a freed booking cannot be booked again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the answer, encoded as the client gets it, and what the gateway itself reads of it."""
+    """A piece of the output, encoded for the client, with the fields that the gateway reads."""
 
     encoded: bytes
     """A FrontendServiceGenerateResponse."""
     output: GenerateOutput
     routing: RoutingInfo | None
-    """Where the request runs; in the first piece of an attempt."""
+    """Where the request runs; set in the first piece of an attempt."""
 
 
 class Generation:
-    """One request. ``pieces`` runs it, once."""
+    """One request. Call ``pieces`` once to run it."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class Generation:
         self._prompt_tokens = len(request.token_ids)
         self._output_tokens = 0
         self._failed_attempts = 0
-        """Attempts that failed, each return to a silent worker left out: the Scheduler may hear of another one later
-        than this gateway."""
+        """Failed attempts. A repeated return to the same silent worker does not count: the Scheduler may discover
+        another worker later than this gateway does."""
         self._silent_worker_id: int | None = None
-        """Worker that the last attempt left because it stopped answering."""
+        """Worker that the previous attempt left because it stopped answering."""
         self._request_id = request.request_id or uuid.uuid4().hex
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
         self._local_hashes = hash_prompt(request, self._block_size)
@@ -106,7 +106,7 @@ class Generation:
         )
 
     def outline(self) -> Outline | None:
-        """What a recording keeps of it; None while it has no token."""
+        """Returns what a recording stores of the request; None while it has no output."""
         if not self._output_tokens:
             return None
         return Outline(
@@ -119,11 +119,11 @@ class Generation:
         )
 
     async def pieces(self, *, deadline: Deadline) -> AsyncGenerator[Piece, None]:
-        """Runs the request and yields its answer as it comes.
+        """Runs the request and yields its output as it arrives.
 
         Raises:
-            KvRouterError: no worker could be chosen, the worker refused the request, or it was lost too late for
-                another attempt.
+            KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
+                further attempt was possible.
         """
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
@@ -153,7 +153,7 @@ class Generation:
             self._silent_worker_id = failure.worker_id if failure.is_silent else None
 
     def _may_retry(self) -> bool:
-        """Returns whether another attempt may follow this one: a pinned request has nowhere else to go."""
+        """Returns whether a further attempt may follow. A request pinned to a worker has no alternative."""
         return self._failed_attempts + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
 
     async def _attempt(
@@ -172,7 +172,7 @@ class Generation:
         except NoWorkers:
             if failure is None:
                 raise
-            raise failure.as_error("no other worker fits the request") from None
+            raise failure.as_error("no other worker is eligible for the request") from None
         except KvRouterError as error:
             raise error if failure is None else error.after(failure.message) from None
         booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
@@ -229,7 +229,7 @@ class Generation:
                 routing = None
 
     def _has_alternative(self, worker_id: int) -> bool:
-        """Returns whether a healthy worker other than this one could take the request in a further attempt."""
+        """Returns whether another healthy worker could take the request in a further attempt."""
         return self._may_retry() and any(
             worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
             for worker in self._workers.health.healthy(self._component)

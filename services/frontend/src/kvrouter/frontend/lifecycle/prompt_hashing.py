@@ -1,4 +1,4 @@
-"""Hashes the prompt of a request, a part at a time, so that no whole copy of it is made."""
+"""Hashes a prompt in parts, so that no full copy of it is made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvrouter.core import Scope, local_hashes
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 _PART_TOKENS = 64 << 10
-"""Tokens that are hashed at once: far more than a block has."""
+"""Tokens to hash at once, rounded down to whole blocks."""
 
 
 def hash_prompt(request: FrontendServiceGenerateRequest, block_size: int) -> bytes:

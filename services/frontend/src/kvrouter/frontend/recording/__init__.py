@@ -1,1 +1,1 @@
-"""Records the requests that pass, for simulation and replay."""
+"""Records requests for simulation and replay."""

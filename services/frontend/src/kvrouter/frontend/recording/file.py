@@ -1,14 +1,14 @@
-"""A recording of traffic: a JSON object a line, in the format that `kvrouter simulate` and `kvrouter replay` read.
+"""The recording file: one JSON object per line, in the trace format of `kvrouter simulate` and `kvrouter replay`.
 
     {"timestamp": 1763735000123.4, "input_length": 40, "output_length": 7, "hash_ids": [12, 13, 97], "piece_tokens": 16,
      "model": "llama"}
 
-``timestamp`` is when the request came, Unix ms. ``hash_ids`` has an id for each block of the prompt: equal blocks have
-equal ids, and a tail that fills no block has an id of its own. An id is a number in order of appearance, so that
-neither text nor tokens can be guessed from it, as they could from a hash whose seed is known.
+``timestamp`` is the request's arrival in Unix milliseconds. ``hash_ids`` has an id for each block of the prompt: equal
+blocks have equal ids, and a partial last block has an id of its own. Ids are numbered in order of appearance. Neither
+text nor tokens can be derived from them, as they could from a hash whose seed is known.
 
-Ids stay unique in a file that is appended to after a restart: they start at the file's size, and every id in it is
-smaller than that, since it takes a byte or more to write one.
+Ids stay unique when a restarted process appends to the file: they start at the file's size in bytes, and every id in
+the file is smaller than that, since writing an id takes at least one byte.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Final
 
 MAX_KNOWN_BLOCKS: Final = 1 << 20
-"""Blocks whose ids are remembered, the last used ones: 16 million tokens, as many as 60 large engines hold. One that
-comes again after that many others gets another id, as if it were new; no cache would have it either."""
+"""Blocks whose ids are remembered, the most recently used ones: 16 million tokens of 16-token blocks, as many as 60
+large engines cache. A block that returns after so many others gets a new id; no cache would have kept it either."""
 
 _TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is kept of a request."""
+    """What is recorded of a request."""
 
     arrived_unix_ns: int
     model: str
@@ -39,18 +39,18 @@ class Outline:
     """Tokens per block."""
     prompt_tokens: int
     local_hashes: bytes
-    """Of the prompt's full blocks, packed u64."""
+    """Hashes of the prompt's full blocks, packed little-endian u64."""
     output_tokens: int
-    """Tokens that the request got, 1 or more."""
+    """Tokens that were generated, at least 1."""
 
     @property
     def blocks(self) -> int:
-        """Full blocks of the prompt."""
+        """Number of full blocks of the prompt."""
         return len(self.local_hashes) // 8
 
 
 class BlockIds:
-    """Numbers blocks in the order in which they appear."""
+    """Numbers blocks in order of first appearance."""
 
     def __init__(self, first: int = 0, most: int = MAX_KNOWN_BLOCKS) -> None:
         self._next = first
@@ -58,11 +58,11 @@ class BlockIds:
         self._ids: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """Returns the number of blocks that are remembered."""
         return len(self._ids)
 
     def of(self, outline: Outline) -> list[int]:
-        """Ids of the blocks of a prompt, that of its tail included."""
+        """Returns the ids of a prompt's blocks, including a partial last block."""
         ids = [self._id(block) for block in memoryview(outline.local_hashes).cast("Q")]
         if outline.prompt_tokens > outline.blocks * outline.block_size:
             ids.append(self._fresh())
@@ -85,20 +85,20 @@ class BlockIds:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a batch."""
+    """Result of writing a batch."""
 
     requests: int
-    """Requests that are in the file."""
+    """Requests that were written."""
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
     full: bool = False
-    """Whether the rest did not fit."""
+    """Whether the rest of the batch did not fit."""
     failure: str = ""
-    """Why none could be written; empty if it could."""
+    """Why the batch could not be written; empty on success."""
 
 
 class RecordingFile:
-    """Appends to a file up to a size. One that is moved or emptied meanwhile is begun anew."""
+    """Appends to a file up to a maximum size. If the file is moved or truncated, the recording starts anew."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -108,11 +108,11 @@ class RecordingFile:
 
     @property
     def known_blocks(self) -> int:
-        """Blocks whose ids are remembered."""
+        """Number of blocks whose ids are remembered."""
         return len(self._ids) if self._ids is not None else 0
 
     def append(self, outlines: Sequence[Outline]) -> Written:
-        """Writes whole lines. What fails leaves the file as it was."""
+        """Appends whole lines. A failure leaves the file as it was."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -133,8 +133,8 @@ class RecordingFile:
         try:
             _write_all(descriptor, b"".join(lines))
         except OSError:
-            self._ids = None  # those that were given in this batch may be beyond the file's size
-            with suppress(OSError):  # the next batch cuts what is torn
+            self._ids = None  # ids of this batch may exceed the file's size after the failure
+            with suppress(OSError):  # if this fails, the next batch removes the torn line
                 os.ftruncate(descriptor, size)
             raise
         self._size += sum(map(len, lines))
@@ -143,7 +143,7 @@ class RecordingFile:
     def _fitting(self, outlines: Sequence[Outline], ids: BlockIds) -> Iterator[bytes]:
         left = self._max_bytes - self._size
         for outline in outlines:
-            # A line has 2 bytes and more for each block: one that cannot fit is not worth numbering.
+            # A line has at least 2 bytes per block, so no ids are assigned to a request that cannot fit.
             if left <= 2 * outline.blocks:
                 return
             line = _line(outline, ids.of(outline))
@@ -172,7 +172,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """Drops what follows the last end of a line, as a process that was killed leaves it."""
+    """Removes an unterminated last line, which a killed process may leave."""
     end = size = os.fstat(descriptor).st_size
     while end:
         start = max(0, end - _TAIL_BYTES)

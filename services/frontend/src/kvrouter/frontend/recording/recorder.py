@@ -1,4 +1,4 @@
-"""Records the requests that pass, beside them: nothing waits for the disk, and what cannot keep up is dropped."""
+"""Records requests in the background. Requests never wait for the disk; if it is too slow, records are dropped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ log = structlog.get_logger(component="frontend")
 
 MAX_QUEUED_REQUESTS = 4096
 MAX_QUEUED_BLOCKS = 1 << 20
-"""Blocks of the requests that wait to be written: 8 MiB."""
+"""Limit on the blocks of all queued requests: 8 MiB of hashes."""
 _GATHER_SECONDS = 0.2
-"""Time in which requests gather to be written together."""
+"""Time for which requests are collected before they are written together."""
 
 
 class Recorder:
-    """Takes requests as they end; ``run`` writes them."""
+    """Queues finished requests; ``run`` writes them."""
 
     def __init__(self, file: RecordingFile, registry: CollectorRegistry) -> None:
         self._file = file
@@ -34,15 +34,15 @@ class Recorder:
             ["outcome"],
             registry=registry,
         )
-        self._bytes = Gauge("kvrouter_frontend_recording_bytes", "Size of the recording.", registry=registry)
+        self._bytes = Gauge("kvrouter_frontend_recording_bytes", "Size of the recording in bytes.", registry=registry)
         for name, text, value in (
-            ("queue", "Requests that wait to be written.", lambda: len(self._queue)),
+            ("queue", "Requests that wait to be recorded.", lambda: len(self._queue)),
             ("known_blocks", "Blocks whose ids are remembered.", lambda: file.known_blocks),
         ):
             Gauge(f"kvrouter_frontend_recording_{name}", text, registry=registry).set_function(value)
 
     def note(self, outline: Outline) -> None:
-        """A request has ended. Never blocks."""
+        """Queues a finished request, or drops and counts it if the queue is full. Never blocks."""
         blocks = outline.blocks
         if len(self._queue) >= MAX_QUEUED_REQUESTS or self._queued_blocks + blocks > MAX_QUEUED_BLOCKS:
             self._outcomes.labels("queue_full").inc()
@@ -52,12 +52,12 @@ class Recorder:
         self._arrived.set()
 
     def stop(self) -> None:
-        """Has ``run`` end once all that is there is written."""
+        """Lets ``run`` end after the queue is written."""
         self._stopping = True
         self._arrived.set()
 
     async def run(self) -> None:
-        """Writes until ``stop``."""
+        """Writes queued requests until ``stop``."""
         while self._queue or not self._stopping:
             await self._arrived.wait()
             if not self._stopping:

@@ -1,1 +1,1 @@
-"""Sessions with Schedulers: which one, and what it is told."""
+"""Sessions with Schedulers: which Scheduler to use, and which messages it receives."""

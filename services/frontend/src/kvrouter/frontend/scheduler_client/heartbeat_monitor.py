@@ -1,16 +1,17 @@
-"""Decides whether a peer still answers heartbeats. Pure: it counts intervals and answers, and reads no clock."""
+"""Decides whether a peer still answers heartbeats. It counts intervals and answers, and reads no clock."""
 
 from __future__ import annotations
 
 MISSES = 4
-"""Intervals without an answer after which a peer counts as silent."""
+"""Intervals without any message after which a peer is silent."""
 
 
 class HeartbeatMonitor:
-    """Counts the intervals in a row in which nothing came from a peer.
+    """Counts consecutive intervals without a message from a peer.
 
-    Counting intervals of the own event loop, not seconds, keeps a process that was frozen itself from blaming its peer:
-    after a freeze of any length one interval has passed, and the answers are read before the next ends.
+    It counts intervals of this process's event loop instead of seconds, so that a process that was frozen does not
+    blame its peer: after a freeze of any length only one interval has passed, and the messages that arrived meanwhile
+    are read before the next interval ends.
     """
 
     def __init__(self) -> None:
@@ -19,11 +20,11 @@ class HeartbeatMonitor:
 
     @property
     def silent(self) -> bool:
-        """Whether the peer has answered nothing for ``MISSES`` intervals."""
+        """Whether no message has arrived for ``MISSES`` intervals."""
         return self._missed >= MISSES
 
     def heard(self) -> None:
-        """Notes a message from the peer."""
+        """Records a message from the peer."""
         self._heard, self._missed = True, 0
 
     def tick(self) -> None:

@@ -1,4 +1,4 @@
-"""The links to the Schedulers of every component: one, or one for each shard while the component is sharded."""
+"""The links to the Schedulers of all components: one per component, or one per shard if the component is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.runtime.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
 
 _WHOLE = 0
-"""Shard of a component that is not sharded."""
+"""Shard number of a component that is not sharded."""
 
 
 class _Component:
@@ -29,7 +29,7 @@ class _Component:
 
 
 class SchedulerLinks:
-    """Links are opened when they are first needed, and stay. ``run`` must be running."""
+    """Opens links when they are first needed and keeps them. ``run`` must be running."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class SchedulerLinks:
         """Opens no link yet.
 
         Args:
-            directory: The components that are discovered.
-            source: Where their Schedulers are found.
+            directory: Discovered components.
+            source: Finds the Schedulers of a component.
             instance_id: Id of this Frontend.
-            sharding: Whether requests are split: always, never, or None for when a Scheduler advises it.
-            heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
-            clock: Seconds.
+            sharding: Whether to shard requests: True, False, or None to follow the Scheduler's advice.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is replaced by another, in seconds.
+            clock: Returns the time in seconds.
         """
         self._directory = directory
         self._source = source
         self._instance_id = instance_id
-        # A Frontend that is restarted under its id owns none of its former bookings: its sessions are others.
+        # A restarted Frontend with the same id does not own its former bookings, so its sessions need other ids.
         self._session_prefix = f"{instance_id}.{secrets.token_hex(4)}"
         self._heartbeat_timeout = heartbeat_timeout_seconds
         self._sharded = sharding
@@ -64,16 +64,16 @@ class SchedulerLinks:
 
     @property
     def live_bookings(self) -> int:
-        """Bookings that are not freed, over all components."""
+        """Number of bookings not yet freed, over all components."""
         return sum(link.live_bookings for component in self._components.values() for link in component.links.values())
 
     @property
     def sharded_components(self) -> int:
-        """Components whose requests are split."""
+        """Number of components whose requests are sharded."""
         return sum(self._is_sharded(component) for component in self._components.values())
 
     def ready(self) -> bool:
-        """Whether every component with workers has a session."""
+        """Returns whether every component with workers has an open session."""
         components = self._directory.components.items()
         return all(self._has_session(name) for name, view in components if view.workers)
 
@@ -86,7 +86,7 @@ class SchedulerLinks:
             conversation_id: Conversation that the request belongs to; empty for none.
 
         Raises:
-            DependencyAway: the gateway is stopping, or only just starting.
+            DependencyAway: ``run`` is not running, because the gateway is starting or stopping.
         """
         component = self._component(name)
         shard = _WHOLE
@@ -95,27 +95,27 @@ class SchedulerLinks:
         return self._link(name, shard)
 
     def schedulers(self) -> list[Scheduler]:
-        """Every live Scheduler."""
+        """Returns every live Scheduler."""
         return self._source.everyone()
 
     def deciding_schedulers(self) -> list[Scheduler]:
-        """Every Scheduler that is some component's, each once."""
+        """Returns the deciding Scheduler of each component, without duplicates."""
         picks = [self._pick(component) for component in self._directory.components]
         return list(dict(pick for pick in picks if pick is not None).values())
 
     def scheduler(self, component: ComponentName) -> Scheduler:
-        """The Scheduler of a component; one that has stopped answering only where there is no other.
+        """Returns the deciding Scheduler of a component; one that does not answer only if there is no other.
 
         Raises:
-            DependencyAway: none is live.
+            DependencyAway: no Scheduler is live.
         """
         pick = self._pick(component)
         if pick is None:
-            raise DependencyAway(f"no Scheduler of {component} is live")
+            raise DependencyAway(f"no Scheduler of {component} is registered and ready")
         return pick[1]
 
     async def run(self) -> None:
-        """Keeps the links that are open, and one for each component that is discovered, until cancelled."""
+        """Keeps open links running, and opens one for each discovered component, until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             try:
@@ -149,7 +149,7 @@ class SchedulerLinks:
         link = component.links.get(shard)
         if link is None:
             if self._group is None:
-                raise DependencyAway(f"no Scheduler of {name} is known yet")
+                raise DependencyAway(f"the gateway has no link to a Scheduler of {name}: it is starting or stopping")
             link = component.links[shard] = SchedulerLink(
                 name,
                 self._source,

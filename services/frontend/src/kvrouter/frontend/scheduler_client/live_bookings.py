@@ -1,4 +1,4 @@
-"""What the gateway knows of the load that it has booked, so that another Scheduler can be told."""
+"""The load that this gateway has booked, so that it can be re-asserted at another Scheduler."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Key = tuple[str, int, int]
 
 
 def key_of(booking: BookingKey) -> Key:
-    """The key as a value that can be hashed."""
+    """Returns the key as a hashable value."""
     return (booking.request_id, booking.attempt, booking.stage)
 
 
 @dataclass(slots=True)
 class LiveBooking:
-    """A booking that is not freed, and how far its request is."""
+    """A booking that is not freed, with the progress of its request."""
 
     key: BookingKey
     component: Component
@@ -43,7 +43,7 @@ class LiveBooking:
         prompt_tokens: int,
         block_size: int,
     ) -> LiveBooking:
-        """The booking that a selection made."""
+        """Returns the booking that a selection made."""
         return cls(
             key=key,
             component=selection.component,
@@ -57,7 +57,7 @@ class LiveBooking:
         )
 
     def fills_block(self, output_tokens: int) -> bool:
-        """Whether the request takes another block with that many tokens generated, rather than with those counted."""
+        """Returns whether the request needs a further block after that many output tokens."""
         blocks = -(-(self.prompt_tokens + output_tokens) // self.block_size)
         return blocks > -(-(self.prompt_tokens + self.output_tokens) // self.block_size)
 

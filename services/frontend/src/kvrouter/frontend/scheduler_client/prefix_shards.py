@@ -1,16 +1,17 @@
-"""How a component's requests are split over several Schedulers: by prompt prefix, so that sharers of blocks meet.
+"""Shards a component's requests by prompt prefix, so that requests that share blocks go to the same Scheduler.
 
     shard = hash of the prompt's first d blocks, modulo SHARDS
 
-d is the least of 1, 2, 4, 8, ... for which at most COMMON of the last WINDOW requests begin with the same d blocks; all
-blocks of the prompt where there is none. A system prompt that most requests begin with is therefore skipped, however
-long it is: what counts is where prompts part. A document or a conversation that few requests share counts from its
-first block, or from the first power of two beyond the system prompt before it.
+d is the smallest of 1, 2, 4, 8, ... for which at most COMMON of the last WINDOW requests begin with the same d blocks.
+If there is none, d is the number of blocks of the prompt. A system prompt that most requests begin with is therefore
+skipped, however long it is. A document or conversation that few requests share is used from its first block, or from
+the first power of two beyond a system prompt before it.
 
-Requests of a conversation go by its id instead, because the Scheduler remembers the conversation's rank.
+Requests of a conversation are sharded by the conversation id instead, because the Scheduler stores the conversation's
+rank.
 
-Frontends look at their own requests only. They agree on a prefix that is far more or far less common than COMMON; close
-to it some may skip it and others not, which costs shared load that two Schedulers see apart, and nothing else.
+Each Frontend counts its own requests only. Frontends agree on a prefix whose share is far from COMMON. Near COMMON, one
+Frontend may skip a prefix that another uses: two Schedulers then each see a part of its load, without further harm.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from collections import Counter, deque
 from hashlib import blake2b
 
 SHARDS = 32
-"""Parts that a component's requests are split into; each goes to its Scheduler by rendezvous. Enough that a few
-Schedulers get even shares, and few enough for a session each."""
+"""Parts that a component's requests are split into; rendezvous hashing assigns each to a Scheduler. Enough for even
+shares among a few Schedulers, and few enough for one session each."""
 
 COMMON = 1 / 8
-"""Share of requests that a prefix may have and still go to one Scheduler."""
+"""Maximum share of requests with a prefix that still go to one Scheduler."""
 
 WINDOW = 1024
-"""Requests that are looked back on. A common prefix is known after LEAST."""
+"""Number of recent requests whose prefixes are counted."""
 
 LEAST = 8
-"""Requests that a prefix may have had in any case."""
+"""A prefix with fewer requests than this is never common, so that the first requests do not decide."""
 
 _MAX_DEPTH = 1 << 14
 
 
 class PrefixSplit:
-    """Tells the shard of each request of one component. Pure."""
+    """Computes the shard of each request of one component. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self._recent: deque[tuple[int, ...]] = deque()
 
     def shard(self, sequence_hashes: bytes, conversation_id: str = "") -> int:
-        """The shard of a request, 1 to SHARDS, which is looked back on from then on.
+        """Returns the shard of a request, 1 to SHARDS, and counts the request.
 
-        ``sequence_hashes`` are packed u64, one for each full block of the prompt, each with all before it.
+        ``sequence_hashes`` are packed u64, one for each full block of the prompt.
         """
         prefix = self._prefix(sequence_hashes)
         named = conversation_id.encode() if conversation_id else prefix.to_bytes(8, "little")

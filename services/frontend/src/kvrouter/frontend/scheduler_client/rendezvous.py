@@ -1,4 +1,4 @@
-"""Which Scheduler a component's requests go to."""
+"""Chooses the deciding Scheduler of a component by rendezvous hashing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: int = 0) -> str | None:
-    """The Scheduler that every client of a component agrees on without asking: the one with the highest hash.
+    """Returns the Scheduler with the highest hash; None if there is none.
 
-    When one goes, only its components move. None where there is none. ``shard`` 0 is the whole component; where it is
-    split, each shard has a Scheduler of its own.
+    All clients agree on it without communication. When a Scheduler leaves, only its components move. ``shard`` 0 is
+    the whole component; if the component is sharded, each shard has a Scheduler of its own.
     """
     place = f"{component}#{shard}" if shard else str(component)
 
@@ -32,7 +32,7 @@ def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: in
 
 
 class LocalScheduler:
-    """A Scheduler in the same process that knows of no other, because there is no etcd."""
+    """Source of a single Scheduler in the same process, for a system without etcd."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -43,34 +43,34 @@ class LocalScheduler:
         avoid: Collection[str] = (),  # noqa: ARG002 - there is no other
         shard: int = 0,  # noqa: ARG002
     ) -> tuple[str, Scheduler] | None:
-        """The one that there is."""
+        """Returns the Scheduler."""
         return "local", self._scheduler
 
     def everyone(self) -> list[Scheduler]:
-        """The one that there is."""
+        """Returns the Scheduler."""
         return [self._scheduler]
 
     def count(self) -> int:
-        """It is alone."""
+        """Returns 1."""
         return 1
 
     def is_live(self, scheduler_id: str) -> bool:
-        """It lives as long as this process."""
+        """Returns whether the id is that of the Scheduler."""
         return scheduler_id == "local"
 
     async def changed(self) -> None:
-        """Never returns: the choice does not change."""
+        """Never returns, because the choice never changes."""
         await asyncio.Event().wait()
 
 
 class RemoteSchedulers:
-    """The Schedulers that are registered and ready, one in this process among them if there is one."""
+    """Source of the Schedulers that are registered and ready, which may include one in this process."""
 
     def __init__(self, directory: Directory, own: tuple[str, Scheduler] | None = None) -> None:
-        """``own`` is the id and object of the one in this process: called without a socket, and while none is ready.
+        """``own`` is the id and object of a Scheduler in this process.
 
-        It decides no more often than its turn is, or replicas of Frontend and Scheduler in one process would decide
-        side by side.
+        It is called without a socket, and it is used while no Scheduler is ready. Otherwise rendezvous hashing decides
+        as for any other Scheduler, so that several processes with a Frontend and a Scheduler agree on one.
         """
         self._directory = directory
         self._own = own
@@ -79,21 +79,21 @@ class RemoteSchedulers:
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
     ) -> tuple[str, Scheduler] | None:
-        """The component's Scheduler by rendezvous, and a stub of it; one to avoid only where there is no other."""
+        """Returns id and stub of the component's Scheduler; one in ``avoid`` only if there is no other."""
         ready = self._ready()
         scheduler_id = rendezvous(component, ready - set(avoid) or ready, shard)
         return None if scheduler_id is None else (scheduler_id, self._scheduler(scheduler_id))
 
     def everyone(self) -> list[Scheduler]:
-        """Every Scheduler that may be picked."""
+        """Returns every Scheduler that may be picked."""
         return [self._scheduler(scheduler_id) for scheduler_id in self._ready()]
 
     def count(self) -> int:
-        """How many may be picked."""
+        """Returns how many Schedulers may be picked."""
         return len(self._ready())
 
     def is_live(self, scheduler_id: str) -> bool:
-        """Whether it is registered and ready."""
+        """Returns whether the Scheduler is registered and ready."""
         return scheduler_id in self._ready()
 
     def _ready(self) -> set[str]:
@@ -110,7 +110,7 @@ class RemoteSchedulers:
         return cast(Scheduler, remote(_DESCRIPTOR, channel))
 
     async def changed(self) -> None:
-        """Returns at the next change of what is registered."""
+        """Returns at the next change of the registrations."""
         await self._directory.changed()
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""Which Scheduler a link uses: the component's, but for those that did not answer of late."""
+"""Chooses the Scheduler of a link: the component's, unless it recently failed to answer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvrouter.v1.scheduler_pb2 import ListBusyThresholdsRequest
 log = structlog.get_logger(component="frontend")
 
 _AVOIDED_SECONDS = 15.0
-"""Time for which a Scheduler that did not answer is avoided: a dead one's lease has ended by then."""
+"""Time for which a Scheduler that did not answer is avoided, seconds: longer than the lease of a dead Scheduler."""
 
 
 class SchedulerChoice:
-    """The Schedulers of one component, or of one shard of it, and those of them to avoid."""
+    """The Schedulers of one component or shard, and which of them to avoid."""
 
     def __init__(self, component: ComponentName, source: SchedulerSource, shard: int) -> None:
         self._component = component
@@ -33,30 +33,30 @@ class SchedulerChoice:
     def avoided(self) -> Collection[str]:
         """Ids of the Schedulers to avoid."""
         now, live = time.monotonic(), self._source.is_live
-        # One that registers anew is another process, or at work again.
+        # A Scheduler that left and registers again is another process, or has recovered.
         self._until = {each: until for each, until in self._until.items() if now < until and live(each)}
         return self._until.keys()
 
     def avoid(self, scheduler_id: str) -> None:
-        """Avoids a Scheduler for a while, where there is another."""
+        """Avoids a Scheduler for 15 s if there is another."""
         self._until[scheduler_id] = time.monotonic() + _AVOIDED_SECONDS
 
     def pick(self) -> tuple[str, Scheduler] | None:
-        """The Scheduler to open a session at, one to avoid where there is no other; None where none is live."""
+        """Returns the Scheduler to open a session at: an avoided one if there is no other, None if none is live."""
         return self._source.pick(self._component, self.avoided, self._shard)
 
     def better_than(self, scheduler_id: str) -> tuple[str, Scheduler] | None:
-        """The Scheduler to move to from that one; None where that one is the choice."""
+        """Returns the Scheduler to move to; None if the given one is the choice."""
         return self._other(scheduler_id, self.avoided)
 
     def instead_of(self, scheduler_id: str) -> tuple[str, Scheduler] | None:
-        """The Scheduler to move to if that one does not answer; None where there is none."""
+        """Returns the Scheduler to move to if the given one does not answer; None if there is none."""
         return self._other(scheduler_id, {*self.avoided, scheduler_id})
 
     async def answers(self, scheduler_id: str, scheduler: Scheduler, seconds: float) -> bool:
-        """Asks a Scheduler whether it is at work. One that does not answer in time is avoided."""
+        """Returns whether a Scheduler answers a call in time. One that does not is avoided."""
         try:
-            # The cheapest call that its event loop answers.
+            # The cheapest call that needs the Scheduler's event loop.
             await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=Deadline.after(seconds))
         except KvRouterError as error:
             self.avoid(scheduler_id)
@@ -65,7 +65,7 @@ class SchedulerChoice:
         return True
 
     async def changed(self) -> None:
-        """Returns when another Scheduler may be the choice."""
+        """Returns when the choice may have changed."""
         try:
             async with asyncio.timeout(_AVOIDED_SECONDS if self._until else None):
                 await self._source.changed()

@@ -1,8 +1,8 @@
-"""The bookings of one session, and the messages by which a Scheduler learns of them.
+"""The bookings of one session, and the messages that inform a Scheduler of them.
 
-The client alone knows which of its bookings are live. Each opening of the session, at whichever Scheduler, has a higher
-number and lists every booking that is still in use: the Scheduler frees what ended while the session was elsewhere.
-Re-asserts then bring what the Scheduler lacks. Frees are repeated until a Scheduler has answered them.
+Only the client knows which of its bookings are live. Each opening of the session, at whichever Scheduler, has a higher
+opening number and lists every booking in use, so that the Scheduler can free those that ended while the session was
+elsewhere. Re-asserts then add the bookings that the Scheduler lacks. Frees are repeated until a Scheduler has answered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger(component="frontend")
 
 
 class SessionBookings:
-    """Live bookings, selections without an answer, and frees without an answer. Pure: it returns what to send."""
+    """Live bookings, and selections and frees without a response. Does no I/O: it returns the messages to send."""
 
     def __init__(self, session_id: str, client_name: str) -> None:
         self._session_id = session_id
@@ -43,25 +43,25 @@ class SessionBookings:
         self._refused: set[Key] = set()
 
     def __len__(self) -> int:
-        """Live bookings."""
+        """Number of live bookings."""
         return len(self._live)
 
     @property
     def asserting(self) -> int:
-        """Re-asserts that the session's Scheduler has not answered."""
+        """Number of re-asserts that the current Scheduler has not answered."""
         return len(self._asserting)
 
     def numbered(self, request: SessionRequest) -> SessionRequest:
-        """Gives a call the next number of the session."""
+        """Assigns the session's next call id to a call."""
         request.call_id = next(self._call_ids)
         return request
 
     def opening(self) -> SessionRequest:
-        """Returns the message that opens the session once more. What earlier streams had not answered is void."""
+        """Returns the message that opens the session again. Calls on earlier streams will not be answered any more."""
         self._asserting.clear()
         self._refused.clear()
         keys = [booking.key for booking in self._live.values()]
-        # A Scheduler may have booked these already; freed, it would refuse the selection that is repeated.
+        # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
         keys += (key for name, key in self._selecting.items() if name not in self._live)
         return self.numbered(
             SessionRequest(
@@ -75,37 +75,37 @@ class SessionBookings:
         )
 
     def opened(self) -> Iterator[SessionRequest]:
-        """Yields what the Scheduler must hear in the step that opens the session: live bookings, then frees."""
+        """Yields what to send right after the session is opened: re-asserts of live bookings, then frees."""
         for key in self._live:
             yield self._reassert(key)
         for call_id, free in self._frees.items():
             yield SessionRequest(call_id=call_id, free=free)
 
     def refused(self) -> Iterator[SessionRequest]:
-        """Yields the bookings that the Scheduler could not take yet, to assert them again."""
+        """Yields re-asserts of the bookings that the Scheduler refused before."""
         refused, self._refused = self._refused, set()
         for key in refused & self._live.keys():
             yield self._reassert(key)
 
     def select(self, key: BookingKey) -> None:
-        """Notes a selection that may book this key from now on."""
+        """Records a selection that may book this key from now on."""
         self._selecting[key_of(key)] = key
 
     def selected(self, key: BookingKey) -> None:
-        """Notes the end of a selection. Its booking, if any, is kept or freed in the same step."""
+        """Records the end of a selection. The caller keeps or frees its booking in the same step."""
         self._selecting.pop(key_of(key), None)
 
     def keep(self, booking: LiveBooking) -> None:
-        """Remembers a booking until it is freed."""
+        """Stores a booking until it is freed."""
         self._live[key_of(booking.key)] = booking
 
     def prefill_complete(self, booking: LiveBooking) -> SessionRequest:
-        """Notes that the prompt is computed."""
+        """Marks the prompt as computed and returns the message that reports it."""
         booking.prefill_complete = True
         return self.numbered(SessionRequest(mark_prefill_complete=MarkPrefillCompleteRequest(booking=booking.key)))
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> SessionRequest | None:
-        """Notes how many tokens were generated. Returns None where that fills no other block."""
+        """Sets the number of output tokens. Returns a message only if the request needs a further block."""
         fills = booking.fills_block(output_tokens)
         booking.output_tokens = output_tokens
         if not fills:
@@ -115,7 +115,7 @@ class SessionBookings:
         )
 
     def free(self, key: BookingKey, cached_tokens: int | None = None) -> SessionRequest:
-        """Notes that a booking has ended."""
+        """Ends a booking and returns the message that frees it."""
         self._live.pop(key_of(key), None)
         free = FreeRequest(booking=key, cached_tokens=cached_tokens)
         request = self.numbered(SessionRequest(free=free))
@@ -123,7 +123,7 @@ class SessionBookings:
         return request
 
     def answered(self, response: SessionResponse) -> None:
-        """Notes the answer of the session's current stream to a re-assert or a free. Others change nothing."""
+        """Processes the response to a re-assert or a free. Responses to other calls have no effect."""
         self._frees.pop(response.call_id, None)
         key = self._asserting.pop(response.call_id, None)
         if key is not None and response.HasField("failed"):
@@ -136,7 +136,7 @@ class SessionBookings:
 
     def _note_refusal(self, key: Key, failed: CallFailed) -> None:
         if failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
-            # It would be refused for ever. Its load is unseen until it ends.
+            # A repetition would be refused as well. The Scheduler does not account for this load until it ends.
             log.error("booking.refused", request_id=key[0], cause=failed.message)
             return
         self._refused.add(key)

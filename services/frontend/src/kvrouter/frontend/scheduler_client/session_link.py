@@ -1,9 +1,10 @@
 """The Frontend's connection to the Scheduler of one component.
 
-A link keeps one session open: selections and the progress of bookings travel on it. When the Scheduler goes away, stops
-answering heartbeats, or another one becomes the component's, the link opens the session at another Scheduler and brings
-it up to date (``kvrouter.frontend.scheduler_client.session_bookings``). Selections wait for that up to their deadline,
-and keep the time of their arrival. A Scheduler that has not discovered the workers yet is asked again until it has.
+A link keeps one session open, on which selections and the progress of bookings travel. When the Scheduler goes away or
+stops answering heartbeats, or when another one becomes the component's, the link opens the session at another Scheduler
+and re-asserts its bookings (``kvrouter.frontend.scheduler_client.session_bookings``). Selections wait for that up to
+their deadline and keep their arrival time. A call to a Scheduler that has not discovered the workers yet is repeated
+until it has.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 log = structlog.get_logger(component="frontend")
 
 _QUEUE_LIMIT = 65_536
-"""Messages that wait for the session's stream; with one more the session ends, and the next is told all that counts."""
+"""Messages that may wait for the session's stream. One more ends the session; the next one re-asserts all bookings."""
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
-"""Time without an answer after which a Scheduler is left for another: far above a round trip, far below a lease."""
+"""Silence after which a Scheduler is replaced by another: far above a round trip, far below a lease."""
 _REASSERT_SECONDS = 0.1
-"""Pause before what was refused is told or asked again: about what a Scheduler takes to discover a component."""
+"""Pause before a refused call is repeated: about as long as a Scheduler takes to discover a component."""
 _LONGEST_REASSERT_SECONDS = 5.0
 _REFUSALS_LOGGED = 5
-"""Refusals in a row that are news: a Scheduler that has just started has not seen all workers yet."""
+"""Consecutive refusals before they are logged, since a Scheduler that has just started may lack some workers."""
 _YOUNG_SECONDS = 2.0
-"""Age of a link up to which its Scheduler may not have discovered the component: many times what that takes."""
+"""Age of a link up to which its Scheduler may not have discovered the component: many times what discovery takes."""
 
 
 class _SessionEnded(Exception):
-    """The session is over; the link opens another."""
+    """The session has ended; the link opens another."""
 
 
 class _NotOpened(Exception):
-    """No session could be opened; worth another try after a pause."""
+    """No session could be opened; the link tries again after a pause."""
 
 
 class SchedulerLink:
-    """Books load at the Scheduler of one component. ``run`` must be running; the other methods are for its clients."""
+    """Books load at the Scheduler of one component. ``run`` must be running."""
 
     def __init__(
         self,
@@ -84,12 +85,12 @@ class SchedulerLink:
 
         Args:
             component: The component.
-            source: Where its Schedulers are found.
+            source: Finds the component's Schedulers.
             session_id: Id of the session, unique to this link over all restarts of its process.
             client_name: Name of the Frontend, for logs.
-            shard: Part of the component's requests.
-            heartbeat_timeout_seconds: Silence after which a Scheduler is left for another, seconds.
-            on_sharding_advised: Is called when a Scheduler says that it cannot keep up.
+            shard: Shard of the component; 0 if it is not sharded.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is replaced by another, in seconds.
+            on_sharding_advised: Called when a Scheduler reports overload.
         """
         self._component = component
         self._on_sharding_advised = on_sharding_advised
@@ -111,12 +112,12 @@ class SchedulerLink:
 
     @property
     def live_bookings(self) -> int:
-        """Bookings that are not freed."""
+        """Number of bookings not yet freed."""
         return len(self._bookings)
 
     @property
     def avoided(self) -> Collection[str]:
-        """Ids of the Schedulers that did not answer of late."""
+        """Ids of the Schedulers that recently did not answer."""
         return self._choice.avoided
 
     async def wait_ready(self) -> None:
@@ -124,12 +125,12 @@ class SchedulerLink:
         await self._open.wait()
 
     async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
-        """Chooses a rank. A session that ends meanwhile does not fail the call: it is made again in the next one.
+        """Chooses a rank. If the session ends meanwhile, the call is repeated in the next session.
 
         Raises:
-            KvRouterError: what the Scheduler answered.
-            DependencyAway: no Scheduler was to be had before the deadline, or the only one answers no heartbeat.
-            DeadlineExceeded: the Scheduler is at work, but did not answer before the deadline.
+            KvRouterError: the error that the Scheduler returned.
+            DependencyAway: no Scheduler was available before the deadline, or the only one answers no heartbeat.
+            DeadlineExceeded: the Scheduler answers heartbeats, but did not decide before the deadline.
         """
         sent = False
         self._bookings.select(request.booking)
@@ -167,8 +168,8 @@ class SchedulerLink:
                 f"the only Scheduler of {self._component} has answered nothing for {self._heartbeat_timeout:g} s"
             )
         if not self.ready:
-            return DependencyAway(f"no Scheduler of {self._component} is live")
-        return DeadlineExceeded("the Scheduler did not answer before the deadline")
+            return DependencyAway(f"no session with a Scheduler of {self._component} is open: check that one is ready")
+        return DeadlineExceeded("the Scheduler chose no worker before the deadline")
 
     def _selecting(self, request: SelectWorkerRequest, deadline: Deadline) -> SessionRequest:
         remaining = deadline.remaining()
@@ -182,28 +183,28 @@ class SchedulerLink:
         return SessionRequest(select=select)
 
     def keep(self, booking: LiveBooking) -> None:
-        """Remembers a booking until it is freed, to re-assert it at another Scheduler."""
+        """Stores a booking until it is freed, to re-assert it at another Scheduler."""
         self._bookings.keep(booking)
 
     def prefill_complete(self, booking: LiveBooking) -> None:
-        """Reports that the prompt is computed. Returns at once."""
+        """Reports that the prompt is computed. Does not wait."""
         self._put_if_open(self._bookings.prefill_complete(booking))
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
-        """Reports how many tokens were generated, where that fills another block. Returns at once."""
+        """Reports the number of output tokens if the request needs a further block. Does not wait."""
         report = self._bookings.report_output(booking, output_tokens)
         if report is not None:
             self._put_if_open(report)
 
     def free(self, booking: LiveBooking, cached_tokens: int | None) -> None:
-        """Releases a booking. Returns at once, and works in a handler that is being cancelled."""
+        """Frees a booking. Does not wait, so that a handler that is being cancelled can call it."""
         self._release(booking.key, cached_tokens)
 
     def _release(self, key: BookingKey, cached_tokens: int | None = None) -> None:
         self._put_if_open(self._bookings.free(key, cached_tokens))
 
     async def run(self) -> None:
-        """Keeps a session open, until cancelled."""
+        """Keeps a session open until cancelled."""
         while True:
             async for attempt in AsyncRetrying(
                 wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(_NotOpened)
@@ -215,14 +216,14 @@ class SchedulerLink:
         while (picked := self._choice.pick()) is None:
             await self._choice.changed()
         if not await self._keep_session(*picked):
-            # A registration outlives its Scheduler by a lease; requests should not wait for that where another is live.
+            # A dead Scheduler stays registered until its lease expires; requests must not wait for that.
             self._choice.avoid(picked[0])
             raise _NotOpened
 
     async def _keep_session(self, scheduler_id: str, scheduler: Scheduler) -> bool:
-        """Opens a session and stays in it until it ends, or another Scheduler is the component's.
+        """Opens a session and keeps it until it ends or another Scheduler becomes the component's.
 
-        Returns whether it was open.
+        Returns whether it was opened.
         """
         opened = False
         self._outgoing, self._overflowed = asyncio.Queue(_QUEUE_LIMIT), asyncio.Event()
@@ -239,7 +240,7 @@ class SchedulerLink:
                         self._monitor.heard()
                         if response.HasField("opened"):
                             opened = True
-                            # In this step: what changed before is in these, what changes later is sent by itself.
+                            # Without an await: earlier changes are in these messages, later ones are sent as they come.
                             for request in self._bookings.opened():
                                 self._put(request)
                             self._open.set()
@@ -258,7 +259,7 @@ class SchedulerLink:
             self._monitor = HeartbeatMonitor()
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            # A cancel that comes while the group ends by an error of its own is lost in the group.
+            # A cancellation that arrives while the group ends by its own error is lost in the group.
             raise asyncio.CancelledError
         return opened
 
@@ -279,7 +280,7 @@ class SchedulerLink:
                 self._put(request)
 
     async def _end_when_silent(self, scheduler_id: str) -> None:
-        """Sends heartbeats; leaves a Scheduler that answers nothing, its opening included, where there is another."""
+        """Sends heartbeats. Leaves a Scheduler that sends nothing, not even the opening, if there is another."""
         while True:
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
             self._monitor.tick()
@@ -290,16 +291,16 @@ class SchedulerLink:
 
     async def _end_when_overflowed(self) -> None:
         await self._overflowed.wait()
-        raise _SessionEnded(f"the Scheduler has left {_QUEUE_LIMIT} messages unread")
+        raise _SessionEnded(f"the Scheduler has not read {_QUEUE_LIMIT} messages")
 
     async def _end_when_moved(self, scheduler_id: str) -> None:
-        """Leaves a Scheduler for the component's, once that one answers."""
+        """Ends the session when another Scheduler becomes the component's and answers."""
         while True:
             better = self._choice.better_than(scheduler_id)
             if better is None:
                 await self._choice.changed()
             elif await self._choice.answers(*better, self._heartbeat_timeout):
-                raise _SessionEnded(f"{better[0]} is the component's Scheduler")
+                raise _SessionEnded(f"{better[0]} is now the component's Scheduler")
 
     async def _requests(self) -> AsyncGenerator[SessionRequest, None]:
         queue = self._outgoing
@@ -319,7 +320,7 @@ class SchedulerLink:
             raise
         finally:
             self._waiting.pop(request.call_id, None)
-            del future  # It keeps its exception, whose traceback keeps this frame and the request.
+            del future  # Its exception's traceback refers to this frame, and so to the request.
         if response.HasField("failed"):
             raise from_parts(response.failed.code, response.failed.message, response.failed.info)
         return response
@@ -332,7 +333,7 @@ class SchedulerLink:
         try:
             self._outgoing.put_nowait(request)
         except asyncio.QueueFull:
-            # Nothing is lost: what waits for an answer is asked again, what is live or freed is told again.
+            # Nothing is lost: the next session repeats open calls, re-asserts live bookings and repeats frees.
             self._overflowed.set()
 
     def _resolve(self, response: SessionResponse) -> None:

@@ -1,9 +1,9 @@
-"""When a component's requests are split over its Schedulers, rather than decided by one.
+"""Decides when a component's requests are sharded over its Schedulers.
 
-One deciding Scheduler sees all of a component's load the moment it is booked; several see each other's late, or not at
-all. So requests are split only where an operator says so, or while the Scheduler says that it cannot keep up: for
-FIRST_S after it last said so. If it says so again within as long of having all requests back, the next time is twice as
-long, up to LONGEST_S, so that a load that is too much for one does not swing to and fro.
+One deciding Scheduler accounts for all of a component's load at the moment of booking. Several learn of each other's
+load late or never. Requests are therefore sharded only if an operator requests it, or for FIRST_S after a Scheduler
+last reported overload. If it reports overload again within the same time after sharding ended, the next time is twice
+as long, up to LONGEST_S. This keeps a load that is too much for one Scheduler from switching back and forth.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from __future__ import annotations
 import math
 
 FIRST_S = 60.0
-"""Seconds of sharding after the last advice."""
+"""Seconds of sharding after the last overload report."""
 
 LONGEST_S = 3600.0
-"""Most that they grow to."""
+"""Maximum of the growing time, seconds."""
 
 
 class Sharding:
-    """Whether one component is sharded. Pure: it is handed every event, with its time in seconds."""
+    """Whether one component is sharded. Pure: the caller passes the time of each event in seconds."""
 
     def __init__(self, requested: bool | None) -> None:
-        """``wanted``: always, never, or None for when it is advised."""
+        """``requested`` is True for always, False for never, None to follow the Scheduler's advice."""
         self._requested = requested
         self._seconds = FIRST_S
         self._until = -math.inf
 
     def advise(self, now: float) -> None:
-        """The component's Scheduler says that it cannot keep up."""
+        """Records that the component's Scheduler reports overload."""
         if now >= self._until:
             returned = now < self._until + self._seconds
             self._seconds = min(2 * self._seconds, LONGEST_S) if returned else FIRST_S
         self._until = now + self._seconds
 
     def active(self, now: float) -> bool:
-        """Whether requests are split."""
+        """Returns whether requests are sharded."""
         return now < self._until if self._requested is None else self._requested

@@ -1,1 +1,1 @@
-"""Calls to workers: channels, health, and what a worker's failure means for its request."""
+"""Calls to workers: channels, probes, health, and the consequences of failures."""

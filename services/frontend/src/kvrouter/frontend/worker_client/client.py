@@ -1,4 +1,4 @@
-"""Runs one attempt at a request on one worker, and says whose fault it is when it fails."""
+"""Runs one attempt of a request on one worker, and classifies its failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENGINE_FAILED = frozenset({FinishReason.FINISH_REASON_ERROR, FinishReason.FINIS
 
 
 class WorkerClient:
-    """Calls workers, keeps their answers within bounds, and notes how they do."""
+    """Calls workers, limits their output, and records their health."""
 
     def __init__(self, pool: WorkerPool, health: WorkerHealth, metrics: FrontendMetrics) -> None:
         self._pool = pool
@@ -41,11 +41,11 @@ class WorkerClient:
         has_alternative: Callable[[], bool],
         stays_a_probe: bool = False,
     ) -> AsyncGenerator[WorkerPiece, None]:
-        """Yields the worker's answer; its last piece has a finish reason.
+        """Yields the worker's output; the last piece has a finish reason.
 
-        The answer ends at ``max_tokens`` even if the worker goes on. Without output, a worker that stops answering
-        probes is left as soon as ``has_alternative`` says that another one could take the request; with
-        ``stays_a_probe`` not before it has missed a further probe.
+        The output ends at ``max_tokens`` even if the worker generates more. While there is no output, the attempt
+        leaves a worker that stops answering probes as soon as ``has_alternative`` returns True. With
+        ``stays_a_probe`` it waits for one more missed probe first.
 
         Raises:
             AttemptFailed: the worker is at fault.
@@ -69,7 +69,7 @@ class WorkerClient:
                             break
                         call.heard()
                         if finished:
-                            break  # Nothing may come after the finish.
+                            break  # A finish reason ends the output; whatever follows is ignored.
                         piece = limit.cut(WorkerPiece.parse(encoded))
                     except (KvRouterError, DecodeError, AttemptFailed) as error:
                         if finished:
@@ -114,14 +114,14 @@ class WorkerClient:
     def _judge(
         self, call: WorkerCall, worker_id: int, error: KvRouterError | DecodeError | AttemptFailed, deadline: Deadline
     ) -> WorkerFailure | None:
-        """Notes a failure against the worker if that is at fault, and returns it; None for any other fault.
+        """Records a failure if the worker is at fault, and returns it; returns None otherwise.
 
         Raises:
-            DeadlineExceeded: the deadline has passed, and the worker does not answer.
+            DeadlineExceeded: the deadline has passed, and the worker does not answer probes.
         """
         if isinstance(error, AttemptFailed):
             self._metrics.worker_failures.labels(cause=error.failure.cause).inc()
-            return error.failure  # Probes judge a silent worker, and clear it.
+            return error.failure  # Probes alone decide when a silent worker is suspected or recovers.
         if isinstance(error, DecodeError):
             return self._note(call, worker_id, "malformed", "sent a message that is no WorkerServiceGenerateResponse")
         fault = fault_of(error, deadline)
@@ -147,10 +147,10 @@ async def _first(
     has_alternative: Callable[[], bool],
     stays_a_probe: bool,
 ) -> bytes | None:
-    """Returns the next piece of an answer that has no output yet; None at its end.
+    """Returns the first piece of the output; None if the stream ends without one.
 
     Raises:
-        AttemptFailed: the worker stopped answering, and another one could take the request.
+        AttemptFailed: the worker stopped answering probes, and another worker could take the request.
     """
     reading: asyncio.Future[Any] = asyncio.create_task(_next(answer))
     enough = call.missed_probes + stays_a_probe
@@ -172,7 +172,7 @@ async def _first(
     try:
         return cast("bytes | None", reading.result())
     finally:
-        del reading  # Its exception would keep this frame, and this frame the exception.
+        del reading  # Its exception and this frame would keep each other alive.
 
 
 async def _next(answer: AsyncIterator[bytes]) -> bytes | None:

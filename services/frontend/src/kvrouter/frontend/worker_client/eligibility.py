@@ -1,4 +1,4 @@
-"""Which workers a request may go to, as far as its constraints and the registrations say."""
+"""Decides from constraints and registrations which workers are eligible for a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 
 def can_take(worker: WorkerRegistration, constraints: RoutingConstraints, lora_name: str) -> bool:
-    """Returns whether a worker fits a request, whatever its load. The Scheduler has the last word."""
+    """Returns whether a worker is eligible, whatever its load. The Scheduler makes the final decision."""
     allowed = constraints.allowed_worker_ids
     return (
         not worker.draining

@@ -1,7 +1,7 @@
-"""The health of every worker, as this gateway sees it: whether it answers probes, and whether its requests fail.
+"""The health of every worker as this gateway observes it: whether it answers probes, and whether its requests fail.
 
-An unhealthy worker gets a request only where no healthy one fits: a request is attempted rather than refused. Workers
-are told apart by address, so that one that restarts elsewhere starts afresh.
+An unhealthy worker gets a request only if no healthy one is eligible: a request is attempted rather than refused.
+Workers are identified by address, so that a worker that restarts elsewhere has a clean record.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 log = structlog.get_logger(component="frontend")
 
 _MAX_FAILURE_TEXT = 256
-"""Characters of a failure's message that are kept."""
+"""Characters of a failure message that are stored."""
 
 _Registered = tuple[ComponentName, WorkerRegistration]
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What is known of the worker at an address."""
+    """State of the worker at one address."""
 
     endpoint: str
     circuit: CircuitBreaker
     registered: Sequence[_Registered] = ()
-    """Its registrations; empty once it has left. Two where it came back under another id."""
+    """Its registrations. Empty after it left; two if it came back under another id."""
     calls: int = 0
-    """Generate calls under way."""
+    """Running Generate calls."""
     missed: int = 0
-    """Consecutive probes without an answer."""
+    """Consecutive unanswered probes."""
     suspected: bool = False
     heard: bool = False
     """Whether it sent anything since the last probe."""
     last_failure: str = ""
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
-    """Calls without output, to be woken when it is suspected."""
+    """Calls without output, woken when the worker is suspected."""
 
 
 class WorkerHealth:
-    """Workers by address. Nothing here waits; probes and calls report what they find."""
+    """Workers by address. Nothing here waits; probes and calls report their results."""
 
     def __init__(
         self,
@@ -60,27 +60,27 @@ class WorkerHealth:
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
-        """Suspects a worker after ``max_missed`` consecutive probes without an answer. ``clock`` tells seconds."""
+        """``max_missed`` unanswered probes in a row make a worker suspected. ``clock`` returns seconds."""
         self._back_off = back_off
         self._max_missed = max_missed
         self._clock = clock
         self._rng = rng or Random()
         self._workers: dict[str, _Worker] = {}
         self._unhealthy: dict[str, _Worker] = {}
-        """Those that are suspected or whose circuit is not closed."""
+        """Workers that are suspected or whose circuit is not closed."""
 
     @property
     def suspected(self) -> int:
-        """Workers that do not answer probes."""
+        """Number of workers that do not answer probes."""
         return sum(worker.suspected for worker in self._unhealthy.values())
 
     @property
     def backed_off(self) -> int:
-        """Workers whose requests fail, so that they get none, or one to try."""
+        """Number of workers that get no requests, or single trial requests, because their requests failed."""
         return sum(not worker.circuit.is_closed for worker in self._unhealthy.values())
 
     def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
-        """Takes over what is registered. A worker that left is forgotten when its last call has ended."""
+        """Applies the registrations. A worker that left is removed when its last call has ended."""
         registered: dict[str, list[_Registered]] = {}
         for name, view in components.items():
             for registration in view.workers.values():
@@ -90,10 +90,10 @@ class WorkerHealth:
         for endpoint in self._workers.keys() - registered.keys():
             self._workers[endpoint].registered = ()
             self._forget_if_gone(self._workers[endpoint])
-        self._wake(self._unhealthy.values())  # There may be another worker now for those that wait.
+        self._wake(self._unhealthy.values())  # A new worker may take the requests of suspected ones.
 
     def endpoints(self) -> KeysView[str]:
-        """Returns the addresses of all workers, those included that left with calls under way."""
+        """Returns the addresses of all workers, including those that left with calls still running."""
         return self._workers.keys()
 
     def avoided(self, component: ComponentName) -> list[int]:
@@ -117,16 +117,16 @@ class WorkerHealth:
                 yield from (registration for name, registration in worker.registered if name == component)
 
     def begin(self, endpoint: str) -> WorkerCall:
-        """Notes a call to a worker; ``WorkerCall.end`` must follow."""
+        """Records the start of a call to a worker; ``WorkerCall.end`` must follow."""
         return WorkerCall(self, self._worker(endpoint), self._clock())
 
     def is_watched(self, endpoint: str) -> bool:
-        """Returns whether a worker has calls under way, or left its last probe unanswered."""
+        """Returns whether a worker has running calls or left its last probe unanswered, so that it is probed often."""
         worker = self._workers.get(endpoint)
         return worker is not None and bool(worker.calls or worker.missed)
 
     def take_heard(self, endpoint: str) -> bool:
-        """Returns whether a worker has sent anything since this was last asked, so that no probe is needed."""
+        """Returns whether a worker sent anything since the previous call of this method, and resets that."""
         worker = self._workers.get(endpoint)
         if worker is None:
             return False
@@ -134,7 +134,7 @@ class WorkerHealth:
         return heard
 
     def answered(self, endpoint: str) -> None:
-        """Notes that a worker showed life."""
+        """Records that a worker answered a probe or sent something."""
         worker = self._workers.get(endpoint)
         if worker is None:
             return
@@ -144,7 +144,7 @@ class WorkerHealth:
         self._reclassify(worker)
 
     def missed(self, endpoint: str) -> None:
-        """Notes that a worker left a probe unanswered for another interval."""
+        """Records that another interval passed without an answer to a probe."""
         worker = self._workers.get(endpoint)
         if worker is None:
             return
@@ -196,7 +196,7 @@ class WorkerHealth:
         return worker
 
     def _reclassify(self, worker: _Worker) -> None:
-        """Files a worker by its health after a change, and wakes the requests that the change may move."""
+        """Updates the set of unhealthy workers after a change, and wakes the requests that may move because of it."""
         if not worker.suspected and worker.circuit.is_closed:
             if self._unhealthy.pop(worker.endpoint, None):
                 self._wake(self._unhealthy.values())
@@ -218,7 +218,7 @@ class WorkerHealth:
 
 
 class WorkerCall:
-    """A Generate call under way, as far as its worker's health is concerned."""
+    """A running Generate call, as far as its worker's health is concerned."""
 
     def __init__(self, health: WorkerHealth, worker: _Worker, now: float) -> None:
         self._health = health
@@ -228,7 +228,7 @@ class WorkerCall:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether the worker does not answer probes."""
+        """Whether the worker is suspected."""
         return self._worker.suspected
 
     @property
@@ -237,27 +237,27 @@ class WorkerCall:
         return self._worker.missed
 
     def heard(self) -> None:
-        """Notes that the worker sent something."""
+        """Records that the worker sent something."""
         self._worker.heard = True
         if self._worker.missed:
             self._health.answered(self._worker.endpoint)
 
     def responded(self) -> None:
-        """Notes the first output."""
+        """Records the first output."""
         if not self._worker.circuit.is_closed:
             self._worker.circuit.responded()
             log.info("worker.back_off_ended", endpoint=self._worker.endpoint, workers=_ids(self._worker))
             self._health._reclassify(self._worker)
 
     def completed(self) -> None:
-        """Notes that the answer is complete."""
+        """Records that the response is complete."""
         self._worker.last_failure = ""
         if self._worker.circuit.failures:
             self._worker.circuit.completed()
             self._health._reclassify(self._worker)
 
     def failed(self, failure: WorkerFailure) -> None:
-        """Notes a failure that is the worker's fault."""
+        """Records a failure that is the worker's fault."""
         worker, circuit, now = self._worker, self._worker.circuit, self._health._clock()
         worker.last_failure = failure.message[:_MAX_FAILURE_TEXT]
         failures = circuit.failures
@@ -275,17 +275,17 @@ class WorkerCall:
         self._health._reclassify(worker)
 
     def wake_up(self) -> asyncio.Future[None]:
-        """Returns a future that is done when the request may have to leave the worker. Hand it to ``forget``."""
+        """Returns a future that is done when the request may have to leave the worker. Pass it to ``forget``."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._worker.waiting.add(future)
         return future
 
     def forget(self, future: asyncio.Future[None]) -> None:
-        """Takes back what ``wake_up`` returned."""
+        """Discards a future from ``wake_up``."""
         self._worker.waiting.discard(future)
 
     def end(self) -> None:
-        """Notes that the call is over, however it ended."""
+        """Records the end of the call, however it ended."""
         self._worker.calls -= 1
         if self._is_trial:
             self._worker.circuit.trial_ended()

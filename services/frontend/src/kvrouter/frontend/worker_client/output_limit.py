@@ -1,4 +1,4 @@
-"""Ends an answer at the number of tokens that the request asked for, whether or not its worker does."""
+"""Enforces ``max_tokens`` on a worker's output, whether or not the worker does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGe
 
 @dataclass(frozen=True, slots=True)
 class WorkerPiece:
-    """A piece of a worker's answer."""
+    """A piece of a worker's output."""
 
     encoded: bytes
     """A WorkerServiceGenerateResponse."""
@@ -17,7 +17,7 @@ class WorkerPiece:
 
     @classmethod
     def parse(cls, encoded: bytes) -> WorkerPiece:
-        """Reads a piece.
+        """Parses a piece.
 
         Raises:
             DecodeError: it is not a WorkerServiceGenerateResponse.
@@ -31,20 +31,20 @@ class WorkerPiece:
 
 
 class OutputLimit:
-    """Counts the tokens of one answer against ``max_tokens``."""
+    """Counts the output tokens of one request against ``max_tokens``."""
 
     def __init__(self, max_tokens: int) -> None:
         self._left = max_tokens
         self.overrun = False
-        """Whether the worker went on beyond the limit."""
+        """Whether the worker generated more than ``max_tokens``."""
 
     @property
     def reached(self) -> bool:
-        """Whether every token that may be generated has come."""
+        """Whether ``max_tokens`` tokens have arrived."""
         return not self._left
 
     def cut(self, piece: WorkerPiece) -> WorkerPiece:
-        """Returns the piece as it is, or, where it exceeds the limit, its part below the limit as the last piece."""
+        """Returns the piece unchanged, or if it exceeds the limit, its first part with finish reason LENGTH."""
         tokens = len(piece.output.token_ids)
         if tokens <= self._left:
             self._left -= tokens
@@ -56,12 +56,12 @@ class OutputLimit:
         del output.token_engine_ns[self._left :]
         del output.logprobs[self._left :]
         if not output.token_ids:
-            output.text = ""  # A text cannot be cut at a token without the tokenizer.
+            output.text = ""  # Cutting the text at a token would need the tokenizer.
         output.finish_reason = FinishReason.FINISH_REASON_LENGTH
         self._left = 0
         return WorkerPiece.of(output)
 
     @staticmethod
     def last_piece() -> WorkerPiece:
-        """Returns a piece without tokens that ends an answer at its limit."""
+        """Returns a piece without tokens that ends the output with finish reason LENGTH."""
         return WorkerPiece.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))

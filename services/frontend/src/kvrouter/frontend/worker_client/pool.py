@@ -1,4 +1,4 @@
-"""Channels to workers, which are kept open, and the calls over them."""
+"""Open channels to workers, and the calls over them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _PROBE_SECONDS = 30.0
-"""Longest wait for the answer to one probe. A worker is suspected long before; this makes a lost call be made anew."""
+"""Timeout of one probe call, seconds. A worker is suspected long before; a call that was lost is made again."""
 _NO_ANSWER = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 )
-"""Codes that gRPC gives where the worker may have said nothing. Any other is an answer of its event loop."""
+"""Codes that gRPC may generate without any answer from the worker. Any other code comes from its event loop."""
 
 
 class _Line(NamedTuple):
@@ -32,7 +32,7 @@ class _Line(NamedTuple):
 
 
 class WorkerPool:
-    """One channel for each worker address. Beyond ``max_channels`` the least recently used idle ones are closed."""
+    """One channel per worker address. Beyond ``max_channels`` the least recently used idle channels are closed."""
 
     def __init__(self, max_channels: int = 4096) -> None:
         self._max_channels = max_channels
@@ -45,10 +45,10 @@ class WorkerPool:
     async def generate(
         self, endpoint: str, request: WorkerServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[bytes, None]:
-        """The worker's answer, piece by piece, as encoded WorkerServiceGenerateResponse.
+        """Yields the worker's output as encoded WorkerServiceGenerateResponse messages.
 
         Raises:
-            KvRouterError: the worker refused the request, failed, or is out of reach.
+            KvRouterError: the worker refused the request, failed, or cannot be reached.
         """
         worker = self._line(endpoint).worker
         self._calls[endpoint] += 1
@@ -63,9 +63,9 @@ class WorkerPool:
             await self._close_surplus()
 
     async def probe(self, endpoint: str) -> bool:
-        """Asks a worker for its health, over the connection that its requests use. Returns whether it answered.
+        """Checks a worker's health over the connection that its requests use. Returns whether it answered.
 
-        Any answer will do, also that it is draining, or that it does not offer grpc.health.
+        Any answer counts, even that the worker is draining or does not implement grpc.health.
         """
         health = self._line(endpoint).health
         self._calls[endpoint] += 1
@@ -79,7 +79,7 @@ class WorkerPool:
         return True
 
     async def close(self) -> None:
-        """Closes every channel; calls that are under way are cancelled."""
+        """Closes all channels, which cancels running calls."""
         async with asyncio.TaskGroup() as group:
             while self._lines:
                 group.create_task(self._lines.popitem()[1].channel.close())

@@ -1,7 +1,7 @@
-"""Probes every worker's port, so that one whose event loop stopped is suspected within seconds.
+"""Probes every worker, so that one whose event loop has stopped is suspected within seconds.
 
-The evidence is an answer of the worker's event loop to grpc.health. A deep queue or a long prefill does not delay it,
-and a frozen process does not give it. HTTP/2 keepalive is no such evidence: gRPC's own threads keep it up.
+A probe is a grpc.health call, which the worker's event loop answers. A deep queue or a long prefill does not delay the
+answer, and a frozen process does not give it. HTTP/2 keepalive would not do: gRPC's own threads answer it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.runtime.discovery.directory import Directory
 
 _IDLE_PROBES_PER_SECOND = 200
-"""Most probes of workers without requests under way: a probe costs some 0.3 ms of processor time."""
+"""Maximum rate of probes to workers without running requests. A probe costs about 0.3 ms of processor time."""
 
 
 class WorkerProbes:
@@ -23,9 +23,9 @@ class WorkerProbes:
     def __init__(
         self, directory: Directory, pool: WorkerPool, health: WorkerHealth, *, interval_seconds: float
     ) -> None:
-        """Sends a probe each ``interval_seconds`` to every worker from which nothing was heard meanwhile.
+        """Probes each worker every ``interval_seconds`` unless it sent something meanwhile.
 
-        Of more than 200 workers a second, those without requests are probed less often.
+        Workers without running requests share 200 probes per second, so that many idle workers are probed less often.
         """
         self._directory = directory
         self._pool = pool
@@ -35,7 +35,7 @@ class WorkerProbes:
         self._rng = Random()
 
     async def run(self) -> None:
-        """Follows what is registered, and probes it, until cancelled."""
+        """Follows the registrations and probes all workers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
@@ -44,7 +44,7 @@ class WorkerProbes:
 
     async def _probe(self, endpoint: str) -> None:
         try:
-            # Spreads the probes of workers that were found together.
+            # Distributes over the interval the probes of workers that were discovered together.
             await asyncio.sleep(self._rng.uniform(0, self._interval))
             loop, due = asyncio.get_running_loop(), 0.0
             while endpoint in self._health.endpoints():
@@ -59,8 +59,8 @@ class WorkerProbes:
     async def _ask(self, endpoint: str) -> None:
         """Waits for the answer to one probe. Each interval without it counts as missed.
 
-        The wait is counted in intervals of this event loop, not by the clock: a gateway that was frozen itself finds
-        the answer that came meanwhile, and suspects nobody.
+        Intervals of this event loop are counted, not clock time: a gateway that was frozen itself processes the answers
+        that arrived meanwhile and suspects nobody.
         """
         probe = asyncio.create_task(self._pool.probe(endpoint))
         try:
