@@ -1,1 +1,1 @@
-"""What the SDK and the services share of the network: etcd, NATS, gRPC, and the decoding of what comes over them."""
+"""Network code shared by the SDK and the services: etcd leases and watches, NATS, gRPC options, and decoding."""

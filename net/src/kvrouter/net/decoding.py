@@ -1,7 +1,7 @@
-"""The boundary where bytes from etcd and NATS become text and messages.
+"""Decodes bytes from etcd and NATS into text and messages.
 
-Any process can write any bytes there. What cannot be decoded raises ``Undecodable``, which names the reason; a service
-hands it to its ``Quarantine`` and goes on without the entry.
+Any process can write any bytes there. Bytes that cannot be decoded raise ``Undecodable`` with a reason. A service
+passes the error to its ``Quarantine`` and continues without the entry.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from google.protobuf.message import DecodeError, Message
 log = structlog.get_logger(__name__)
 
 _MAX_ENTRIES = 4096
-"""Entries that a quarantine remembers; those beyond are counted and not logged."""
+"""Maximum number of quarantined entries to store; further ones are counted but not logged."""
 _SHOWN_CHARACTERS = 200
 
 _M = TypeVar("_M", bound=Message)
 
 
 class Undecodable(ValueError):
-    """Bytes from outside are not what was expected at their place."""
+    """Bytes from outside cannot be decoded, or violate what readers rely on."""
 
     def __init__(self, reason: str, detail: str) -> None:
         """``reason`` is a short label for metrics; ``detail`` says what was expected and what was received."""
@@ -46,18 +46,18 @@ def decode_message(kind: type[_M], raw: bytes) -> _M:
     """Decodes a protobuf message.
 
     Raises:
-        Undecodable: the bytes are no such message (reason ``not_protobuf``).
+        Undecodable: the bytes are not a valid message of this type (reason ``not_protobuf``).
     """
     try:
         return kind.FromString(raw)
     except DecodeError:
         raise Undecodable(
-            "not_protobuf", f"expected an encoded {kind.DESCRIPTOR.name}, received {len(raw)} other bytes"
+            "not_protobuf", f"expected an encoded {kind.DESCRIPTOR.name}, received {len(raw)} bytes of something else"
         ) from None
 
 
 def printable(raw: bytes) -> str:
-    """Returns bytes as text for a log, shortened, with escapes for what is not UTF-8 or not printable."""
+    """Returns bytes as text for a log: shortened, with escapes for bytes that are not UTF-8 or not printable."""
     text = raw[:_SHOWN_CHARACTERS].decode(errors="backslashreplace")
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
@@ -65,8 +65,8 @@ def printable(raw: bytes) -> str:
 class Quarantine:
     """Entries that were skipped because they cannot be decoded.
 
-    Each rejection is counted. An entry is logged when it is first rejected, and again when it can be decoded or is
-    gone. Calls may come from any thread.
+    Each rejection is counted. An entry is logged when it is first rejected, and again when it becomes decodable or is
+    deleted. May be used from any thread.
     """
 
     def __init__(self, count: Callable[[str, str], None] = lambda _source, _reason: None) -> None:
@@ -76,14 +76,14 @@ class Quarantine:
 
     @property
     def size(self) -> int:
-        """Entries that are quarantined."""
+        """Number of quarantined entries."""
         return len(self._entries)
 
     def reject(self, source: str, name: str, error: Undecodable) -> None:
         """Quarantines an entry.
 
         Args:
-            source: Where it is: ``etcd`` or ``nats``.
+            source: Where the entry comes from: ``etcd`` or ``nats``.
             name: Its key or subject, printable.
             error: Why it cannot be used.
         """
@@ -98,12 +98,12 @@ class Quarantine:
                 log.warning("quarantine.full", entries=_MAX_ENTRIES)
 
     def release(self, source: str, name: str) -> None:
-        """Notes that an entry can be decoded, or is gone."""
+        """Releases an entry that can be decoded again or was deleted."""
         if self._entries.pop((source, name), None) is not None:
             log.info("entry.released", source=source, name=name)
 
     def release_missing(self, source: str, prefix: str, present: Container[str]) -> None:
-        """Releases the entries below a prefix that are not among those ``present``."""
+        """Releases the entries below a prefix that are not in ``present``."""
         for known_source, name in list(self._entries):
             if known_source == source and name.startswith(prefix) and name not in present:
                 self.release(source, name)

@@ -1,7 +1,8 @@
-"""Leases and watches on etcd that outlive etcd's absence.
+"""Leases and watches on etcd that survive etcd's absence.
 
-The client library's leases are not renewed and its watches end with the connection; ``LeasedKeys`` and ``watch_prefix``
-hold both. Each keeps a connection of its own, so that one that is lost or moves to another endpoint disturbs no other.
+The client library does not renew leases, and its watches end with the connection. ``LeasedKeys`` renews a lease and
+rewrites its keys; ``watch_prefix`` resumes a watch. Each uses a connection of its own, so that a lost connection
+disturbs no other.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from kvrouter.net.decoding import Quarantine, Undecodable, decode_text, printabl
 log = structlog.get_logger(__name__)
 
 DEFAULT_TTL_SECONDS = 10
-"""Life of a lease that nobody renews: how long a dead process is taken for a live one."""
+"""Time after which an unrenewed lease expires: how long a dead process appears to be alive."""
 
 _CALL_SECONDS = 3.0
-_RETRY_SECONDS = (0.25, 2.0)  # first and longest pause; they vary, so that a fleet does not come back in one moment
+_RETRY_SECONDS = (0.25, 2.0)  # first and maximum pause; random, so that a fleet does not reconnect at one moment
 _LASTING_SECONDS = 10.0
-"""A watch that lasted for so long was in order: what ends it is counted as the first failure."""
+"""A watch that lasted this long was healthy: the failure that ends it counts as the first."""
 _PROGRESS_SECONDS = 5.0
 _CHANNEL_OPTIONS = {
-    # A channel of its own, and a short wait before it dials again: gRPC's default grows to two minutes.
+    # Each client has its own connection, and redials soon: gRPC's default back-off grows to two minutes.
     "grpc.use_local_subchannel_pool": 1,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
-    # Sees a peer that vanished without closing; etcd refuses pings more often than every 5 s.
+    # Detects a peer that vanished without closing. etcd refuses pings more often than every 5 s.
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5_000,
-    # A listing of some 10,000 workers is a few megabytes; the default limit is 4 MiB.
+    # A listing of 10,000 workers takes a few megabytes; the default limit is 4 MiB.
     "grpc.max_receive_message_length": 64 << 20,
 }
 
@@ -55,23 +56,23 @@ class EtcdAway(Exception):
 
 
 class KeyTaken(Exception):
-    """Another process registered under the same key: two live processes have one identity."""
+    """Another process registered the same key, so that two live processes have one identity."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{key} was registered by another process; give each process an id of its own")
+        super().__init__(f"another process registered {key}: give each process an id of its own")
         self.key = key
 
 
 # A call on a stream that has just ended raises InvalidStateError.
 AWAY = (EtcdAway, aetcd.ClientError, grpc.aio.AioRpcError, TimeoutError, OSError, asyncio.InvalidStateError)
-"""What calls raise when etcd is away; trying again later is the remedy."""
+"""Exceptions that calls raise while etcd is away. Try again later."""
 
 
 def parse_endpoints(endpoints: str) -> tuple[tuple[str, int], ...]:
-    """Reads ``host:port`` or ``http://host:port``, several separated by commas.
+    """Parses endpoints as ``host:port`` or ``http://host:port``, separated by commas.
 
     Raises:
-        InvalidEndpoint: one has another form, or names a scheme other than http.
+        InvalidEndpoint: an endpoint has another form, or a scheme other than http.
     """
     parsed = []
     for text in filter(None, (part.strip() for part in endpoints.split(","))):
@@ -81,20 +82,20 @@ def parse_endpoints(endpoints: str) -> tuple[tuple[str, int], ...]:
         except ValueError as error:
             raise InvalidEndpoint(f"etcd endpoint {text!r}: {error}") from None
         if url.scheme != "http" or not host or port is None or url.path.strip("/"):
-            raise InvalidEndpoint(f"etcd endpoint {text!r}: write host:port or http://host:port")
+            raise InvalidEndpoint(f"etcd endpoint {text!r}: expected host:port or http://host:port")
         parsed.append((f"[{host}]" if ":" in host else host, port))
     if not parsed:
-        raise InvalidEndpoint("no etcd endpoint given: write host:port")
+        raise InvalidEndpoint("expected an etcd endpoint as host:port, received none")
     return tuple(parsed)
 
 
 @asynccontextmanager
 async def connect(endpoints: str) -> AsyncIterator[aetcd.Client]:
-    """A client of the first endpoint that answers. Its calls have a deadline of a few seconds.
+    """Connects to the first endpoint that answers, while the context lasts. Calls time out after 3 s.
 
     Raises:
-        InvalidEndpoint: the endpoints cannot be read.
-        EtcdAway: none of them answers.
+        InvalidEndpoint: an endpoint is malformed.
+        EtcdAway: none of the endpoints answers.
     """
     errors = []
     for host, port in parse_endpoints(endpoints):
@@ -110,19 +111,19 @@ async def connect(endpoints: str) -> AsyncIterator[aetcd.Client]:
 
 
 async def _pause(failures: int) -> None:
-    """Waits before the next attempt, for longer with each that failed in a row."""
+    """Waits before the next attempt, longer after each consecutive failure."""
     first, longest = _RETRY_SECONDS
     await asyncio.sleep(min(longest, first * 2.0 ** min(failures - 1, 16)) * random.uniform(0.5, 1.5))
 
 
 class LeasedKeys:
-    """Keys that are in etcd for as long as this process lives.
+    """Keys that exist in etcd for as long as this process lives.
 
-    ``run`` writes them under one lease, renews it, and writes all of them again after the lease lapsed, etcd lost its
-    data, or somebody deleted a key. The last process to register a key owns it; the one before gets ``TakenOver``.
-    Where values tell which life they are of, the latest life owns the key, whoever registers last.
+    ``run`` writes the keys under one lease and renews it. It writes all keys again if the lease expired, etcd lost its
+    data, or somebody deleted a key. The process that registers a key last owns it; the previous owner gets
+    ``KeyTaken``. If values contain an incarnation, the highest incarnation owns the key, whoever registers last.
 
-    Keys without a lease that have to be there too are its companions: each renewal looks whether they are.
+    Companions are keys without a lease that must exist as well. Each renewal checks them.
     """
 
     def __init__(
@@ -134,15 +135,18 @@ class LeasedKeys:
         incarnation_of: Callable[[bytes], int] | None = None,
         companions: Mapping[str, Callable[[bytes], bool]] | None = None,
     ) -> None:
-        """``on_registered`` is awaited each time that all keys were written under a new lease, to write companions.
+        """Writes nothing yet.
 
-        ``companions`` tells by key whether a value will do. Where one is missing or will not do, ``on_registered`` is
-        awaited again.
-
-        ``life_of`` reads from a value the number of the life that it is of, which rises; None if values tell no life.
+        Args:
+            endpoints: etcd endpoints, separated by commas.
+            ttl_seconds: Time after which the keys expire without renewal, seconds.
+            on_registered: Awaited each time that all keys were written under a new lease, and when a companion is
+                missing or invalid. It should write the companions.
+            incarnation_of: Returns the incarnation in a value; None if values have no incarnation.
+            companions: For each companion key, a function that returns whether a value is valid.
 
         Raises:
-            InvalidEndpoint: the endpoints cannot be read.
+            InvalidEndpoint: an endpoint is malformed.
         """
         parse_endpoints(endpoints)
         self._endpoints = endpoints
@@ -154,7 +158,7 @@ class LeasedKeys:
         self._deleted: set[str] = set()
         self._owned: set[str] = set()
         self._lease: int | None = None
-        # A lease that seemed lost can live on for its TTL: keys under it are still ours.
+        # An earlier lease that seemed lost may exist until its TTL expires; keys under it are still this process's.
         self._leases: deque[int] = deque(maxlen=64)
         self._expires = 0.0
         self._changed = asyncio.Event()
@@ -163,16 +167,16 @@ class LeasedKeys:
         self._stopping = False
         self._failures = 0
         self.registrations = 0
-        """Times that all keys were written under a new lease."""
+        """Number of times that all keys were written under a new lease."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Wants ``key`` to have ``value``; ``run`` writes it. ``wait_registered`` tells when it is there."""
+        """Sets the value that ``run`` writes for ``key``. Await ``wait_registered`` for it to be written."""
         self._desired[key] = value
         self._deleted.discard(key)
         self._touch()
 
     def delete(self, key: str) -> None:
-        """Wants ``key`` gone."""
+        """Lets ``run`` delete ``key``."""
         if self._desired.pop(key, None) is not None:
             self._deleted.add(key)
             self._touch()
@@ -184,16 +188,16 @@ class LeasedKeys:
 
     @property
     def lease_id(self) -> int | None:
-        """The lease that the keys are under."""
+        """Id of the current lease; None if there is none."""
         return self._lease
 
     @property
     def registered(self) -> bool:
-        """Whether every key is in etcd as wanted, under a lease that has not run out by this process's clock."""
+        """Whether every key was written and its lease has not expired by this process's clock."""
         return self._registered.is_set() and time.monotonic() < self._expires
 
     async def wait_registered(self) -> None:
-        """Waits until every key is in etcd as wanted."""
+        """Waits until every key is written."""
         while not self.registered:
             self._registered.clear()
             await self._registered.wait()
@@ -206,7 +210,7 @@ class LeasedKeys:
         """Keeps the keys in etcd until ``stop`` or cancellation, then revokes the lease.
 
         Raises:
-            TakenOver: another process registered one of the keys.
+            KeyTaken: another process registered one of the keys.
         """
         try:
             while not self._stopping:
@@ -233,10 +237,10 @@ class LeasedKeys:
             if self._failures:
                 log.info("etcd.reachable", endpoints=self._endpoints, failures=self._failures)
                 self._failures = 0
-            # ``_write`` clears the event that ``stop`` may have set a moment before.
+            # ``_write`` clears the event, which ``stop`` may have set just before.
             if self._stopping:
                 return
-            # Two renewals may fail before the lease runs out.
+            # Two renewals may fail before the lease expires.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._ttl / 3):
                     await self._changed.wait()
@@ -264,7 +268,7 @@ class LeasedKeys:
         for key in sorted(self._deleted):
             await self._delete_own(client, key)
         for key, value in desired.items():
-            # Many keys may take longer to write than the lease lives.
+            # Writing many keys may take longer than the lease lasts.
             if time.monotonic() > self._expires - self._ttl * 2 / 3:
                 await self._renew(client)
             if self._lease != lease:
@@ -298,7 +302,7 @@ class LeasedKeys:
             if found is not None and found.lease == self._lease and found.value == value:
                 self._owned.add(key)
                 return
-            # What is under no lease was put by hand: no process keeps it, and it is replaced.
+            # A key without a lease was written by hand: no process maintains it, so it may be replaced.
             if (
                 found is not None
                 and found.lease
@@ -306,7 +310,7 @@ class LeasedKeys:
                 and self._is_later(key, found.value, value)
             ):
                 raise KeyTaken(key)
-            # Only the key as it was read is replaced, so that a process that registers meanwhile is seen.
+            # Compares the revision, so that a process that registers at the same moment is noticed.
             revision = 0 if found is None else found.mod_revision
             written, _responses = await client.transaction(
                 compare=[client.transactions.mod(name) == revision],
@@ -319,7 +323,7 @@ class LeasedKeys:
         raise KeyTaken(key)
 
     def _is_later(self, key: str, theirs: bytes, ours: bytes) -> bool:
-        """Whether a value of another process has the better right to a key."""
+        """Returns whether another process's value takes precedence over this one's."""
         if self._incarnation_of is not None:
             there, here = self._incarnation_of(theirs), self._incarnation_of(ours)
             if there != here:
@@ -347,14 +351,14 @@ class LeasedKeys:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys under the prefix. Keys that an earlier snapshot had and this one lacks are gone."""
+    """All keys under the prefix. Keys of an earlier snapshot that are not in this one were deleted."""
 
     entries: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A key has a value."""
+    """A key was written."""
 
     key: str
     value: bytes
@@ -362,7 +366,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A key is gone."""
+    """A key was deleted."""
 
     key: str
 
@@ -382,16 +386,18 @@ async def watch_prefix(
     quarantine: Quarantine | None = None,
     on_contact: Callable[[], None] = _ignore_contact,
 ) -> AsyncGenerator[Change]:
-    """All keys under a prefix, then every change of them, for ever.
+    """Yields all keys under a prefix as a ``Snapshot``, then every change, forever.
 
-    After etcd was away, a new Snapshot comes, which the consumer compares with what it knows; meanwhile nothing comes.
-    Keys that are not UTF-8 go to the ``quarantine`` and do not come.
-    A watch that gives no sign of life for two spans of ``progress_seconds`` is taken for lost, though connected.
-    Close the iterator (``contextlib.aclosing``) or cancel its consumer to end it. ``on_contact`` is called whenever
-    etcd answers, every ``progress_seconds`` where nothing changes: what was yielded so far is all that there is.
+    While etcd is away, nothing is yielded. Afterwards a new ``Snapshot`` follows, which the consumer compares with its
+    state. Keys that are not UTF-8 go to the ``quarantine`` instead. A connected watch without any response for twice
+    ``progress_seconds`` counts as lost. To end the iteration, close the iterator (``contextlib.aclosing``) or cancel
+    its consumer.
+
+    ``on_contact`` is called whenever etcd responds, at least every ``progress_seconds`` while nothing changes: what was
+    yielded so far is then complete.
 
     Raises:
-        InvalidEndpoint: the endpoints cannot be read.
+        InvalidEndpoint: an endpoint is malformed.
     """
     keys = _Keys(prefix, Quarantine() if quarantine is None else quarantine)
     failures = 0
@@ -412,26 +418,26 @@ async def watch_prefix(
         except AWAY as error:
             if not failures:
                 log.warning("etcd.watch_interrupted", prefix=prefix, error=str(error))
-        # A listing costs etcd more than a watch: one that ends at once each time is not begun anew at once.
+        # A listing costs etcd more than a watch, so a watch that fails at once is repeated only after a pause.
         failures = 1 if time.monotonic() - began > _LASTING_SECONDS else failures + 1
         await _pause(failures)
 
 
 class _Keys:
-    """Decodes the keys below a prefix; those that are not UTF-8 go to the quarantine."""
+    """Decodes the keys below a prefix; keys that are not UTF-8 go to the quarantine."""
 
     def __init__(self, prefix: str, quarantine: Quarantine) -> None:
         self.prefix = prefix
         self._quarantine = quarantine
 
     def listed(self, entries: Mapping[bytes, bytes]) -> dict[str, bytes]:
-        """All entries whose keys can be decoded."""
+        """Returns all entries whose keys can be decoded."""
         self._quarantine.release_missing("etcd", self.prefix, {printable(raw) for raw in entries})
         decoded = {raw: self.put(raw) for raw in entries}
         return {key: entries[raw] for raw, key in decoded.items() if key is not None}
 
     def put(self, raw: bytes) -> str | None:
-        """The key of an entry that was written; None if it cannot be decoded."""
+        """Returns the key of an entry that was written; None if it cannot be decoded."""
         try:
             return decode_text(raw)
         except Undecodable as error:
@@ -439,7 +445,7 @@ class _Keys:
             return None
 
     def deleted(self, raw: bytes) -> str | None:
-        """The key of an entry that was deleted; None if it cannot be decoded."""
+        """Returns the key of an entry that was deleted; None if it cannot be decoded."""
         self._quarantine.release("etcd", printable(raw))
         try:
             return decode_text(raw)
@@ -450,23 +456,23 @@ class _Keys:
 async def _changes(
     client: aetcd.Client, keys: _Keys, revision: int, progress_seconds: float, on_contact: Callable[[], None]
 ) -> AsyncGenerator[Put | Delete]:
-    """Changes after a revision; ends, or raises one of AWAY, where the watch does."""
+    """Yields the changes after a revision. Ends, or raises one of AWAY, when the watch does."""
     call: Any = rpc.WatchStub(client.channel).Watch(metadata=client.metadata)
     reading: asyncio.Future[Any] | None = None
     try:
         key = keys.prefix.encode()
         end = aetcd.utils.prefix_range_end(key)
-        # Not from the revision after it: etcd 3.5.35 tells no progress of a watch that begins in the future.
+        # Starts at this revision, not the next: etcd 3.5.35 reports no progress of a watch that begins in the future.
         create = rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, progress_notify=True)
         await call.write(rpc.WatchRequest(create_request=create))
         asked = False
         while True:
-            # Kept across time-outs: cancelling a read ends the call.
+            # Kept across timeouts, because cancelling a read ends the call.
             reading = reading or asyncio.ensure_future(call.read())
             done, _ = await asyncio.wait({reading}, timeout=progress_seconds)
             if not done:
                 if asked:
-                    raise EtcdAway(f"the watch answered nothing for {2 * progress_seconds:g} s")
+                    raise EtcdAway(f"the watch received no response for {2 * progress_seconds:g} s")
                 await call.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
                 asked = True
                 continue

@@ -1,4 +1,4 @@
-"""The JetStream stream that keeps a component's events: the one definition that publishers and Indexers share."""
+"""The JetStream stream that stores a component's events, as publishers and Indexers both create it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nats.js.errors import APIError, NotFoundError, ServerError
 log = structlog.get_logger(__name__)
 
 MAX_AGE_SECONDS = 3600.0
-"""Age at which events go: an Indexer that was away for longer restores from a snapshot or from the workers."""
+"""Age at which events are discarded. An Indexer that was away for longer restores a snapshot or resyncs."""
 
 MAX_BYTES = 1 << 30
-"""Size at which the oldest events go. A server reserves this much of its storage when the stream is created."""
+"""Size at which the oldest events are discarded. The server reserves this much storage when it creates the stream."""
 
 DUPLICATE_WINDOW_SECONDS = 120.0
-"""Time for which a batch that is sent again is recognised by its Nats-Msg-Id."""
+"""Time within which the server drops a repeated batch by its Nats-Msg-Id."""
 
 _LEAST_BYTES = 16 << 20
 _NO_SUBJECT = "kvrouter.v1.no-such-subject"
@@ -26,7 +26,7 @@ _STORAGE_SHORT = 10047
 
 
 def stream_config(component: ComponentName, *, max_bytes: int = MAX_BYTES) -> StreamConfig:
-    """Configuration of a component's stream: one subject per rank, the oldest messages go first."""
+    """Returns the configuration of a component's stream: one subject per rank, oldest messages discarded first."""
     return StreamConfig(
         name=component.stream,
         subjects=[component.events_wildcard],
@@ -41,14 +41,14 @@ def stream_config(component: ComponentName, *, max_bytes: int = MAX_BYTES) -> St
 
 
 async def ensure_stream(js: JetStreamContext, component: ComponentName, *, max_bytes: int = MAX_BYTES) -> StreamInfo:
-    """The component's stream, created if it is missing; one that exists keeps its limits, which are the operator's.
+    """Returns the component's stream and creates it if it is missing. An existing stream keeps its limits.
 
-    Any number of processes may call this at the same time. Where the server has not ``max_bytes`` of storage left to
-    reserve, the stream gets half, or half of that, down to 16 MiB, with a warning.
+    Any number of processes may call this at the same time. If the server cannot reserve ``max_bytes`` of storage, the
+    stream gets half, and so on down to 16 MiB, with a warning.
 
     Raises:
-        nats.js.errors.APIError: the server refuses; code 10047 where even the least storage is not left.
-        nats.errors.Error: NATS, or JetStream in it, is away (TimeoutError, NoRespondersError and the like).
+        nats.js.errors.APIError: the server refuses; code 10047 if it cannot reserve even 16 MiB.
+        nats.errors.Error: NATS or JetStream is away (TimeoutError, NoRespondersError and the like).
     """
     size = max_bytes
     while True:
@@ -59,7 +59,7 @@ async def ensure_stream(js: JetStreamContext, component: ComponentName, *, max_b
         try:
             info = await js.add_stream(stream_config(component, max_bytes=size))
         except APIError as error:
-            # Somebody created it meanwhile, with limits of their own: the next turn finds it.
+            # Another process created the stream meanwhile with other limits: the next iteration finds it.
             if error.err_code == _ANOTHER_CONFIG:
                 continue
             if error.err_code != _STORAGE_SHORT or size <= _LEAST_BYTES:
@@ -73,15 +73,15 @@ async def ensure_stream(js: JetStreamContext, component: ComponentName, *, max_b
 
 
 async def write_error(js: JetStreamContext, stream: str) -> str:
-    """Returns the error for which a stream takes no messages, such as a full disk; empty where there is none.
+    """Returns the error because of which a stream takes no messages, such as a full disk; empty if there is none.
 
-    From version 2.14 on (nats-server pull request 7788), the server stops a stream at its first failed write. It starts
-    only when the server is restarted or the stream is made anew, even if the disk has space again. Publishing gets no
-    answer meanwhile, and reading works. A request that would change the stream is answered with the error, so this
-    purges a subject that no stream has. A stream that is missing has no error.
+    From version 2.14 on (nats-server pull request 7788), the server stops a stream at its first failed write. The
+    stream stays stopped until the server is restarted or the stream is recreated, even if the disk has space again.
+    Meanwhile publishing gets no reply, but reading works. A request that would change the stream is answered with the
+    error, so this function purges a subject that no stream has. A missing stream has no error.
 
     Raises:
-        nats.errors.Error: NATS, or JetStream in it, is away.
+        nats.errors.Error: NATS or JetStream is away.
     """
     try:
         await js.purge_stream(stream, subject=_NO_SUBJECT)

@@ -1,7 +1,7 @@
 """A NATS client that survives messages with undecodable subjects and headers.
 
-The client library decodes both while it reads from the connection, and stops reading where that fails: the connection
-is deaf until pings time out, and a message in a stream that is delivered again makes it deaf again.
+The client library decodes both in its read loop and stops reading if that fails. The connection then receives nothing
+until its pings time out, and a redelivered stream message stops it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STATUS = "Status"
 
 
 class TolerantClient(Client):
-    """Delivers every message: escapes undecodable bytes in its subject, and drops headers that cannot be parsed."""
+    """Delivers every message: escapes undecodable bytes of its subject, and drops headers that cannot be parsed."""
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         try:
@@ -28,8 +28,8 @@ class TolerantClient(Client):
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ) -> Msg:
-        # Only the server itself sends statuses, and those need no acknowledgement. A stored message that claims to be
-        # one would be skipped as such, and delivered again without end.
+        # Only the server itself sends statuses, and those need no acknowledgement. The library would skip a stored
+        # message that has this header, and the server would deliver it again forever.
         if headers and reply.startswith(_JETSTREAM_DELIVERY):
             headers.pop(_STATUS, None)
         message: Any = super()._build_message(sid, _escaped(subject), _escaped(reply), data, headers)

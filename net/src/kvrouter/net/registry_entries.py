@@ -1,6 +1,6 @@
-"""Reads the registry's entries: descriptors, workers and services as etcd has them.
+"""Parses and validates registry entries from etcd: descriptors, workers and services.
 
-An entry must not only decode: what every reader relies on must hold, so that no reader has to check it again.
+What all readers rely on is checked here, so that no reader checks it again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MAX_BLOCKS = (1 << 63) - 1
 
 
 def read_descriptor(name: ComponentName, raw: bytes) -> ComponentDescriptor:
-    """Reads a component's descriptor; its component is filled in where it has none.
+    """Parses a component's descriptor, and fills in its component if it has none.
 
     Raises:
-        Undecodable: it cannot be decoded, is of another component, or describes nothing that can be served.
+        Undecodable: it cannot be decoded, belongs to another component, or has an invalid field.
     """
     descriptor = decode_message(ComponentDescriptor, raw)
     _check_component(descriptor.component, name)
@@ -36,14 +36,14 @@ def read_descriptor(name: ComponentName, raw: bytes) -> ComponentDescriptor:
 
 
 def read_worker(name: ComponentName, worker_id: int, raw: bytes) -> WorkerRegistration:
-    """Reads the registration of a worker.
+    """Parses the registration of a worker.
 
     Raises:
-        Undecodable: it cannot be decoded, is of another worker than its key names, or cannot be routed to.
+        Undecodable: it cannot be decoded, does not match its key, or has an invalid field.
     """
     worker = decode_message(WorkerRegistration, raw)
     if worker.worker_id != worker_id:
-        raise Undecodable("invalid", f"the key names another worker than the entry, {worker.worker_id}")
+        raise Undecodable("invalid", f"expected worker_id {worker_id} as in the key, received {worker.worker_id}")
     _check_component(worker.component, name)
     _check_address(worker.endpoint)
     _check_enum(worker.role, Role, "role")
@@ -52,29 +52,29 @@ def read_worker(name: ComponentName, worker_id: int, raw: bytes) -> WorkerRegist
     if len(set(dp_ranks)) != len(dp_ranks):
         raise Undecodable("invalid", "expected each dp_rank once, received one twice")
     if any(rank.total_blocks > _MAX_BLOCKS for rank in worker.ranks):
-        raise Undecodable("invalid", f"expected at most {_MAX_BLOCKS} blocks of a rank, received more")
+        raise Undecodable("invalid", f"expected at most {_MAX_BLOCKS} blocks per rank, received more")
     return worker
 
 
 def read_service(instance_id: str, raw: bytes) -> ServiceRegistration:
-    """Reads the registration of a service.
+    """Parses the registration of a service.
 
     Raises:
-        Undecodable: it cannot be decoded, is of another instance than its key names, or is ready at no address.
+        Undecodable: it cannot be decoded, does not match its key, or is ready without an address.
     """
     service = decode_message(ServiceRegistration, raw)
     if service.instance_id not in ("", instance_id):
-        raise Undecodable("invalid", f"the key names another instance than the entry, {service.instance_id!r}")
+        raise Undecodable("invalid", f"expected instance {instance_id!r} by the key, received {service.instance_id!r}")
     _check_address(service.endpoint)
     _check_address(service.http_endpoint)
     if service.ready and not service.endpoint:
-        raise Undecodable("invalid", "expected the endpoint of a service that is ready, received none")
+        raise Undecodable("invalid", "expected an endpoint, because the service is ready, received none")
     return service
 
 
 def _check_component(component: Component, name: ComponentName) -> None:
     if component.ByteSize() and (component.namespace, component.name) != (name.namespace, name.name):
-        raise Undecodable("invalid", f"the entry is of component {component.namespace}/{component.name}, not of {name}")
+        raise Undecodable("invalid", f"expected component {name}, received {component.namespace}/{component.name}")
 
 
 def _check_address(address: str) -> None:
