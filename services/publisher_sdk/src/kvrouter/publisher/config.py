@@ -1,4 +1,4 @@
-"""Everything that a worker can be told, as one frozen value that checks itself."""
+"""The configuration of a worker, validated when it is constructed."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
 HASH_SCHEME = "xxh3-1337"
-"""How local hashes are made; the only scheme."""
+"""Identifier of the hash algorithm and seed of local hashes; the only scheme so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """A worker: its place in the system, what it can do, and how it reports.
+    """Configuration of a worker: its identity, its properties, and how it reports.
 
     Raises:
         InvalidConfig: a value is out of range.
     """
 
     component: ComponentName
-    """Pool of like workers that it joins."""
+    """Pool of interchangeable workers to join."""
 
     model: str
-    """Name of the model, as clients ask for it."""
+    """Name of the model that clients send in their requests."""
 
     block_size: int
-    """Tokens in a block of the engine's KV cache, 1 or more; the same for all workers of the component."""
+    """Tokens per block of the engine's KV cache, at least 1; equal for all workers of the component."""
 
     ranks: Mapping[int, int] = field(default_factory=lambda: {0: 0})
-    """Data parallel ranks: rank → KV blocks that it has in device memory, 0 if unknown."""
+    """Data-parallel ranks: rank → KV blocks in its device memory, 0 if unknown."""
 
     worker_id: int = field(default_factory=lambda: secrets.randbits(53) | 1)
-    """Identity in the component, u64. Drawn at random (53 bits, so that JSON holds it) unless given; a worker that
-    restarts under its old id takes the place of its former self."""
+    """Identity in the component, u64. By default a random number of 53 bits, which JSON numbers can represent. A worker
+    that restarts with its previous id replaces its previous registration."""
 
     etcd: str = "127.0.0.1:2379"
     """``host:port`` of etcd, several separated by commas."""
@@ -49,69 +49,70 @@ class WorkerConfig:
     """URL of NATS, several separated by commas."""
 
     bind: str = "127.0.0.1:0"
-    """``host:port`` on which the WorkerService listens; port 0 takes a free one."""
+    """``host:port`` on which the WorkerService listens; port 0 chooses a free one."""
 
     advertise: str = ""
-    """Address at which others reach it: ``host:port``, or a host alone for the port that is listened on; empty for the
-    host of ``bind``, which then must not be a wildcard."""
+    """Address under which others reach the worker: ``host:port``, or a host alone to use the port of ``bind``. If
+    empty, the host of ``bind`` is used, which then must not be a wildcard."""
 
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
-    """How events travel; unspecified takes the component's default, which is durable unless its first worker said
-    otherwise."""
+    """Transport of events. Unspecified uses the component's default, which its first worker sets (durable if that
+    worker leaves it unspecified too)."""
 
     copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED
-    """Whether stores and removals speak of physical copies (vLLM) or of a set (SGLang). Wrong, blocks vanish early or
-    stay for ever."""
+    """Whether events report each physical copy (vLLM) or a set of blocks (SGLang). With the wrong value, blocks
+    disappear from the index too early or never."""
 
     role: Role = Role.ROLE_BOTH
     """Prefill, decode, or both."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels for routing constraints."""
+    """Labels that routing constraints can require."""
 
     lora_names: tuple[str, ...] = ()
-    """Adapters that it serves."""
+    """Names of the LoRA adapters that the worker serves."""
 
     publishes_events: bool = True
-    """Whether it reports its cache."""
+    """Whether the worker reports its cache."""
 
     max_batched_tokens: int = 0
-    """Most prompt tokens that it computes in one step; 0 if unknown."""
+    """Maximum number of prompt tokens computed in one step; 0 if unknown."""
 
     max_sequences: int = 0
-    """Most requests that it runs at once; 0 if unknown."""
+    """Maximum number of requests that run at once; 0 if unknown."""
 
     max_model_len: int = 0
-    """Most tokens in prompt and output together; 0 for no limit. The same for all workers of the component."""
+    """Maximum number of prompt and output tokens together; 0 for no limit. Equal for all workers of the component."""
 
     heartbeat_seconds: float = 5.0
-    """Time without events after which cursor and digest are told all the same, above 0."""
+    """Interval of heartbeats while there are no events, seconds, above 0. A heartbeat has cursor and digest."""
 
     load_report_seconds: float = 1.0
-    """Time between load reports; 0 for none."""
+    """Interval of load reports, seconds; 0 sends none."""
 
     lease_ttl_seconds: int = 10
-    """Time after which a worker that died is no candidate any more, 2 or more."""
+    """Time after which a worker that died is no longer a candidate, seconds, at least 2."""
 
     buffer_events: int = 200_000
-    """Events kept per rank, be it to send or to serve them again, 1 or more. Five minutes of a busy engine."""
+    """Events stored per rank, both unsent ones and sent ones for resyncs, at least 1. The default lasts five minutes on
+    a busy engine."""
 
     buffer_bytes: int = 32 << 20
-    """Bytes of encoded events kept per rank, 512 KiB or more."""
+    """Bytes of encoded events stored per rank, at least 512 KiB."""
 
     drain_seconds: float = 30.0
-    """Time that requests have to finish when the worker stops, 0 or more; later they are aborted."""
+    """Time for running requests to finish when the worker stops, seconds, 0 or more; then they are aborted."""
 
     flush_seconds: float = 5.0
-    """Time that events have to be sent when the worker stops, 0 or more."""
+    """Time for unsent events to be sent when the worker stops, seconds, 0 or more."""
 
     journal_path: Path | None = None
-    """Directory in which each rank's state is kept, for a relay: a process of its own beside the engine, that may die
-    and start again while the engine lives. None keeps nothing; then each start begins a new incarnation."""
+    """Directory of the journals, one file per rank. For a relay: a process beside the engine that can die and restart
+    while the engine continues. Without it, each start begins a new incarnation."""
 
     engine_incarnation: str = ""
-    """Names the life of the engine's cache, such as its process id and start time; with ``journal_path`` only. What is
-    kept of another life is not used."""
+    """Name of the current lifetime of the engine's cache, such as its process id and start time; only with
+    ``journal_path``. A journal of another engine incarnation is not used."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -129,42 +130,42 @@ class WorkerConfig:
         ):
             value = getattr(self, name)
             if not low <= value <= high:
-                raise InvalidConfig(f"{name} is {value}: it must be from {low} to {high}")
+                raise InvalidConfig(f"{name} is {value}: expected {low} to {high}")
         if not 0 < self.heartbeat_seconds <= 86_400:
-            raise InvalidConfig(f"heartbeat_seconds is {self.heartbeat_seconds}: it must be above 0, up to 86400")
+            raise InvalidConfig(f"heartbeat_seconds is {self.heartbeat_seconds}: expected above 0 and up to 86400")
         if (self.journal_path is None) != (not self.engine_incarnation):
             raise InvalidConfig(
-                "journal_path and engine_incarnation go together: a journal belongs to one incarnation of the engine"
+                "journal_path and engine_incarnation must be set together: a journal belongs to one engine incarnation"
             )
         if not self.model:
-            raise InvalidConfig("model is empty: name the model as clients ask for it")
+            raise InvalidConfig("model is empty: set the name of the model that clients send")
         if not self.ranks:
-            raise InvalidConfig("ranks is empty: a worker has one rank at least, such as {0: total_blocks}")
+            raise InvalidConfig("ranks is empty: expected at least one rank, such as {0: total_blocks}")
         for rank, total_blocks in self.ranks.items():
             if not (0 <= rank < 1 << 32 and 0 <= total_blocks < 1 << 64):
-                raise InvalidConfig(f"ranks: rank {rank} with {total_blocks} blocks, both must be 0 or more")
+                raise InvalidConfig(f"ranks: expected rank and blocks of 0 or more, received {rank}: {total_blocks}")
         try:
             parse_endpoints(self.etcd)
         except InvalidEndpoint as error:
             raise InvalidConfig(f"etcd: {error}") from None
         for url in self.nats.split(","):
             if urlsplit(url).scheme not in {"nats", "tls", "ws", "wss"} or not urlsplit(url).hostname:
-                raise InvalidConfig(f"nats: {url!r} is no URL such as nats://127.0.0.1:4222")
+                raise InvalidConfig(f"nats: expected a URL such as nats://127.0.0.1:4222, received {url!r}")
         host, colon, port = self.bind.rpartition(":")
         if not colon or not host or not port.isdigit() or int(port) > 65_535:
-            raise InvalidConfig(f"bind: {self.bind!r} is not host:port")
+            raise InvalidConfig(f"bind: expected host:port, received {self.bind!r}")
         if not self.advertise and host.strip("[]") in {"0.0.0.0", "::"}:  # noqa: S104
-            raise InvalidConfig(f"bind: {self.bind!r} listens everywhere; set advertise to where others reach it")
+            raise InvalidConfig(f"bind: {self.bind!r} is a wildcard: set advertise to an address that others can reach")
 
     def endpoint(self, port: int) -> str:
-        """Address at which others reach the WorkerService that listens on ``port``."""
+        """Returns the address under which others reach the WorkerService that listens on ``port``."""
         host = self.advertise or self.bind.rpartition(":")[0]
         if self.advertise.rpartition(":")[2].isdigit() and not self.advertise.endswith("]"):
             return self.advertise
         return f"{host}:{port}"
 
     def descriptor(self) -> ComponentDescriptor:
-        """The component as this worker would found it."""
+        """Returns the descriptor that this worker writes if it is the first of its component."""
         return ComponentDescriptor(
             component=Component(namespace=self.component.namespace, name=self.component.name),
             model=self.model,
@@ -178,7 +179,7 @@ class WorkerConfig:
     def registration(
         self, *, endpoint: str, incarnation: int, transport: Transport, registered_unix_ns: int
     ) -> WorkerRegistration:
-        """The worker as others see it. All its ranks begin one incarnation."""
+        """Returns the worker's registration, with the same incarnation for all ranks."""
         return WorkerRegistration(
             worker_id=self.worker_id,
             component=Component(namespace=self.component.namespace, name=self.component.name),

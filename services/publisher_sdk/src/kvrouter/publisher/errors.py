@@ -1,4 +1,4 @@
-"""What goes wrong in the hands of an engine author, by kind."""
+"""Exceptions that the SDK raises to an engine author."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 
 class PublisherError(Exception):
-    """Root of the SDK's own errors."""
+    """Base of the SDK's exceptions."""
 
 
 class InvalidConfig(PublisherError, ValueError):
@@ -17,49 +17,49 @@ class InvalidConfig(PublisherError, ValueError):
 
 
 class InvalidEvent(PublisherError, ValueError):
-    """A report of stored or removed blocks contradicts itself. Nothing of it was recorded or published."""
+    """A report of stored or removed blocks is inconsistent. Nothing of it was recorded or published."""
 
 
 class UnknownParent(InvalidEvent):
-    """Blocks were stored below a parent that the rank does not hold. Nothing was recorded or published."""
+    """Blocks were stored below a parent that the rank does not have. Nothing was recorded or published."""
 
     def __init__(self, parent: int) -> None:
-        super().__init__(f"the parent {parent:#018x} is not held; report it as stored before its children")
+        super().__init__(f"the parent {parent:#018x} is not resident: report it as stored before its children")
         self.parent = parent
 
 
 class UnknownRank(PublisherError, KeyError):
-    """The worker has no such data parallel rank."""
+    """The worker has no such data-parallel rank."""
 
     def __init__(self, dp_rank: int, known: Iterable[int]) -> None:
-        super().__init__(f"rank {dp_rank} is not one of this worker's: {sorted(known)}")
+        super().__init__(f"expected one of this worker's ranks {sorted(known)}, received {dp_rank}")
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class DescriptorMismatch(PublisherError):
-    """The worker differs from the component that it would join, and was refused."""
+    """The worker's properties differ from its component's descriptor, so it was refused."""
 
     def __init__(self, component: str, differences: Mapping[str, tuple[object, object]]) -> None:
         """``differences`` maps a field to (the component's value, the worker's value)."""
         reported = "; ".join(
-            f"{field}: {theirs!r} there, {ours!r} here" for field, (theirs, ours) in differences.items()
+            f"{field}: expected {theirs!r}, this worker has {ours!r}" for field, (theirs, ours) in differences.items()
         )
         super().__init__(
-            f"this worker does not fit the component {component}: {reported}. Correct the worker, give it a component "
-            f"of its own, or, once no worker of the component runs, remove the component with "
+            f"this worker does not match component {component}: {reported}. Correct the worker, choose another "
+            f"component, or, if no worker of the component runs any more, delete its descriptor with "
             f"`kvrouter component forget {component}`"
         )
         self.differences = dict(differences)
 
 
 class EventsGone(PublisherError):
-    """Events that were asked for are no longer held, or not yet there: ask for the rank's state instead."""
+    """Requested events are no longer stored or do not exist yet: fetch the rank's state instead."""
 
 
 class RequestRefused(PublisherError):
-    """A request cannot be served as it is. Engines raise it from ``generate``; the caller gets code and detail."""
+    """An engine cannot serve a request. Raise it in ``generate``; the caller receives its code and details."""
 
     def __init__(
         self,
@@ -72,7 +72,17 @@ class RequestRefused(PublisherError):
         known: Iterable[object] = (),
         retry_elsewhere: bool = False,
     ) -> None:
-        """``field`` is the request's field at fault, ``known`` are values that would have been right."""
+        """Describes the refusal.
+
+        Args:
+            message: What was expected and what was received.
+            code: gRPC status code.
+            reason: Machine-readable reason.
+            field: Path of the invalid request field; empty if no field is at fault.
+            advice: What the caller should do.
+            known: Valid values of the field; the first 16 are sent.
+            retry_elsewhere: Whether another worker may serve the request.
+        """
         super().__init__(message)
         self.code = code
         self.info = ErrorInfo(

@@ -1,4 +1,4 @@
-"""What a worker settles in etcd before it serves: that it fits its component, and which life of its cache begins."""
+"""What a worker negotiates in etcd before it serves: the component's descriptor and its own incarnation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, Wor
 log = structlog.get_logger(__name__)
 
 _MAX_INCARNATION = 1 << 63
-"""Nanoseconds since 1970, of the year 2262. What is beyond was never begun by a worker, and could not be followed by
-another one."""
+"""Nanoseconds since 1970, in the year 2262. No worker begins a higher incarnation, and none could follow it, so that a
+higher value in etcd is invalid."""
 
 
 async def join_component(
     client: aetcd.Client, component: ComponentName, desired: ComponentDescriptor
 ) -> ComponentDescriptor:
-    """The component's descriptor, which is ``wanted`` if there was none.
+    """Returns the component's descriptor, and writes ``desired`` if there is none.
 
     Raises:
-        DescriptorMismatch: it differs in something that all workers have to share.
+        DescriptorMismatch: a property that all workers must share differs.
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.descriptor_key.encode()
@@ -37,12 +37,12 @@ async def join_component(
         failure=[],
     )
     found = await client.get(name)
-    if found is None:  # deleted by an operator in this moment
+    if found is None:  # an operator deleted it at this moment
         return await join_component(client, component, desired)
     try:
         settled = read_descriptor(component, found.value)
     except Undecodable as error:
-        # Nobody can use it, so whoever joins next replaces it, unless another did meanwhile.
+        # No reader accepts it, so the next worker to join replaces it unless another process did so meanwhile.
         log.warning("descriptor.replaced", key=component.descriptor_key, reason=error.reason, detail=str(error))
         await client.transaction(
             compare=[client.transactions.mod(name) == found.mod_revision],
@@ -63,9 +63,10 @@ async def join_component(
 
 
 async def begin_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, now_ns: int) -> int:
-    """Begins a new incarnation of the worker: ``now_ns`` (wall clock), or the last one plus one if that is greater.
+    """Begins a new incarnation of the worker: the higher of ``now_ns`` (wall clock) and the last incarnation plus one.
 
-    The last one is the recorded or the registered one: a record can be lost while a registration lives on.
+    The last incarnation is the higher of the recorded and the registered one, since the record can be lost while the
+    registration remains.
 
     Raises:
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
@@ -82,7 +83,7 @@ async def begin_incarnation(client: aetcd.Client, component: ComponentName, work
 
 
 async def resume_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> bool:
-    """Goes on with an incarnation, unless a later one has begun. Returns whether it does.
+    """Resumes an incarnation unless a later one has begun. Returns whether it was resumed.
 
     Raises:
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
@@ -91,12 +92,12 @@ async def resume_incarnation(client: aetcd.Client, component: ComponentName, wor
     found = await client.get(name)
     if found is not None and _incarnation(found.value) > incarnation:
         return False
-    # Written although it is the same, so that a worker that begins a life in this moment is seen, and sees this one.
+    # The unchanged record is written, so that this and a worker that begins an incarnation now notice each other.
     return await _put_incarnation(client, name, found.mod_revision if found else 0, incarnation)
 
 
 async def keep_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> None:
-    """Puts the incarnation back where etcd lost it, or has an earlier one or none that can be decoded.
+    """Restores the incarnation record if etcd lost it, or has an earlier or undecodable one.
 
     Raises:
         KeyTaken: a later one has begun, though its worker may be gone: it fences all that this one reports.
@@ -108,12 +109,12 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     if recorded > incarnation:
         raise KeyTaken(component.worker_key(worker_id))
     if recorded < incarnation:
-        # One that another life writes in this moment stays, and is looked at again with the next renewal.
+        # If another incarnation is written at this moment, it stays, and the next renewal checks again.
         await _put_incarnation(client, name, 0 if found is None else found.mod_revision, incarnation)
 
 
 def companions(component: ComponentName, worker_id: int, incarnation: int) -> dict[str, Callable[[bytes], bool]]:
-    """The keys without a lease that a worker needs in etcd, each with whether a value will do."""
+    """Returns the keys without a lease that a worker needs in etcd, each with a function that checks a value."""
 
     def is_descriptor(value: bytes) -> bool:
         try:
@@ -129,7 +130,7 @@ def companions(component: ComponentName, worker_id: int, incarnation: int) -> di
 
 
 def registered_incarnation(value: bytes) -> int:
-    """Returns the incarnation of an encoded registration; 0 if it cannot be read, or is beyond all that can be."""
+    """Returns the incarnation of an encoded registration; 0 if it cannot be decoded or is invalid."""
     try:
         ranks = decode_message(WorkerRegistration, value).ranks
     except Undecodable:
@@ -147,7 +148,7 @@ async def _put_incarnation(client: aetcd.Client, name: bytes, revision: int, inc
 
 
 def _incarnation(value: bytes) -> int:
-    """Returns a recorded incarnation; 0 if it cannot be read, or is beyond all that can be."""
+    """Returns a recorded incarnation; 0 if it cannot be decoded or is invalid."""
     try:
         incarnation = decode_message(IncarnationRecord, value).incarnation
     except Undecodable:

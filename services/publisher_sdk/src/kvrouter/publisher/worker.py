@@ -1,4 +1,4 @@
-"""A worker as an engine author sees it: one ``async with`` that registers, serves, publishes and, last, signs off."""
+"""The interface for engine authors: an ``async with`` that registers a worker, serves it and publishes its events."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ _DEREGISTER_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Figures of a worker since it started."""
+    """Statistics of a worker since it started."""
 
     worker_id: int
     ranks: Mapping[int, RankStats]
-    """By data parallel rank."""
+    """By data-parallel rank."""
     registered: bool
-    """Whether etcd holds the registration, as far as is known."""
+    """Whether the registration is in etcd, as far as is known."""
     registrations: int
-    """Times that it was registered; above 1 if etcd was away for long, or lost it."""
+    """Number of registrations; above 1 if etcd was away for longer than the lease or lost its data."""
     nats_connected: bool
     requests: int
-    """Requests under way."""
+    """Running requests."""
     load_reports_sent: int
     draining: bool
-    """Whether it is stopping."""
+    """Whether the worker is stopping."""
 
 
 class Worker:
-    """A registered worker. ``running`` makes it."""
+    """A registered worker. Created by ``running``."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class Worker:
         transport: Transport,
         recovered: Mapping[int, Recovered],
     ) -> None:
-        """``incarnation`` and ``transport`` are settled with etcd; ``recovered`` is what a former self kept."""
+        """``incarnation`` and ``transport`` were negotiated in etcd; ``recovered`` has the journals to resume from."""
         component = config.component
         self.config = config
         self.incarnation = incarnation
-        """The life of its cache that began with it, or that it goes on with."""
+        """Incarnation of the cache, new or resumed."""
         self.resumed = bool(recovered)
-        """Whether it goes on where its former self was, beside an engine that lived on."""
+        """Whether the worker resumed from its journals while the engine continued."""
         self.transport = transport
-        """How its events travel."""
+        """Transport of its events."""
         self.endpoint = ""
-        """Address at which others reach its WorkerService."""
+        """Address under which others reach its WorkerService."""
         self._engine = engine
         kept = places(config, incarnation, recovered)
         self._ranks = {
@@ -123,7 +123,7 @@ class Worker:
         self._background: list[asyncio.Task[None]] = []
 
     def rank(self, dp_rank: int = 0) -> RankPublisher:
-        """Where the cache changes of a rank are reported.
+        """Returns the object to report a rank's cache changes to.
 
         Raises:
             UnknownRank: the configuration has no such rank.
@@ -134,20 +134,20 @@ class Worker:
             raise UnknownRank(dp_rank, self._ranks) from None
 
     async def registered(self) -> None:
-        """Waits until etcd holds the registration."""
+        """Waits until the registration is in etcd."""
         await self._keys.wait_registered()
 
     async def flush(self) -> None:
-        """Waits until all events that were recorded are sent."""
+        """Waits until all recorded events are sent."""
         for rank in self._ranks.values():
             await rank.flush()
 
     def load_reports(self) -> list[LoadReport]:
-        """The load of every rank as the engine tells it, with rank, incarnation and time."""
+        """Returns every rank's load from the engine, with rank, incarnation and time."""
         return load_reports(self._engine, self.config, self.incarnation, next(self._report_numbers))
 
     async def report_load(self) -> None:
-        """Publishes the load of every rank at once; lost where NATS is away."""
+        """Publishes the load of every rank once; the reports are lost while NATS is away."""
         for report in self.load_reports():
             subject = self.config.component.load_subject(self.config.worker_id, report.rank.dp_rank)
             with contextlib.suppress(TransportAway, NatsError, OSError):
@@ -155,7 +155,7 @@ class Worker:
                 self._load_reports_sent += 1
 
     def stats(self) -> PublisherStats:
-        """The figures of this moment."""
+        """Returns the current statistics."""
         return PublisherStats(
             worker_id=self.config.worker_id,
             ranks={dp_rank: rank.stats() for dp_rank, rank in self._ranks.items()},
@@ -197,7 +197,7 @@ class Worker:
         )
 
     async def _stop(self) -> None:
-        """Takes no more requests, lets those under way finish, deregisters, sends what is left, and closes."""
+        """Refuses new requests, lets running ones finish, deregisters, sends unsent events, and closes."""
         try:
             self._draining = True
             self._register()
@@ -230,7 +230,7 @@ class Worker:
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
 
     async def _restore_component(self) -> None:
-        """An etcd that lost the registration may have lost all else."""
+        """Restores the descriptor and the incarnation record, which etcd may have lost with the registration."""
         async with connect(self.config.etcd) as client:
             await join_component(client, self.config.component, self.config.descriptor())
             await keep_incarnation(client, self.config.component, self.config.worker_id, self.incarnation)
@@ -242,12 +242,12 @@ class Worker:
             try:
                 await self.report_load()
             except Exception:
-                # The engine's own code; its failure to tell its load must not end the worker.
+                # The exception comes from the engine's code. A failed load report must not end the worker.
                 log.exception("load_report.failed", worker_id=self.config.worker_id)
 
 
 def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequence: int) -> list[LoadReport]:
-    """Returns the load of every rank of a worker by its engine, with rank, incarnation, time and sequence."""
+    """Returns every rank's load from the engine, with rank, incarnation, time and sequence number."""
     now = time.time_ns()
     reports = []
     for dp_rank, load in sorted(engine.load().items()):
@@ -264,7 +264,7 @@ def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequenc
 
 @asynccontextmanager
 async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]:
-    """Runs a worker for as long as the body lasts; waits for etcd if it is away, but not for NATS.
+    """Runs a worker while the body lasts. Waits for etcd at the start, but not for NATS.
 
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
@@ -284,14 +284,14 @@ async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]
                 finally:
                     await worker._stop()
         except BaseExceptionGroup as group:
-            # One thing went wrong, and callers want to catch it by its kind.
+            # Callers want to catch a single failure by its type.
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None
             raise
 
 
 async def _settle(config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
-    """The incarnation, which is ``former`` if that can be gone on with, and the transport."""
+    """Returns the incarnation, which is ``former`` if that can be resumed, and the transport."""
 
     def tell(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:

@@ -1,4 +1,4 @@
-"""The gRPC side of a worker: WorkerService in front of an engine, with health and reflection."""
+"""The gRPC server of a worker: WorkerService over an engine, with health and reflection."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ _Handler = Callable[[bytes, _Context], Awaitable[Message | None]]
 
 
 class Engine(Protocol):
-    """What an engine offers to the SDK."""
+    """The interface that an engine implements for the SDK."""
 
     def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
-        """Runs a request; an async generator. It is closed early if the caller goes away.
+        """Runs a request, as an async generator. It is closed early if the caller disconnects.
 
         Raises:
-            RequestRefused: the request cannot be served as it is.
+            RequestRefused: the request cannot be served.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Aborts requests and returns how many of them were running; also called for callers that went away."""
+        """Aborts requests and returns how many of them were running; also called when a caller disconnects."""
         ...
 
     def load(self) -> Mapping[int, LoadReport]:
-        """Load by data parallel rank. Rank, incarnation and time are filled in by the SDK."""
+        """Returns the load by data-parallel rank. The SDK fills in rank, incarnation and time."""
         ...
 
 
@@ -77,13 +77,13 @@ class WorkerServer:
         self._health = health.HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self.requests = 0
-        """Generate calls under way."""
+        """Running Generate calls."""
 
     async def start(self, bind: str) -> int:
         """Listens on ``host:port`` and returns the port.
 
         Raises:
-            InvalidConfig: the address cannot be listened on.
+            InvalidConfig: the port is in use or the address is not one of this machine's.
         """
         handlers: dict[str, Any] = {
             "Generate": grpc.unary_stream_rpc_method_handler(self._guarded(self._generate)),
@@ -105,12 +105,12 @@ class WorkerServer:
         return port
 
     async def refuse_requests(self) -> None:
-        """Refuses new requests from here on, and says so in grpc.health; calls under way go on."""
+        """Refuses new requests from now on and reports that in grpc.health; running calls continue."""
         self._draining = True
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Waits for calls under way, cancels them after ``grace_seconds``, and stops listening."""
+        """Waits for running calls, cancels them after ``grace_seconds``, and stops listening."""
         await self._server.stop(grace_seconds)
 
     async def _generate(self, data: bytes, context: _Context) -> None:
@@ -125,15 +125,15 @@ class WorkerServer:
             )
         self._rank(request.dp_rank)
         if not request.token_ids:
-            raise RequestRefused("the prompt is empty", field="token_ids", advice="Send one token at least.")
+            raise RequestRefused("the prompt is empty", field="token_ids", advice="Send at least one token id.")
         if not request.stop_conditions.max_tokens:
             raise RequestRefused(
-                "no tokens are asked for", field="stop_conditions.max_tokens", advice="Ask for 1 or more."
+                "max_tokens is 0", field="stop_conditions.max_tokens", advice="Set max_tokens to 1 or more."
             )
         ended = False
         self.requests += 1
         try:
-            # Written to the call rather than yielded: a generator whose caller went away is not closed at once.
+            # Not yielded: gRPC does not close a generator at once when the caller disconnects.
             async with aclosing(_closable(self._engine.generate(request))) as outputs:
                 async for output in outputs:
                     await context.write(WorkerServiceGenerateResponse(output=output).SerializeToString())
@@ -149,11 +149,11 @@ class WorkerServer:
 
     async def _get_rank_state(self, data: bytes, context: _Context) -> None:
         rank = self._rank(_parse(GetRankStateRequest, data).dp_rank)
-        # In threads, as events are too: a rank with many blocks would hold up the tokens of other requests.
+        # In a thread, as in GetEvents: encoding a large rank on the loop would delay the output of other requests.
         chunks = await asyncio.to_thread(rank.state_chunks)
         await rank.kept()
         while (chunk := await asyncio.to_thread(_next_encoded, chunks)) is not None:
-            # Waits for the client to take it: a slow client does not make the worker hold the whole answer.
+            # Waits until the client reads it, so that a slow client does not make the worker buffer the whole response.
             await context.write(chunk)
 
     async def _get_events(self, data: bytes, context: _Context) -> None:
@@ -167,7 +167,7 @@ class WorkerServer:
                 code=grpc.StatusCode.OUT_OF_RANGE,
                 reason=ErrorReason.ERROR_REASON_UNSPECIFIED,
                 field="from",
-                advice="Ask for the rank's state instead.",
+                advice="Fetch the rank's state instead.",
             ) from None
         await rank.kept()
         responses = (GetEventsResponse(batch=batch) for batch in batches)
@@ -186,16 +186,16 @@ class WorkerServer:
                 code=grpc.StatusCode.NOT_FOUND,
                 reason=ErrorReason.ERROR_REASON_UNKNOWN_WORKER,
                 field="dp_rank",
-                advice="Name one of its ranks.",
+                advice="Send one of its ranks.",
                 known=sorted(self._ranks),
             )
         return rank
 
     def _guarded(self, handler: _Handler) -> _Handler:
-        """Turns what a handler raises into a status: typed where it is meant for the caller, INTERNAL otherwise.
+        """Converts exceptions of a handler to a status: RequestRefused with its details, all others to INTERNAL.
 
-        The status is set, not raised by ``context.abort``: gRPC keeps that exception, and it keeps the request with it
-        until the cyclic garbage collector comes.
+        The status is set instead of raised with ``context.abort``: gRPC stores that exception, which would keep the
+        request alive until the cyclic garbage collector runs.
         """
 
         async def guarded(data: bytes, context: _Context) -> Message | None:
@@ -208,7 +208,7 @@ class WorkerServer:
                 context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
             except Exception:
                 log.exception("call.failed", method=handler.__name__.removeprefix("_"))
-                code, message = grpc.StatusCode.INTERNAL, "the worker failed; its log says why"
+                code, message = grpc.StatusCode.INTERNAL, "the worker failed; its log has the cause"
             context.set_code(code)
             context.set_details(message)
             return None
@@ -232,11 +232,11 @@ def _parse(kind: type[_M], data: bytes) -> _M:
     except InvalidMessage as error:
         raise RequestRefused(str(error), field=error.field, advice=error.advice) from None
     except DecodeError:
-        raise RequestRefused(f"the request is no {kind.DESCRIPTOR.name}") from None
+        raise RequestRefused(f"expected an encoded {kind.DESCRIPTOR.name}") from None
 
 
 async def _closable(outputs: AsyncIterator[GenerateOutput]) -> Any:
-    """``outputs`` as a generator that, when closed, closes them if they can be."""
+    """Yields ``outputs``, and closes them when this generator is closed, if they can be closed."""
     try:
         async for output in outputs:
             yield output

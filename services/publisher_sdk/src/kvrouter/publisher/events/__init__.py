@@ -1,1 +1,1 @@
-"""The state of a rank's cache, and the numbered events that lead there."""
+"""The state of a rank's cache, its numbered events, and their batches."""

@@ -1,4 +1,4 @@
-"""Encoded batches out of encoded events, without decoding them again."""
+"""Builds encoded batches from encoded events without decoding them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from kvrouter.publisher.events.rank_state import NumberedEvent
 from kvrouter.v1.events_pb2 import KvEventBatch
 
 MAX_BATCH_BYTES = 480 << 10
-"""Bytes of events in one batch; leaves room for framing below the contract's 512 KiB."""
+"""Maximum size of the events in one batch, bytes; the rest up to the contract's 512 KiB is for the other fields."""
 
 _EVENTS_TAG = bytes([KvEventBatch.EVENTS_FIELD_NUMBER << 3 | 2])
 
 
 def encode_batch(head: KvEventBatch, events: Sequence[NumberedEvent]) -> bytes:
-    """``head`` with ``events``. Protobuf lets a field's occurrences stand anywhere in a message."""
+    """Returns the encoding of ``head`` with ``events`` appended.
+
+    Protobuf allows the occurrences of a repeated field anywhere in a message.
+    """
     parts = [head.SerializeToString()]
     for event in events:
         parts += (_EVENTS_TAG, _varint(len(event.encoded)), event.encoded)

@@ -1,4 +1,4 @@
-"""The events of one rank that are waiting to be sent, or were sent not long ago, within bounds."""
+"""A bounded log of one rank's events: unsent ones, and sent ones for resyncs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvrouter.publisher.events.rank_state import NumberedEvent
 
 
 class EventLog:
-    """Events with consecutive ids. Not safe for use by two threads at once.
+    """Events with consecutive ids. Not thread-safe.
 
-    Beyond ``max_events`` or ``max_bytes`` (of encoded events) the oldest go: first those that were sent, then those
-    that were not, which are counted in ``dropped``. What is left out shows as a gap in the ids.
+    Beyond ``max_events`` or ``max_bytes`` (encoded) the oldest events are discarded: sent ones first, then unsent ones,
+    which are counted in ``dropped``. Consumers notice dropped events as a gap in the ids.
     """
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
         self.dropped = 0
-        """Events that went without being sent."""
+        """Unsent events that were discarded."""
         self.unsent_bytes = 0
         self._max_events = max_events
         self._max_bytes = max_bytes
@@ -28,15 +28,15 @@ class EventLog:
 
     @property
     def unsent(self) -> int:
-        """Events that wait to be sent."""
+        """Number of unsent events."""
         return len(self._unsent)
 
     def waiting(self) -> list[NumberedEvent]:
-        """The events that wait to be sent."""
+        """Returns the unsent events."""
         return list(self._unsent)
 
     def extend(self, events: Iterable[NumberedEvent]) -> None:
-        """Appends events, in order of their ids."""
+        """Appends events in order of their ids."""
         for event in events:
             self._unsent.append(event)
             self._bytes += len(event.encoded)
@@ -51,7 +51,7 @@ class EventLog:
             self._bytes -= len(oldest.encoded)
 
     def take(self, max_bytes: int) -> list[NumberedEvent]:
-        """The next events to send: as many as fit in ``max_bytes``, one at least; none if none wait."""
+        """Returns the next events to send, at most ``max_bytes`` but at least one; none if all were sent."""
         taken: list[NumberedEvent] = []
         size = 0
         while self._unsent and (not taken or size + len(self._unsent[0].encoded) <= max_bytes):
@@ -63,16 +63,16 @@ class EventLog:
         return taken
 
     def since(self, event_id: int, until: int, max_bytes: int) -> Iterator[list[NumberedEvent]]:
-        """Events from ``event_id`` up to below ``until`` (0: all), in runs of at most ``max_bytes``.
+        """Returns the events from ``event_id`` to below ``until`` (0 for all), in groups of at most ``max_bytes``.
 
-        The log is read at once, so that it may change while the runs are used.
+        The events are copied when this is called, so that the log may change while the groups are consumed.
 
         Raises:
-            EventsGone: the first of them is not in the log.
+            EventsGone: the first event is not in the log.
         """
         held = [*self._sent, *self._unsent]
         if not held or not held[0].event_id <= event_id <= held[-1].event_id:
-            raise EventsGone(f"event {event_id} is not held")
+            raise EventsGone(f"event {event_id} is not in the log")
         first = held[0].event_id
         desired = held[event_id - first : until - first if until else None]
         return _runs(desired, max_bytes)

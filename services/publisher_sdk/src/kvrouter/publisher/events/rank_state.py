@@ -1,8 +1,8 @@
-"""What one rank's cache holds, and the numbered events that led there.
+"""The blocks of one rank, and the numbered events that led to them.
 
-A block is known by the engine's own hash of it. Its place is its sequence hash, which chains the local hashes from the
-start of the sequence; ``kvrouter.core.interface`` says what stores and removals do to blocks and places, and this keeps
-to it, so that an index that applied every event holds the same and has the same digest.
+A block is identified by its engine hash and positioned by its sequence hash, which chains the local hashes from the
+start of the sequence. ``kvrouter.core.interface`` defines the effect of stores and removals on both. This module
+follows that definition, so that an index that applied every event has the same blocks and the same digest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
 from xxhash import xxh3_64_intdigest
 
 MAX_EVENT_BLOCKS = 8192
-"""Blocks in one event at most: 128 KiB of hashes, so that events fill a batch of 512 KiB well."""
+"""Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well."""
 
 CHUNK_BLOCKS = 4096
-"""Blocks in a chunk of a state."""
+"""Number of blocks in one chunk of a state."""
 
 _U64 = (1 << 64) - 1
 _DIGEST_SEED = 1337
@@ -33,22 +33,22 @@ _le64 = struct.Struct("<Q")
 
 
 class Block(NamedTuple):
-    """A block that the rank holds."""
+    """A resident block."""
 
     parent: int | None
-    """Engine hash of the block before it, as it was stored; None at the start of a sequence."""
+    """Engine hash of the parent block when this block was stored; None at the start of a sequence."""
     parent_place: int
-    """Sequence hash of that block; 0 at the start of a sequence."""
+    """Sequence hash of the parent block; 0 at the start of a sequence."""
     local_hash: int
     sequence_hash: int
     depth: int
     """Position in the sequence, from 0."""
     copies: tuple[int, ...]
-    """Physical copies in device, host, disk and shared memory."""
+    """Physical copies in device memory, host memory, disk and shared storage."""
 
 
 class NumberedEvent(NamedTuple):
-    """An event as it goes out."""
+    """An encoded event with its id."""
 
     event_id: int
     encoded: bytes
@@ -58,22 +58,22 @@ class NumberedEvent(NamedTuple):
 
 
 class RankState:
-    """Blocks, digest and event numbers of one rank in one incarnation. Not safe for use by two threads at once."""
+    """Blocks, digest and event numbers of one rank in one incarnation. Not thread-safe."""
 
     def __init__(self, incarnation: int, copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED) -> None:
         self.incarnation = incarnation
-        """The life of the cache that the state belongs to."""
+        """Incarnation of the cache."""
         self.next_event_id = 0
-        """Id of the event that comes next."""
+        """Id of the next event."""
         self.digest = 0
-        """Sum of the state's terms, as KvEventBatch.digest defines it."""
+        """Sum of the digest terms of all blocks, as KvEventBatch.digest defines it."""
         self.unknown_removals = 0
-        """Blocks reported as removed that were not held in that tier; they are not published."""
+        """Blocks reported as removed that were not resident in that tier; such removals are not published."""
         self._counted = copy_counting != CopyCounting.COPY_COUNTING_SET
         self._blocks: dict[int, Block] = {}
 
     def __len__(self) -> int:
-        """Blocks held, in whatever tiers."""
+        """Returns the number of resident blocks, in any tier."""
         return len(self._blocks)
 
     def __contains__(self, engine_hash: int) -> bool:
@@ -81,11 +81,11 @@ class RankState:
 
     @property
     def cursor(self) -> Cursor:
-        """How far the state has got."""
+        """Incarnation and id of the next event."""
         return Cursor(incarnation=self.incarnation, next_event_id=self.next_event_id)
 
     def blocks(self) -> list[tuple[int, Block]]:
-        """(engine hash, block) for all blocks, as of this moment."""
+        """Returns (engine hash, block) of all blocks, as a copy."""
         return list(self._blocks.items())
 
     def stored(
@@ -95,33 +95,35 @@ class RankState:
         parent: int | None = None,
         tier: Tier = Tier.TIER_DEVICE,
     ) -> list[NumberedEvent]:
-        """Records a chain of blocks below ``parent`` (or at the start of a sequence), and returns its events.
+        """Records a chain of blocks below ``parent``, or at the start of a sequence if it is None.
 
-        ``local_hashes`` are packed little-endian u64, one for each engine hash.
+        ``local_hashes`` are packed little-endian u64, one for each engine hash. Returns the resulting events.
 
         Raises:
-            InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is none.
-            UnknownParent: the parent is not held.
+            InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is unknown.
+            UnknownParent: the parent is not resident.
         """
         index = _tier_index(tier)
         hashes = [_engine_hash(value) for value in engine_hashes]
         if len(local_hashes) != 8 * len(hashes):
-            raise InvalidEvent(f"{len(hashes)} engine hashes, but {len(local_hashes)} bytes of local hashes")
+            raise InvalidEvent(
+                f"expected 8 bytes of local hashes per engine hash ({len(hashes)}), received {len(local_hashes)} bytes"
+            )
         if not hashes:
             return []
         if len(set(hashes)) != len(hashes):
-            raise InvalidEvent("an engine hash occurs twice in one chain")
+            raise InvalidEvent("expected each engine hash once in a chain, received one twice")
         place, depth = 0, -1
         if parent is not None:
             parent = _engine_hash(parent)
             if parent in hashes:
-                raise InvalidEvent("a block is its own parent")
+                raise InvalidEvent("expected a parent outside of the stored blocks, received one of them")
             above = self._blocks.get(parent)
             if above is None:
                 raise UnknownParent(parent)
             place, depth = above.sequence_hash, above.depth
         locals_ = struct.unpack(f"<{len(hashes)}Q", local_hashes)
-        # A chain that goes on from a place is hashed as if the place were the local hash of its first block.
+        # The chain continues from the parent's sequence hash as if that were the local hash of a first block.
         chain = (
             sequence_hashes(local_hashes) if parent is None else sequence_hashes(_le64.pack(place) + local_hashes)[8:]
         )
@@ -138,18 +140,18 @@ class RankState:
         return events
 
     def removed(self, engine_hashes: Sequence[int], tier: Tier = Tier.TIER_DEVICE) -> list[NumberedEvent]:
-        """Records that blocks, or one physical copy of each, left a tier, in any order; returns the events.
+        """Records that blocks, or one physical copy of each, left a tier, in any order. Returns the resulting events.
 
-        Blocks that are not held there are counted and left out.
+        Blocks that are not resident there are counted and not published.
 
         Raises:
-            InvalidEvent: the tier is none.
+            InvalidEvent: the tier is unknown.
         """
         index = _tier_index(tier)
         events = []
         gone: dict[int, None] = {}
         for engine_hash in [_engine_hash(value) for value in engine_hashes]:
-            # A hash that occurs twice means two copies, which go in two events.
+            # A repeated hash means two copies, which need two events.
             if engine_hash in gone or len(gone) == MAX_EVENT_BLOCKS:
                 events.append(self._numbered(KvEvent(tier=tier, removed=BlocksRemoved(engine_hashes=gone))))
                 gone = {}
@@ -162,10 +164,10 @@ class RankState:
         return events
 
     def cleared(self, tier: Tier = Tier.TIER_UNSPECIFIED) -> list[NumberedEvent]:
-        """Records that every block left a tier, or every tier for TIER_UNSPECIFIED; returns the event.
+        """Records that all blocks left a tier, or every tier for TIER_UNSPECIFIED. Returns the resulting event.
 
         Raises:
-            InvalidEvent: there is no such tier.
+            InvalidEvent: the tier is unknown.
         """
         if tier == Tier.TIER_UNSPECIFIED:
             self._blocks = {}
@@ -177,7 +179,7 @@ class RankState:
         return [self._numbered(KvEvent(tier=tier, cleared=BlocksCleared()))]
 
     def load(self, next_event_id: int, records: Iterable[BlockRecord]) -> None:
-        """Makes an empty state that of ``block_records``, parents before children."""
+        """Fills an empty state from ``block_records``, in which parents precede children."""
         self.next_event_id = next_event_id
         for record in records:
             parent = record.parent_engine_hash if record.HasField("parent_engine_hash") else None
@@ -192,10 +194,10 @@ class RankState:
                     self._digest(record.engine_hash, block, index, count, 1)
 
     def replay(self, event: KvEvent) -> list[NumberedEvent]:
-        """Records what a former self of the state recorded next; the same event again.
+        """Applies an event from a journal, and returns the equal event that results.
 
         Raises:
-            InvalidEvent: the event does not follow from this state.
+            InvalidEvent: the event does not apply to this state.
         """
         match event.WhichOneof("change"):
             case "stored":
@@ -255,7 +257,7 @@ class RankState:
 def state_chunks(
     state: RankState, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS
 ) -> Iterator[GetRankStateResponse]:
-    """The state of this moment, whatever is recorded while the chunks are used."""
+    """Returns the state as of now in chunks. Later changes do not affect the chunks."""
     cursor, digest, blocks = state.cursor, state.digest, state.blocks()
     count = max(1, -(-len(blocks) // chunk_blocks))
     return (
@@ -267,9 +269,9 @@ def state_chunks(
 
 
 def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Iterator[list[BlockRecord]]:
-    """The blocks of a state in chunks, parents before children; one chunk at least.
+    """Yields a state's blocks in chunks, parents before children; at least one chunk.
 
-    A parent is named only where it is still held at the place that it had when its child was stored.
+    A parent is included only if it is still resident at the position that it had when its child was stored.
     """
     held = dict(blocks)
     ordered = sorted(blocks, key=lambda item: item[1].depth)
@@ -296,9 +298,9 @@ def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Ite
 
 
 def _engine_hash(value: int) -> int:
-    """The 64-bit pattern of a hash, which engines give as signed or unsigned."""
+    """Returns the 64-bit pattern of a hash, which engines give as a signed or unsigned number."""
     if not -(1 << 63) <= value <= _U64:
-        raise InvalidEvent(f"the engine hash {value} does not fit in 64 bits")
+        raise InvalidEvent(f"expected an engine hash of 64 bits, received {value}")
     return value & _U64
 
 
@@ -306,4 +308,4 @@ def _tier_index(tier: Tier) -> int:
     try:
         return _TIERS.index(tier)
     except ValueError:
-        raise InvalidEvent(f"{tier} is no tier that blocks are stored in") from None
+        raise InvalidEvent(f"expected device, host, disk or shared as the tier, received {tier}") from None

@@ -1,1 +1,1 @@
-"""A rank's state in a file, and how a relay that was restarted resumes from it."""
+"""Journals: a rank's state in a file, from which a restarted relay resumes."""

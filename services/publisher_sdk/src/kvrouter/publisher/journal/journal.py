@@ -1,12 +1,12 @@
-"""A rank's state in a file, so that a relay that dies beside a living engine goes on where it was.
+"""A rank's state in a file, from which a restarted relay resumes while its engine continues.
 
-The file is a row of records: what it is of, then the rank's state in chunks, then the events in it that were not sent,
-then what was recorded since, a record for each message of the engine with its events and the engine's own number of it.
-It is replaced at once when it begins and when what was appended outgrows the state; otherwise it is appended to. It has
-to outlive the process, not the machine, which takes the engine with it: so it is not flushed to the disk.
+The file is a sequence of records: a head that identifies it, the rank's state in chunks, the unsent events of that
+state, then one record for each later message of the engine with its events and the engine's own message number. The
+file is replaced atomically when it is started and when the appended part outgrows the state. It has to survive the
+process but not the machine, with which the engine dies too, so it is not flushed to the disk.
 
-An event is sent, and a state is served, only once it is in the file. So nobody knows more than the file, and a record
-that the process died in was never heard of: it is cut off. Anything else that is wrong with a file makes it useless.
+Events are sent, and states are served, only once they are in the file. No consumer therefore knows more than the file.
+A torn last record was never sent and is cut off. Any other damage makes the file unusable.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from xxhash import xxh3_64_intdigest
 log = structlog.get_logger(__name__)
 
 NO_POSITION = -1
-"""Position of an engine that has reported nothing."""
+"""Position of an engine that has reported no message."""
 
 _FORMAT = 1
 _SEED = 1337
-_LEAST_LOG_BYTES = 4 << 20  # appended before the file is written anew, however small the state is
-_MAX_QUEUE_BYTES = 32 << 20  # beyond it a disk is too slow for the log, and the state is written instead
+_LEAST_LOG_BYTES = 4 << 20  # minimum size of the appended part before the file is replaced
+_MAX_QUEUE_BYTES = 32 << 20  # with a slower disk, the queue is dropped and the whole state is written instead
 _record = struct.Struct("<cIQQ")  # kind, length of the body, checksum of these two, checksum of the body
 _group = struct.Struct("<q")
 _event = struct.Struct("<QI")
@@ -46,12 +46,12 @@ _HEAD, _STATE, _UNSENT, _GROUP = b"H", b"S", b"U", b"G"
 
 
 class Unusable(Exception):
-    """A file cannot be gone on from; the message says why."""
+    """A file cannot be resumed from; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a file is of."""
+    """Identifies the rank and the engine that a file belongs to."""
 
     worker_id: int
     dp_rank: int
@@ -64,45 +64,45 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a file had."""
+    """Content of a file."""
 
     head: Head
     state: RankState
     tail: list[NumberedEvent]
-    """The newest events; consumers may lack them."""
+    """The newest events, which consumers may lack."""
     position: int
-    """The engine's number of the last of its messages that is in the state."""
+    """The engine's number of the last message that is in the state."""
     size: int
-    """Bytes of the file that count."""
+    """Bytes of the file up to the last complete record."""
 
 
 def recover(path: Path, desired: Head) -> Recovered:
-    """Reads a file; the incarnation in ``wanted`` does not matter.
+    """Reads a file. The incarnation of ``desired`` is ignored.
 
     Raises:
-        Unusable: there is none, it is of another engine, or it is damaged.
+        Unusable: the file does not exist, belongs to another engine, or is damaged.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise Unusable(error.strerror or "it cannot be read") from None
+        raise Unusable(error.strerror or "the file cannot be read") from None
     try:
         return _read(data, desired)
     except (ValueError, TypeError, struct.error, DecodeError) as error:
-        raise Unusable(f"it is damaged: {error}") from None
+        raise Unusable(f"the file is damaged: {error}") from None
 
 
 def _read(data: bytes, desired: Head) -> Recovered:
     records = _records(data)
     kind, body, size = next(records, (b"", b"", 0))
     if kind != _HEAD:
-        raise Unusable("it has no beginning")
+        raise Unusable("the file has no head")
     head = Head(**json.loads(body))
     differences = [
         name for name, value in asdict(desired).items() if name != "incarnation" and value != getattr(head, name)
     ]
     if differences:
-        raise Unusable(f"it differs in {', '.join(differences)}")
+        raise Unusable(f"the file belongs to another worker or engine: it differs in {', '.join(differences)}")
     state = RankState(head.incarnation, head.copy_counting)
     chunks, position, tail, whole = [], NO_POSITION, list[NumberedEvent](), False
     for kind, body, size in records:  # noqa: B007 - the last size counts
@@ -113,7 +113,7 @@ def _read(data: bytes, desired: Head) -> Recovered:
             if whole:
                 state.load(chunks[-1].cursor.next_event_id, [block for chunk in chunks for block in chunk.blocks])
                 if state.digest != chunks[-1].digest:
-                    raise Unusable("it is damaged: the digest of its state differs")
+                    raise Unusable("the file is damaged: its state does not have the recorded digest")
         elif kind == _UNSENT and whole:
             tail += [
                 NumberedEvent(KvEvent.FromString(encoded).event_id, encoded, digest)
@@ -123,24 +123,24 @@ def _read(data: bytes, desired: Head) -> Recovered:
             numbered, position = _replay(state, body, position)
             tail += numbered
         else:
-            raise Unusable(f"it is damaged: a record {kind!r} out of place")
+            raise Unusable(f"the file is damaged: unexpected record of kind {kind!r}")
     if not whole:
-        raise Unusable("its state is not whole")
+        raise Unusable("the file is truncated within its state")
     return Recovered(head, state, tail, position, size)
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-    """(kind, body, end) of each record; one that the file ends in is left out."""
+    """Yields (kind, body, end) of each record, without a torn last one."""
     at = 0
     while len(data) - at >= _record.size:
         kind, length, own, checksum = _record.unpack_from(data, at)
         if own != _checksum(data[at : at + 5]):
-            raise Unusable(f"it is damaged at byte {at}")
+            raise Unusable(f"the file is damaged at byte {at}")
         body = data[at + _record.size : at + _record.size + length]
         if len(body) < length:
             return
         if _checksum(body) != checksum:
-            raise Unusable(f"it is damaged after byte {at}")
+            raise Unusable(f"the file is damaged after byte {at}")
         at += _record.size + length
         yield kind, body, at
 
@@ -152,9 +152,9 @@ def _replay(state: RankState, body: bytes, before: int) -> tuple[list[NumberedEv
         try:
             again = state.replay(KvEvent.FromString(encoded))
         except InvalidEvent as error:
-            raise Unusable(f"it is damaged: {error}") from None
+            raise Unusable(f"the file is damaged: {error}") from None
         if [event.digest for event in again] != [digest]:
-            raise Unusable("it is damaged: an event leads elsewhere")
+            raise Unusable("the file is damaged: an event does not lead to the recorded digest")
         numbered += again
     return numbered, before if position == NO_POSITION else position
 
@@ -167,7 +167,7 @@ def _packed(events: Iterable[NumberedEvent], position: int) -> bytes:
 
 
 def _unpacked(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """(digest, encoded) of each event."""
+    """Yields (digest, encoded) of each event."""
     at = _group.size
     while at < len(body):
         digest, length = _event.unpack_from(body, at)
@@ -177,7 +177,7 @@ def _unpacked(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class JournalPath:
-    """Where a rank's state is kept, and what was found there."""
+    """Path of a rank's journal, and what was recovered from it."""
 
     path: Path
     head: Head
@@ -185,7 +185,7 @@ class JournalPath:
 
 
 class Journal:
-    """Keeps the file of one rank. ``add`` may be called from any thread that holds the rank's lock; ``run`` writes."""
+    """Writes the file of one rank. ``add`` may be called from any thread that owns the rank's lock; ``run`` writes."""
 
     def __init__(
         self,
@@ -194,9 +194,9 @@ class Journal:
         lock: threading.RLock,
         unsent: Callable[[], Iterable[NumberedEvent]] = tuple,
     ) -> None:
-        """Where something was recovered the file is gone on with, else it begins anew.
+        """Resumes the file if something was recovered, otherwise starts a new one.
 
-        ``lock`` guards ``state`` and ``unsent``, which gives the events that are not certainly sent, oldest first.
+        ``lock`` guards ``state`` and ``unsent``, which returns the events that may not have been sent, oldest first.
         """
         recovered = place.recovered
         self._path = place.path
@@ -217,10 +217,10 @@ class Journal:
         self._wake = asyncio.Event()
         self._kept = asyncio.Condition()
         self.failed = False
-        """Whether the file could not be written, and was given up."""
+        """Whether the file could not be written and was abandoned."""
 
     def add(self, events: Sequence[NumberedEvent], position: int) -> None:
-        """Records events of one message of the engine, and its number (NO_POSITION for none)."""
+        """Queues the events of one message of the engine with its number (NO_POSITION for none)."""
         if self.failed:
             return
         self._position = position if position != NO_POSITION else self._position
@@ -234,17 +234,17 @@ class Journal:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be written; 32 MiB at most."""
+        """Bytes that wait to be written, at most 32 MiB."""
         return self._queue_bytes
 
     async def kept(self) -> None:
-        """Waits until all that was added is in the file, or the file was given up."""
+        """Waits until everything added so far is in the file, or the file was abandoned."""
         target = self._added
         async with self._kept:
             await self._kept.wait_for(lambda: self._written >= target or self.failed)
 
     async def run(self) -> None:
-        """Writes until cancelled, or until writing fails: then the file goes, and the worker goes on without it."""
+        """Writes until cancelled. If writing fails, deletes the file and returns; the worker continues without it."""
         self._loop = asyncio.get_running_loop()
         self._wake.set()
         try:
@@ -265,7 +265,7 @@ class Journal:
             self._loop = None
 
     def _write(self) -> int:
-        """Writes what waits; returns how much was added by then."""
+        """Writes the queue; returns how many additions that includes."""
         with self._lock:
             queue, self._queue, self._queue_bytes = self._queue, [], 0
             written = self._added

@@ -1,4 +1,4 @@
-"""Which files a worker's ranks are kept in, and whether a relay goes on from them beside an engine that lives."""
+"""Locates the journals of a worker, and decides whether a restarted relay can resume from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _head(config: WorkerConfig, dp_rank: int, incarnation: int) -> Head:
 
 
 def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
-    """What the files of a worker have, by rank; empty unless all ranks are in one incarnation of this engine's life."""
+    """Returns the recovered journals by rank; empty unless all ranks have one of the same incarnation and engine."""
     if config.journal_path is None:
         return {}
     found = {}
@@ -42,23 +42,23 @@ def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
 
 
 def positions(config: WorkerConfig) -> dict[int, int]:
-    """Up to which of its own messages each rank of the engine is known, before ``running``; empty where nothing is.
+    """Returns for each rank the number of the last engine message in its journal; empty if it cannot resume.
 
-    A relay whose engine can repeat all that comes after it goes on from there. If it cannot, ``discard`` makes the
-    worker begin a new incarnation.
+    Call it before ``running``. A relay resumes if its engine can repeat all later messages. Otherwise call
+    ``discard``, so that the worker begins a new incarnation.
     """
     return {rank: found.position for rank, found in recover_worker(config).items()}
 
 
 def discard(config: WorkerConfig) -> None:
-    """Deletes the files of a worker."""
+    """Deletes the journals of a worker."""
     if config.journal_path is not None:
         for rank in config.ranks:
             _place(config, config.journal_path, rank).unlink(missing_ok=True)
 
 
 def places(config: WorkerConfig, incarnation: int, found: Mapping[int, Recovered]) -> dict[int, JournalPath]:
-    """Where the ranks of a worker are kept in an incarnation; empty if they are not to be."""
+    """Returns the journal paths of a worker's ranks in an incarnation; empty without ``journal_path``."""
     if config.journal_path is None:
         return {}
     return {
@@ -69,10 +69,10 @@ def places(config: WorkerConfig, incarnation: int, found: Mapping[int, Recovered
 
 @contextlib.contextmanager
 def claimed(config: WorkerConfig) -> Iterator[None]:
-    """Keeps other processes off the files of a worker.
+    """Locks the journals of a worker while the context lasts.
 
     Raises:
-        InvalidConfig: another process has them, or the directory cannot be made.
+        InvalidConfig: another process has locked them, or the directory cannot be created.
     """
     if config.journal_path is None:
         yield
@@ -87,5 +87,7 @@ def claimed(config: WorkerConfig) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InvalidConfig(f"journal_path: another process keeps worker {config.worker_id} there") from None
+            raise InvalidConfig(
+                f"journal_path: another process uses the journals of worker {config.worker_id}; stop it first"
+            ) from None
         yield

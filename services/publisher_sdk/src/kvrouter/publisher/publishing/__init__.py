@@ -1,1 +1,1 @@
-"""From an engine's calls to batches on NATS."""
+"""Publishes events: from an engine's calls to batches on NATS."""

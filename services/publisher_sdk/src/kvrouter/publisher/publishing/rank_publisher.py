@@ -1,4 +1,4 @@
-"""What an engine calls when its cache changes: one object for each rank."""
+"""The object through which an engine reports the cache changes of one rank."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ _TRIES_BEFORE_WARNING = 4
 
 @dataclass(frozen=True, slots=True)
 class RankStats:
-    """Figures of one rank since its publisher was made."""
+    """Statistics of one rank since its publisher was created."""
 
     dp_rank: int
     incarnation: int
     next_event_id: int
-    """Events recorded; also the id of the next."""
+    """Number of events recorded; also the id of the next."""
     digest: int
     """Digest of the rank's state, as in KvEventBatch."""
     blocks: int
-    """Blocks that the rank holds."""
+    """Resident blocks."""
     unknown_removals: int
-    """Removed blocks that were not held, which are not published."""
+    """Removed blocks that were not resident; their removal is not published."""
     batches_sent: int
     heartbeats_sent: int
     bytes_sent: int
     """Bytes of batches and heartbeats."""
     retries: int
-    """Times that a batch had to be sent again."""
+    """Failed attempts to send a batch."""
     events_dropped: int
-    """Events that were never sent, as the buffer was full or the server refuses them; consumers fetch the state."""
+    """Events that were never sent because the buffer was full or the server refused them; consumers fetch the state."""
     unsent_events: int
     """Events that wait to be sent."""
     unsent_bytes: int
     waiting_seconds: float
-    """Time for which the oldest batch could not be sent; 0 where none waits."""
+    """Time for which the current batch could not be sent, seconds; 0 if none waits."""
     waiting_reason: str
-    """Why, as the last try said; empty where none waits."""
+    """Error of its last attempt; empty if none waits."""
     unkept_bytes: int
-    """Bytes that wait to be written to the journal, 32 MiB at most; 0 where there is none."""
+    """Bytes that wait to be written to the journal, at most 32 MiB; 0 without a journal."""
 
 
 class RankPublisher:
-    """Records what a rank's cache holds and publishes each change.
+    """Records the blocks of a rank and publishes each change.
 
-    ``stored``, ``removed`` and ``cleared`` may be called from any thread; they neither block on NATS nor wait for it.
-    ``run`` sends, one batch at a time, in an event loop.
+    ``stored``, ``removed`` and ``cleared`` may be called from any thread and never wait for NATS. ``run`` sends one
+    batch at a time in an event loop.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class RankPublisher:
         buffer_bytes: int = 32 << 20,
         journal: JournalPath | None = None,
     ) -> None:
-        """``buffer_events`` and ``buffer_bytes`` bound the events kept, be it to send or to serve them again.
+        """``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together.
 
-        ``journal`` says where the state is kept on disk, and what was found there.
+        ``journal`` has the path of the rank's journal and what was recovered from it; None for no journal.
         """
         self.dp_rank = dp_rank
-        """The data parallel rank."""
+        """Data-parallel rank."""
         self.incarnation = incarnation
-        """The life of the cache that is reported."""
+        """Incarnation of the cache that is reported."""
         self._subject = subject
         self._worker_id = worker_id
         self._block_size = block_size
@@ -119,20 +119,23 @@ class RankPublisher:
         scope: Scope = _BASE_SCOPE,
         multimodal: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Blocks were stored, each the parent of the next.
+        """Reports stored blocks, each the parent of the next. Only full blocks may be reported.
 
-        ``token_ids`` are those of these blocks alone, ``engine_hashes`` the engine's own ids of the blocks (any 64-bit
-        numbers, signed or not), ``parent`` the id of the block before the first, None where the sequence starts.
-        ``scope`` has what else decides whether the blocks may be shared; ``multimodal`` are pairs (index of the block
-        among these, content hash). Only full blocks are reported.
+        Args:
+            token_ids: Tokens of these blocks only.
+            engine_hashes: The engine's ids of the blocks, any 64-bit numbers, signed or unsigned.
+            parent: Engine hash of the block before the first; None at the start of a sequence.
+            tier: Where the blocks are stored.
+            scope: What besides the tokens decides whether the blocks may be shared.
+            multimodal: Pairs (index of the block in this call, content hash).
 
         Raises:
-            InvalidEvent: tokens and hashes do not fit together; see ``RankState.stored``.
-            UnknownParent: the parent is not held.
+            InvalidEvent: tokens and hashes do not match; see ``RankState.stored``.
+            UnknownParent: the parent is not resident.
         """
         if len(token_ids) != len(engine_hashes) * self._block_size:
-            blocks = f"{len(engine_hashes)} blocks of {self._block_size}"
-            raise InvalidEvent(f"{len(token_ids)} tokens for {blocks}: report full blocks only")
+            blocks = f"{len(engine_hashes)} full blocks of {self._block_size} tokens"
+            raise InvalidEvent(f"expected the tokens of {blocks}, received {len(token_ids)} tokens")
         try:
             hashed = local_hashes(token_ids, self._block_size, scope, multimodal)
         except (ValueError, OverflowError, TypeError) as error:
@@ -147,41 +150,41 @@ class RankPublisher:
         parent: int | None = None,
         tier: Tier = Tier.TIER_DEVICE,
     ) -> None:
-        """As ``stored``, where the local hashes (packed little-endian u64) are known already.
+        """Reports stored blocks whose local hashes (packed little-endian u64) are already known.
 
         Raises:
             InvalidEvent: see ``RankState.stored``.
-            UnknownParent: the parent is not held.
+            UnknownParent: the parent is not resident.
         """
         with self._lock:
             self._append(self._state.stored(engine_hashes, local_hashes, parent, tier))
 
     def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.TIER_DEVICE) -> None:
-        """Blocks left a tier: one physical copy of each where copies are counted, the block where they are a set.
+        """Reports that blocks left a tier: one copy of each with counted copies, otherwise the whole block.
 
-        Blocks that are not held there are counted, and change nothing.
+        Blocks that are not resident there are counted and change nothing.
 
         Raises:
-            InvalidEvent: a hash does not fit in 64 bits, or the tier is none.
+            InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
         """
         with self._lock:
             self._append(self._state.removed(engine_hashes, tier))
 
     def cleared(self, *, tier: Tier = Tier.TIER_UNSPECIFIED) -> None:
-        """Every block left the tier, or every tier where none is given.
+        """Reports that all blocks left a tier, or every tier for TIER_UNSPECIFIED.
 
         Raises:
-            InvalidEvent: there is no such tier.
+            InvalidEvent: the tier is unknown.
         """
         with self._lock:
             self._append(self._state.cleared(tier))
 
     @contextmanager
     def reporting(self, position: int) -> Iterator[None]:
-        """What is reported in the body is all of the engine's message of this number, 0 or more and rising.
+        """Groups all reports in the body as the engine's message of this number, which starts at 0 and rises.
 
-        A relay that dies and is started again goes on after the last number of a body that was left: a message counts
-        whole or not at all. No other thread may report meanwhile, so the body should be quick.
+        A restarted relay resumes after the number of the last completed body: a message counts entirely or not at all.
+        Other threads wait meanwhile before they can report, so the body should be quick.
         """
         with self._lock:
             self._reported = []
@@ -209,18 +212,18 @@ class RankPublisher:
         return [*self._in_flight, *self._log.waiting()]
 
     def state_chunks(self, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
-        """The rank's state of this moment, whatever is recorded while the chunks are used."""
+        """Returns the rank's state as of now in chunks. Later changes do not affect the chunks."""
         with self._lock:
             return state_chunks(self._state, self._copy_counting, chunk_blocks)
 
     def events(self, from_: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
-        """Events from a cursor up to below ``until_event_id`` (0: all), in batches; none if it is up to date.
+        """Returns the events from a cursor to below ``until_event_id`` (0 for all) in batches; none if up to date.
 
         Raises:
-            EventsGone: the cursor is of another incarnation, or its event is no longer held or not yet there.
+            EventsGone: the cursor is of another incarnation, or its event is no longer stored or does not exist yet.
         """
         if from_.incarnation != self.incarnation:
-            raise EventsGone(f"the rank is in incarnation {self.incarnation}, not {from_.incarnation}")
+            raise EventsGone(f"expected a cursor of incarnation {self.incarnation}, received {from_.incarnation}")
         with self._lock:
             if from_.next_event_id == self._state.next_event_id:
                 return iter(())
@@ -230,10 +233,10 @@ class RankPublisher:
     async def run(
         self, transport: Transport, *, heartbeat_seconds: float, max_batch_bytes: Callable[[], int] | None = None
     ) -> None:
-        """Sends what is recorded, in batches of ``max_batch_bytes`` at most, until cancelled.
+        """Sends events in batches of at most ``max_batch_bytes`` until cancelled.
 
-        A batch is sent until the transport has it; what is recorded meanwhile makes up the next. At the start, and
-        whenever nothing was recorded for ``heartbeat_seconds``, a batch without events tells cursor and digest.
+        A batch is sent again until the transport accepts it. Events that are recorded meanwhile go into the next one.
+        At the start, and after each ``heartbeat_seconds`` without events, a heartbeat reports cursor and digest.
         """
         self._loop = asyncio.get_running_loop()
         self._waiting.set()
@@ -252,22 +255,22 @@ class RankPublisher:
             self._loop = None
 
     async def keep(self) -> None:
-        """Keeps the state in its file until cancelled; returns at once where there is none."""
+        """Writes the journal until cancelled; returns at once without a journal."""
         if self._journal is not None:
             await self._journal.run()
 
     async def kept(self) -> None:
-        """Waits until all that was recorded is in the file, if there is one: nobody is to know more than it."""
+        """Waits until all recorded events are in the journal, because no consumer may know more than the journal."""
         if self._journal is not None:
             await self._journal.kept()
 
     async def flush(self) -> None:
-        """Waits until all that was recorded is sent, which takes for ever where ``run`` does not run."""
+        """Waits until all recorded events are sent, which needs ``run`` to be running."""
         async with self._sent:
             await self._sent.wait_for(lambda: not self._log.unsent and not self._in_flight)
 
     def stats(self) -> RankStats:
-        """The figures of this moment."""
+        """Returns the current statistics."""
         with self._lock:
             return RankStats(
                 dp_rank=self.dp_rank,
@@ -331,7 +334,7 @@ class RankPublisher:
         await self.kept()
         message_id = None
         if events:
-            # With its end: a relay that goes on may send what its former self sent in a shorter batch.
+            # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
             span = f"{events[0].event_id}-{events[-1].event_id}"
             message_id = f"{self._worker_id:x}.{self.dp_rank}.{self.incarnation:x}.{span}"
         try:
@@ -362,7 +365,7 @@ class RankPublisher:
         self._waits_for = str(state.outcome.exception()) if state.outcome is not None else ""
         if self._waits_since is None:
             self._waits_since = time.monotonic()
-        # Tries that fail while the connection is still being made are no news.
+        # The first attempts may fail while the connection is being made, which is not worth a warning.
         if state.attempt_number == _TRIES_BEFORE_WARNING:
             log.warning(
                 "publish.delayed",

@@ -1,4 +1,4 @@
-"""How encoded batches leave the process: JetStream, or NATS Core."""
+"""Sends encoded batches over JetStream or Core NATS."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ log = structlog.get_logger(__name__)
 _ACK_SECONDS = 2.0
 _HEADERS_BYTES = 1024
 _NATS_ERRORS = (nats.errors.Error, TimeoutError, OSError)
-"""TimeoutError is asyncio's too; APIError and the like are nats.errors.Error."""
+"""TimeoutError is asyncio's, too; APIError and the like are nats.errors.Error."""
 
 
 class TransportAway(Exception):
-    """The message did not certainly arrive; sending it again later is the remedy."""
+    """The message may not have arrived. Send it again later."""
 
 
 class MessageRefused(Exception):
-    """The message will never be taken, however often it is sent."""
+    """The server will never accept the message. Do not send it again."""
 
 
 def check_cancelled() -> None:
-    """Raises CancelledError if the running task was asked to end.
+    """Raises CancelledError if the running task was cancelled.
 
-    Loops around the NATS library call it after each call: the library waits with ``asyncio.wait_for``, which before
-    Python 3.12 returns normally where a cancellation meets a result, and the loop would run for ever.
+    Loops around the NATS library must call it after each call. The library waits with ``asyncio.wait_for``, which
+    before Python 3.12 returns normally if a cancellation coincides with a result, so that the loop would never end.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -44,7 +44,7 @@ def check_cancelled() -> None:
 
 
 class NatsLink:
-    """A NATS connection that is made when NATS can be reached, and made again whenever it is lost."""
+    """A NATS connection that is made when NATS can be reached, and made again when it is lost."""
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url
@@ -55,12 +55,13 @@ class NatsLink:
         self._ending = False
 
     async def run(self) -> None:
-        """Holds the connection until cancelled.
+        """Keeps the connection until cancelled.
 
-        The client library reconnects; a connection that it gave up on (refused credentials, for one) is replaced.
+        The client library reconnects by itself. A connection that it gave up, such as after refused credentials, is
+        replaced by a new one.
 
         Raises:
-            nats.errors.Error: the URL cannot be read.
+            nats.errors.Error: the URL is malformed.
         """
         try:
             async for attempt in AsyncRetrying(
@@ -92,12 +93,12 @@ class NatsLink:
 
     @property
     def connected(self) -> bool:
-        """Whether NATS can be reached, as far as is known."""
+        """Whether the connection is up, as far as is known."""
         return self._client is not None and self._client.is_connected
 
     @property
     def max_payload(self) -> int:
-        """Bytes that the server takes in one message."""
+        """Maximum size of a message that the server accepts, bytes."""
         return self._client.max_payload if self._client is not None else 1 << 20
 
     @property
@@ -124,7 +125,7 @@ class NatsLink:
         self._closed.set()
 
     async def _on_error(self, error: Exception) -> None:
-        # One line for each absence: the library reports every attempt.
+        # Logged once per outage, because the library reports every attempt.
         if not self._reported:
             self._reported = True
             log.warning("nats.error", url=self._url, error=repr(error))
@@ -134,24 +135,24 @@ class Transport(Protocol):
     """Sends one encoded batch at a time."""
 
     async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
-        """Returns once the batch is safe where the transport takes it.
+        """Returns once the transport has accepted the batch.
 
         Raises:
-            TransportAway: send it again, with the same ``message_id``.
-            MessageRefused: do not.
+            TransportAway: send it again with the same ``message_id``.
+            MessageRefused: do not send it again.
         """
         ...
 
 
 class DurableTransport:
-    """JetStream: a batch is sent once the stream has stored it. Creates the stream where it is missing."""
+    """JetStream: a batch is accepted once the stream has stored it. Creates the stream if it is missing."""
 
     def __init__(self, link: NatsLink, component: ComponentName) -> None:
         self._link = link
         self._component = component
 
     async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
-        """See Transport. The stream drops a second message of one ``message_id``."""
+        """Implements Transport. The stream drops a repeated ``message_id``."""
         js = self._link.client.jetstream(timeout=_ACK_SECONDS)
         headers = {"Nats-Msg-Id": message_id} if message_id else None
         try:
@@ -160,20 +161,20 @@ class DurableTransport:
             try:
                 await ensure_stream(js, self._component)
             except _NATS_ERRORS as failure:
-                raise TransportAway(f"no stream takes {subject}, and none can be created: {failure!r}") from failure
-            raise TransportAway(f"no stream took {subject}") from error
+                raise TransportAway(f"no stream stores {subject}, and none can be created: {failure!r}") from failure
+            raise TransportAway(f"no stream stored {subject}; it was created now") from error
         except nats.errors.MaxPayloadError as error:
             raise MessageRefused(repr(error)) from error
         except APIError as error:
             if error.code == 400:
                 raise MessageRefused(repr(error)) from error
             raise TransportAway(repr(error)) from error
-        # Anybody can publish to the inbox that acknowledgements come to; what is none says nothing about the batch.
+        # Anybody can publish to the inbox of acknowledgements; an invalid one says nothing about the batch.
         except (*_NATS_ERRORS, ValueError) as error:
             raise TransportAway(await self._unanswered(js) or repr(error)) from error
 
     async def _unanswered(self, js: JetStreamContext) -> str:
-        """Returns why the stream does not answer; empty where that cannot be learnt."""
+        """Returns why the stream does not answer; empty if that cannot be determined."""
         if not self._link.connected:
             return ""
         try:
@@ -184,13 +185,13 @@ class DurableTransport:
 
 
 class CoreNatsTransport:
-    """NATS Core: a batch is sent once it was handed to a connected server. It may reach nobody."""
+    """Core NATS: a batch is accepted once it was passed to a connected server. It may reach no consumer."""
 
     def __init__(self, link: NatsLink) -> None:
         self._link = link
 
     async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:  # noqa: ARG002
-        """See Transport."""
+        """Implements Transport."""
         try:
             await self._link.client.publish(subject, payload)
         except nats.errors.MaxPayloadError as error:
@@ -200,10 +201,10 @@ class CoreNatsTransport:
 
 
 def open_transport(kind: TransportKind, link: NatsLink, component: ComponentName) -> Transport:
-    """The transport of a worker's registration; durable unless it says light."""
+    """Returns the transport of a registration: Core NATS if it says so, otherwise durable."""
     return CoreNatsTransport(link) if kind == TransportKind.TRANSPORT_CORE_NATS else DurableTransport(link, component)
 
 
 def room_for_events(link: NatsLink) -> int:
-    """Bytes of events that fit in one message, as far as the server's limit goes."""
+    """Returns how many bytes of events fit into one message by the server's limit."""
     return max(link.max_payload - _HEADERS_BYTES, 1)
