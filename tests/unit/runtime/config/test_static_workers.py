@@ -71,8 +71,8 @@ def test_a_file_lists_components(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (("--static-workers", "h:1"), "--static-model"),
-        (("--static-workers", "h", "--static-model", "m"), "workers.0.endpoint: write host:port"),
-        (("--static-workers", "h:1,h:1", "--static-model", "m"), "endpoint h:1 is there twice"),
+        (("--static-workers", "h", "--static-model", "m"), "workers.0.endpoint: expected host:port"),
+        (("--static-workers", "h:1,h:1", "--static-model", "m"), "expected each endpoint once, received h:1 twice"),
         (("--static-workers", "/nowhere.toml"), "cannot read /nowhere.toml"),
         (("--static-workers", "h:1", "--static-model", "m", "--static-block-size", "0"), "--static-block-size"),
     ],
@@ -94,9 +94,12 @@ def test_a_wrong_option_is_one_line(argv: tuple[str, ...], words: str) -> None:
         ('[[components]]\nmodel = "m"\nworkers = [{endpoint = "h:1", rank = 2}]', "workers.0.rank: extra inputs"),
         (
             '[[components]]\nmodel = "m"\nworkers = [{endpoint="h:1", worker_id=1}, {endpoint="h:2", worker_id=1}]',
-            "worker_id 1 is there twice",
+            "expected each worker_id once, received 1 twice",
         ),
-        ('[[components]]\nmodel = "m"\nworkers = [{endpoint = "h:1"}]\n' * 2, "component workers is there twice"),
+        (
+            '[[components]]\nmodel = "m"\nworkers = [{endpoint = "h:1"}]\n' * 2,
+            "expected each component once, received workers twice",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line_that_names_it(text: str, words: str, tmp_path: Path) -> None:

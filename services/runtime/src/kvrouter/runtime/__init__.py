@@ -1,8 +1,8 @@
-"""What every service stands on: settings, logs, discovery, NATS, gRPC, metrics, start and stop."""
+"""What all services share: settings, logs, discovery, NATS, gRPC, metrics, start and stop."""
 
 import os
 
-# gRPC's core reads these when it is loaded. It would write lines of its own form among the log's; what it says there
-# reaches the caller as an error as well. And processes that start others exec at once: they need no fork handlers.
+# gRPC's core reads these when it is loaded. Its own log lines are off: they are not structured, and its errors reach
+# the caller as exceptions. Processes that start others exec at once, so they need no fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

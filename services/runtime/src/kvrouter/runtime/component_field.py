@@ -1,4 +1,4 @@
-"""The component that a request names."""
+"""Parses the component that a request names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvrouter.v1.names import ComponentName, InvalidName
 
 
 def component_name(component: Component) -> ComponentName:
-    """Returns the name in a request.
+    """Returns the component's name.
 
     Raises:
-        BadRequest: it is not well formed.
+        BadRequest: a part of the name is invalid.
     """
     try:
         return ComponentName(component.namespace, component.name)
     except InvalidName as error:
         raise BadRequest(
-            str(error)[:512], field="component", advice="Name the component by its namespace and its name."
+            str(error)[:512], field="component", advice="Send a valid namespace and a valid name."
         ) from None

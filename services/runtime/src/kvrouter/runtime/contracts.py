@@ -1,9 +1,9 @@
-"""One protocol for each service: what a caller holds, be it the object itself or a stub.
+"""One protocol per service, which both the service's object and its stub implement.
 
-A unary method is a coroutine function; a streaming one returns an async generator, which the caller closes
-(``contextlib.aclosing``) to cancel the call. Messages are treated as immutable. Every method raises
-``kvrouter.runtime.errors.KvRouterError``. Where an object can answer in encoded form, it offers the same method with
-``_encoded`` after its name, which yields or returns ``bytes``; the gRPC server prefers that one.
+A unary method is a coroutine function. A streaming one returns an async generator, which the caller closes
+(``contextlib.aclosing``) to cancel the call. Messages must not be modified. Every method raises
+``kvrouter.runtime.errors.KvRouterError``. An object that can answer in encoded form has a second method with the suffix
+``_encoded``, which yields or returns ``bytes``; the gRPC server prefers that one. The .proto files define every field.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from kvrouter.v1 import worker_pb2 as worker
 
 T = TypeVar("T")
 Stream: TypeAlias = AsyncGenerator[T, None]
-"""A stream of answers."""
+"""A stream of responses."""
 
 
 class Indexer(Protocol):
-    """Who holds which blocks. Meaning of every field: kvrouter/v1/indexer.proto."""
+    """Answers which rank has which blocks. Fields: kvrouter/v1/indexer.proto."""
 
     async def find_matches(
         self, request: indexer.FindMatchesRequest, *, deadline: Deadline
     ) -> indexer.FindMatchesResponse:
-        """The leading blocks of a request that each rank holds."""
+        """Returns how many leading blocks of a request each rank has."""
         ...
 
     def dump(self, request: indexer.DumpRequest, *, deadline: Deadline) -> Stream[indexer.DumpResponse]:
-        """The whole index of a component, rank by rank, in chunks."""
+        """Yields the whole index of a component in chunks, rank by rank."""
         ...
 
     async def get_stats(self, request: indexer.GetStatsRequest, *, deadline: Deadline) -> indexer.GetStatsResponse:
-        """Figures of the index, its consumer and its ranks."""
+        """Returns statistics of the index, its consumer and its ranks."""
         ...
 
     async def take_snapshot(
         self, request: indexer.TakeSnapshotRequest, *, deadline: Deadline
     ) -> indexer.TakeSnapshotResponse:
-        """Takes a snapshot at once."""
+        """Takes a snapshot now."""
         ...
 
     def verify(self, request: indexer.VerifyRequest, *, deadline: Deadline) -> Stream[indexer.VerifyResponse]:
-        """Compares the index with the workers' own state."""
+        """Compares the index with the state of the workers."""
         ...
 
     async def resync(self, request: indexer.ResyncRequest, *, deadline: Deadline) -> indexer.ResyncResponse:
-        """Replaces the state of ranks with what their workers hold."""
+        """Replaces the state of ranks by that of their workers."""
         ...
 
     async def reset_states(
         self, request: indexer.ResetStatesRequest, *, deadline: Deadline
     ) -> indexer.ResetStatesResponse:
-        """Drops what the transport holds for a component, and refills the index from live workers."""
+        """Drops the events stored for a component, and rebuilds its index from live workers."""
         ...
 
     async def load(self, requests: AsyncIterator[indexer.LoadRequest], *, deadline: Deadline) -> indexer.LoadResponse:
@@ -65,40 +65,40 @@ class Indexer(Protocol):
 
 
 class Scheduler(Protocol):
-    """Which rank a request goes to. Meaning of every field: kvrouter/v1/scheduler.proto."""
+    """Chooses ranks for requests and accounts for their load. Fields: kvrouter/v1/scheduler.proto."""
 
     async def select_worker(
         self, request: scheduler.SelectWorkerRequest, *, deadline: Deadline
     ) -> scheduler.SelectWorkerResponse:
-        """Chooses a rank for a request; books its load in the same step if asked to."""
+        """Chooses a rank for a request, and books its load if the request names a booking."""
         ...
 
     async def mark_prefill_complete(
         self, request: scheduler.MarkPrefillCompleteRequest, *, deadline: Deadline
     ) -> scheduler.MarkPrefillCompleteResponse:
-        """Says that a booking's prompt is computed."""
+        """Marks the prefill of a booking as complete."""
         ...
 
     async def report_output(
         self, request: scheduler.ReportOutputRequest, *, deadline: Deadline
     ) -> scheduler.ReportOutputResponse:
-        """Says how many tokens a booking has generated."""
+        """Reports how many tokens a booking's request has generated."""
         ...
 
     async def free(self, request: scheduler.FreeRequest, *, deadline: Deadline) -> scheduler.FreeResponse:
-        """Releases bookings. Freeing what is unknown is no error."""
+        """Frees bookings. An unknown booking is no error."""
         ...
 
     def session(
         self, requests: AsyncIterator[scheduler.SessionRequest], *, deadline: Deadline
     ) -> Stream[scheduler.SessionResponse]:
-        """A session: bookings made in it live as long as the stream, and a grace after it."""
+        """Runs a session, which owns the bookings made on it until it ends and its grace period is over."""
         ...
 
     async def get_potential_loads(
         self, request: scheduler.GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> scheduler.GetPotentialLoadsResponse:
-        """The load that each rank would have with a request."""
+        """Returns the load that each rank would have with a request."""
         ...
 
     async def set_busy_threshold(
@@ -110,45 +110,45 @@ class Scheduler(Protocol):
     async def list_busy_thresholds(
         self, request: scheduler.ListBusyThresholdsRequest, *, deadline: Deadline
     ) -> scheduler.ListBusyThresholdsResponse:
-        """Lists the thresholds of every model."""
+        """Lists the thresholds of all models."""
         ...
 
     async def explain(self, request: scheduler.ExplainRequest, *, deadline: Deadline) -> scheduler.ExplainResponse:
-        """The terms of every candidate in a past decision."""
+        """Returns the terms of every candidate of a past decision."""
         ...
 
     async def get_status(
         self, request: scheduler.GetStatusRequest, *, deadline: Deadline
     ) -> scheduler.GetStatusResponse:
-        """What the Scheduler believes of its ranks, what it holds, and what it decided last."""
+        """Returns the Scheduler's view of its ranks, its bookings, and its latest decisions."""
         ...
 
 
 class Frontend(Protocol):
-    """The gateway that clients speak to. Meaning of every field: kvrouter/v1/frontend.proto."""
+    """The gateway for clients. Fields: kvrouter/v1/frontend.proto."""
 
     def generate(
         self, request: frontend.FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> Stream[frontend.FrontendServiceGenerateResponse]:
-        """Routes a request, runs it, and streams its tokens."""
+        """Routes a request, runs it, and yields its output."""
         ...
 
     async def best_worker(
         self, request: frontend.BestWorkerRequest, *, deadline: Deadline
     ) -> frontend.BestWorkerResponse:
-        """The worker that a request would go to; with a booking, its load is booked and the caller must free it."""
+        """Returns the worker that a request would go to. If it is booked, the caller must release it."""
         ...
 
     async def potential_loads(
         self, request: frontend.PotentialLoadsRequest, *, deadline: Deadline
     ) -> frontend.PotentialLoadsResponse:
-        """The load that each rank would have with a request."""
+        """Returns the load that each rank would have with a request."""
         ...
 
     async def prefill_complete(
         self, request: frontend.PrefillCompleteRequest, *, deadline: Deadline
     ) -> frontend.PrefillCompleteResponse:
-        """Says that the prompt of a booking made by BestWorker is computed."""
+        """Marks the prefill of a booking made by BestWorker as complete."""
         ...
 
     async def release(self, request: frontend.ReleaseRequest, *, deadline: Deadline) -> frontend.ReleaseResponse:
@@ -164,33 +164,33 @@ class Frontend(Protocol):
     async def get_worker_health(
         self, request: frontend.GetWorkerHealthRequest, *, deadline: Deadline
     ) -> frontend.GetWorkerHealthResponse:
-        """What the Frontend knows of each worker's health."""
+        """Returns each worker's health as this Frontend observes it."""
         ...
 
 
 class Worker(Protocol):
-    """An engine. Meaning of every field: kvrouter/v1/worker.proto."""
+    """An engine behind the publisher SDK. Fields: kvrouter/v1/worker.proto."""
 
     def generate(
         self, request: worker.WorkerServiceGenerateRequest, *, deadline: Deadline
     ) -> Stream[worker.WorkerServiceGenerateResponse]:
-        """Runs a request and streams its tokens. Cancelling the call aborts the request."""
+        """Runs a request and yields its output. Cancelling the call aborts the request."""
         ...
 
     async def abort(self, request: worker.AbortRequest, *, deadline: Deadline) -> worker.AbortResponse:
-        """Aborts requests by id. Unknown ids are counted, not refused."""
+        """Aborts requests by id. Unknown ids are ignored."""
         ...
 
     def get_rank_state(
         self, request: worker.GetRankStateRequest, *, deadline: Deadline
     ) -> Stream[worker.GetRankStateResponse]:
-        """The state of one rank, for whoever must repair: chunks that together replace the rank's state."""
+        """Yields the state of one rank in chunks, which together replace the rank's state in an index."""
         ...
 
     def get_events(self, request: worker.GetEventsRequest, *, deadline: Deadline) -> Stream[worker.GetEventsResponse]:
-        """Events of one rank that the worker still holds, from a given id."""
+        """Yields the events of one rank from a given id, as far as the worker still has them."""
         ...
 
     async def get_load(self, request: worker.GetLoadRequest, *, deadline: Deadline) -> worker.GetLoadResponse:
-        """Load of every rank."""
+        """Returns the load of every rank."""
         ...

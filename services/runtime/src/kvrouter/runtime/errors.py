@@ -1,8 +1,8 @@
-"""Errors that a caller can act on, and their form on the wire.
+"""Typed errors of the services, and their encoding in gRPC.
 
-A service raises them. Over gRPC they travel as a status code with a ``google.rpc.Status`` that carries
-``kvrouter.v1.ErrorInfo`` (and ``google.rpc.RetryInfo`` where a retry may succeed), and the stub raises the same class
-again: a caller handles an object in its own process and one behind a socket alike.
+Over gRPC an error is a status code with a ``google.rpc.Status`` that contains ``kvrouter.v1.ErrorInfo`` (and
+``google.rpc.RetryInfo`` if a retry may succeed). The stub raises the same class again, so that a caller handles an
+object in its own process and a remote one alike.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from google.rpc import error_details_pb2, status_pb2
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 STATUS_KEY = "grpc-status-details-bin"
-"""Key of the trailing metadata that carries a google.rpc.Status."""
+"""Key of the trailing metadata with the google.rpc.Status."""
 
 _MAX_KNOWN_VALUES = 16
 _MAX_TEXT = 512
-"""Characters of a message or value that are sent: trailing metadata has to fit in 8 KiB."""
+"""Maximum number of characters of a message or value, because trailing metadata must fit into 8 KiB."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class KvRouterError(Exception):
-    """Why a call failed. The message says what is wrong, ``info.advice`` what to do about it; neither holds tokens."""
+    """A failed call. The message says what is wrong, ``info.advice`` what to do. Neither contains prompt tokens."""
 
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     reason: ClassVar[ErrorReason] = ErrorReason.ERROR_REASON_UNSPECIFIED
 
     code: grpc.StatusCode
-    """Canonical code of the failure."""
+    """gRPC status code."""
     info: ErrorInfo
-    """Its typed detail."""
+    """Typed details."""
 
     def __init__(
         self,
@@ -59,22 +59,22 @@ class KvRouterError(Exception):
 
     @property
     def message(self) -> str:
-        """What is wrong, for a person."""
+        """What is wrong."""
         return str(self)
 
     def untraced(self) -> Self:
-        """Returns an equal error without traceback and context, to be raised where this one is kept.
+        """Returns an equal error without traceback and context, to be raised where this one is stored.
 
-        A traceback keeps the frames that it goes through, and the messages in them. A frame that keeps the error as
-        well is freed by the cyclic garbage collector only, which may let hundreds of requests gather.
+        A traceback refers to its frames, and so to the messages in them. If such a frame also stores the error, only
+        the cyclic garbage collector frees both, and hundreds of requests may accumulate.
         """
         copy = type(self)._restored(self.code, str(self), self.info)
         copy.__dict__.update(self.__dict__)
         return copy
 
     def after(self, earlier: str) -> KvRouterError:
-        """Returns the same error with what went wrong earlier in its message."""
-        return self._restored(self.code, f"{self}; before that, {earlier}", self.info)
+        """Returns the same error with an earlier failure in its message."""
+        return self._restored(self.code, f"{self}; earlier failure: {earlier}", self.info)
 
     @classmethod
     def _restored(cls, code: grpc.StatusCode, message: str, info: ErrorInfo) -> Self:
@@ -103,9 +103,7 @@ class UnknownModel(KvRouterError):
 
     def __init__(self, model: str, known: Iterable[str] = ()) -> None:
         models = sorted(known)
-        advice = (
-            f"Ask for one of: {', '.join(models[:_MAX_KNOWN_VALUES])}." if models else "Start a worker that serves it."
-        )
+        advice = f"Use one of: {', '.join(models[:_MAX_KNOWN_VALUES])}." if models else "Start a worker that serves it."
         super().__init__(f"no component serves the model {model[:128]!r}", field="model", advice=advice, known=models)
 
 
@@ -117,7 +115,7 @@ class BlockSizeMismatch(KvRouterError):
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(
-            f"the block size is {got}, the component's is {expected}",
+            f"expected the component's block size {expected}, received {got}",
             field="block_size",
             advice=f"Hash the prompt in blocks of {expected} tokens.",
             known=[expected],
@@ -134,13 +132,13 @@ class PromptTooLong(KvRouterError):
         super().__init__(
             f"the prompt has {tokens} tokens, the limit is {limit}",
             field=field,
-            advice=f"Send {limit} tokens at most.",
+            advice=f"Send at most {limit} tokens.",
             known=[limit],
         )
 
 
 class UnknownWorker(KvRouterError):
-    """The named worker or rank is not registered."""
+    """The worker or rank that a request names is not registered."""
 
     status = grpc.StatusCode.NOT_FOUND
     reason = ErrorReason.ERROR_REASON_UNKNOWN_WORKER
@@ -148,46 +146,46 @@ class UnknownWorker(KvRouterError):
     def __init__(self, worker_id: int, known: Iterable[int] = (), *, dp_rank: int | None = None) -> None:
         workers = sorted(known)
         named = f"worker {worker_id}" if dp_rank is None else f"rank {dp_rank} of worker {worker_id}"
-        advice = f"Name one of: {', '.join(map(str, workers[:_MAX_KNOWN_VALUES]))}." if workers else "Start a worker."
+        advice = f"Use one of: {', '.join(map(str, workers[:_MAX_KNOWN_VALUES]))}." if workers else "Start a worker."
         super().__init__(f"{named} is not registered", field="constraints.worker_id", advice=advice, known=workers)
 
 
 class NotFound(KvRouterError):
-    """What was named does not exist."""
+    """The named object does not exist."""
 
     status = grpc.StatusCode.NOT_FOUND
 
 
 class UnknownComponent(NotFound):
-    """No component has that name. Comes out of a stub as ``NotFound``."""
+    """No component has that name. A stub raises it as ``NotFound``."""
 
     def __init__(self, component: object, known: Iterable[object] = ()) -> None:
         components = sorted(map(str, known))
-        advice = f"Name one of: {', '.join(components[:_MAX_KNOWN_VALUES])}." if components else "Start a worker in it."
+        advice = f"Use one of: {', '.join(components[:_MAX_KNOWN_VALUES])}." if components else "Start a worker in it."
         super().__init__(
             f"no component is named {str(component)[:160]!r}", field="component", advice=advice, known=components
         )
 
 
 class NoWorkers(KvRouterError):
-    """The component has no worker that fits the request."""
+    """The component has no worker that is eligible for the request."""
 
     status = grpc.StatusCode.UNAVAILABLE
     reason = ErrorReason.ERROR_REASON_NO_WORKERS
 
     def __init__(self, message: str, *, retry_after_ms: int = 1000) -> None:
         super().__init__(
-            message, advice="Start a worker that fits the request, or retry later.", retry_after_ms=retry_after_ms
+            message, advice="Start a suitable worker, or retry after the given time.", retry_after_ms=retry_after_ms
         )
 
 
 class AllBusy(KvRouterError):
-    """Every worker that fits is busy."""
+    """Every eligible worker is busy."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = ErrorReason.ERROR_REASON_ALL_BUSY
 
-    def __init__(self, retry_after_ms: int, message: str = "every worker that fits the request is busy") -> None:
+    def __init__(self, retry_after_ms: int, message: str = "every eligible worker is busy") -> None:
         super().__init__(message, advice="Retry after the given time.", retry_after_ms=retry_after_ms)
 
 
@@ -207,13 +205,13 @@ class NotReady(KvRouterError):
 
 
 class WorkerLost(KvRouterError):
-    """The worker failed or went away while it served the request."""
+    """The worker failed or disconnected while it served the request."""
 
     status = grpc.StatusCode.UNAVAILABLE
     reason = ErrorReason.ERROR_REASON_WORKER_LOST
 
     worker_id: int = 0
-    """The worker; 0 where the error came over the wire."""
+    """The worker; 0 if the error was received over gRPC."""
 
     def __init__(self, worker_id: int, message: str) -> None:
         super().__init__(message, advice="Send the request again.", retry_after_ms=0)
@@ -228,9 +226,9 @@ class RequestIdReused(KvRouterError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"the request id {request_id[:128]!r} is booked with other content",
+            f"the request id {request_id[:128]!r} is already booked with other content",
             field="request_id",
-            advice="Choose another id, or leave it empty to have one made.",
+            advice="Choose another id, or leave it empty to have one generated.",
         )
 
 
@@ -244,7 +242,7 @@ class SessionLost(KvRouterError):
         super().__init__(
             f"the session {session_id[:128]!r} is unknown or has ended",
             field="session_id",
-            advice="Open another session and re-assert the live bookings.",
+            advice="Open a session and re-assert the live bookings.",
         )
 
 
@@ -255,7 +253,7 @@ class DeadlineExceeded(KvRouterError):
     reason = ErrorReason.ERROR_REASON_DEADLINE
 
     def __init__(self, message: str = "the deadline has passed") -> None:
-        super().__init__(message, advice="Allow the call more time.")
+        super().__init__(message, advice="Set a longer deadline.")
 
 
 class Draining(KvRouterError):
@@ -269,7 +267,7 @@ class Draining(KvRouterError):
 
 
 class DependencyAway(KvRouterError):
-    """A peer that the service needs is away. Also what a stub raises for a service that is out of reach."""
+    """A dependency of the service is away. A stub also raises it if the service cannot be reached."""
 
     status = grpc.StatusCode.UNAVAILABLE
     reason = ErrorReason.ERROR_REASON_DEPENDENCY_AWAY
@@ -281,25 +279,25 @@ class DependencyAway(KvRouterError):
 
 
 class OutOfRange(KvRouterError):
-    """What was asked for is no longer held, or not yet there."""
+    """Requested events are no longer stored or do not exist yet."""
 
     status = grpc.StatusCode.OUT_OF_RANGE
 
 
 class Unimplemented(KvRouterError):
-    """The service does not offer the method."""
+    """The service does not implement the method."""
 
     status = grpc.StatusCode.UNIMPLEMENTED
 
 
 class TooLarge(KvRouterError):
-    """A message, or the number of calls under way, is over the limit of the service."""
+    """A message, or the number of running calls, exceeds the service's limit."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Internal(KvRouterError):
-    """The service failed in a way that it does not explain; its log does."""
+    """The service failed unexpectedly; its log has the cause."""
 
     status = grpc.StatusCode.INTERNAL
 
@@ -317,16 +315,16 @@ _BY_CODE: dict[grpc.StatusCode, type[KvRouterError]] = {
     grpc.StatusCode.INTERNAL: Internal,
     grpc.StatusCode.NOT_FOUND: NotFound,
 }
-"""Classes for answers without a typed detail, such as those that gRPC itself gives."""
+"""Classes for errors without typed details, such as those that gRPC itself generates."""
 
 
 def to_parts(error: KvRouterError) -> tuple[int, str, ErrorInfo]:
-    """Number of the gRPC code, message and detail: the error inside another message."""
+    """Returns number of the gRPC code, message and details, to embed the error in another message."""
     return error.code.value[0], error.message[:_MAX_TEXT], error.info
 
 
 def from_parts(code: int, message: str, info: ErrorInfo | None = None) -> KvRouterError:
-    """The error that ``to_parts`` took apart. An unknown code or reason gives a plain ``KvRouterError``."""
+    """Restores an error from ``to_parts``. An unknown code or reason gives a plain ``KvRouterError``."""
     status = _CODES.get(code, grpc.StatusCode.UNKNOWN)
     info = info if info is not None else ErrorInfo()
     kind = _BY_REASON.get(info.reason)
@@ -336,7 +334,7 @@ def from_parts(code: int, message: str, info: ErrorInfo | None = None) -> KvRout
 
 
 def to_status(error: KvRouterError) -> status_pb2.Status:
-    """The error as google.rpc.Status."""
+    """Returns the error as google.rpc.Status."""
     code, message, info = to_parts(error)
     status = status_pb2.Status(code=code, message=message)
     status.details.add().Pack(info)
@@ -348,7 +346,7 @@ def to_status(error: KvRouterError) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:
-    """The error that a service raised, out of what its stub received."""
+    """Returns the error that the service raised."""
     code: int = error.code().value[0]
     message = error.details() or error.code().name
     return from_parts(code, message, _info_of(error))

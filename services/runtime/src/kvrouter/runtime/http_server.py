@@ -1,7 +1,7 @@
-"""Serves HTTP within bounds, so that clients that open connections and send nothing harm nobody else.
+"""Serves HTTP within limits, so that clients that open connections and send nothing harm nobody else.
 
-The headers of a request must come within a time, and a port takes so many connections, which leaves file descriptors to
-gRPC. When all are taken, a new connection takes the place of the oldest one without a request.
+The headers of a request must arrive within a time limit. The number of connections of a port is limited, which leaves
+file descriptors for gRPC. At that limit, a new connection replaces the oldest idle one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrouter.runtime.listening import BindFailed
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 MAX_CONNECTIONS = 16_384
-"""Connections that one port takes by default, where there are file descriptors enough."""
+"""Default limit of connections of one port, if there are enough file descriptors."""
 
 _SETTLED_SECONDS = 1.0
 """Time after a request in which its response is certainly written."""
@@ -26,15 +26,15 @@ _SETTLED_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bounds of one HTTP port."""
+    """Limits of one HTTP port."""
 
     connections: int
     header_seconds: float
-    """Time from the first byte of a request, or from the opening of its connection, to the end of its headers."""
+    """Maximum time until the end of the headers, from the first byte of a request or the opening of its connection."""
 
 
 def share_of_descriptors(share: float) -> int:
-    """That share of the file descriptors that the process may open, MAX_CONNECTIONS at most."""
+    """Returns that share of the file descriptors that the process may open, at most MAX_CONNECTIONS."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, int(soft * share)))
 
@@ -50,19 +50,19 @@ async def serving_http(
     name: str,
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serves an application while the context lasts; yields the address that it listens on.
+    """Serves an application while the context lasts; yields the host and port that it listens on.
 
     Args:
         application: The application.
-        host: Address to listen on; None for every address.
-        port: Port to listen on; 0 takes a free one.
-        limits: Bounds of the port.
-        registry: Where its metrics go.
-        name: What its metrics are named by.
-        options: Of ``aiohttp.web.AppRunner``.
+        host: Address to listen on; None for all addresses.
+        port: Port to listen on; 0 chooses a free one.
+        limits: Limits of the port.
+        registry: Registry for the metrics.
+        name: Part of the metrics' names.
+        options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
-        BindFailed: the address cannot be listened on.
+        BindFailed: the port is in use or the address is not one of this machine's.
     """
     connections = _Connections(limits, registry, name)
     application.middlewares.insert(0, connections.follow_request)
@@ -91,11 +91,11 @@ class _Connections:
     def __init__(self, limits: HttpLimits, registry: CollectorRegistry, name: str) -> None:
         self.limits = limits
         self._by_handler: dict[asyncio.Protocol, _Connection] = {}
-        # Those without a request, in the order in which they began to wait for one.
+        # Idle connections, the longest idle first.
         self._waiting: dict[_Connection, None] = {}
         self._closed = Counter(
             f"kvrouter_{name}_http_connections_closed",
-            "HTTP connections closed by the server: header_timeout; replaced by a newer one, or refused, at the bound.",
+            "HTTP connections closed by the server: header_timeout; at the limit, replaced by a newer one or refused.",
             ["reason"],
             registry=registry,
         )
@@ -106,7 +106,7 @@ class _Connections:
         self._closed.labels(reason=reason).inc()
 
     def add(self, connection: _Connection) -> bool:
-        """Takes a connection in. Returns whether there is room, or was made."""
+        """Adds a connection. Returns False if the limit is reached and no idle connection could be closed."""
         if len(self._by_handler) >= self.limits.connections and not self._make_room():
             self.closed("refused")
             return False
@@ -131,7 +131,7 @@ class _Connections:
     async def follow_request(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Notes that the connection of a request is in use."""
+        """Marks the connection as busy while it serves a request."""
         connection = self._by_handler.get(request.protocol)
         if connection is None:
             return await handler(request)
@@ -146,7 +146,7 @@ class _Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection; what comes is handed to aiohttp."""
+    """A connection that passes its data on to aiohttp."""
 
     def __init__(self, handler: asyncio.Protocol, connections: _Connections) -> None:
         self.handler = handler
@@ -157,23 +157,23 @@ class _Connection(asyncio.Protocol):
         self._header_timer: asyncio.TimerHandle | None = None
 
     def is_settled(self) -> bool:
-        """Whether it is in no request, and the response of the last one is written."""
+        """Returns whether it is idle and its last response has been written."""
         return not self._in_request and (
             self._ended_at is None or asyncio.get_running_loop().time() - self._ended_at > _SETTLED_SECONDS
         )
 
     def begin_request(self) -> None:
-        """The headers of a request are here."""
+        """Records that the headers of a request have arrived."""
         self._in_request = True
         self._stop_timer()
 
     def end_request(self) -> None:
-        """The request is answered."""
+        """Records that the request was answered."""
         self._in_request = False
         self._ended_at = asyncio.get_running_loop().time()
 
     def abort(self) -> None:
-        """Closes it at once."""
+        """Closes the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""Connections to NATS that come back, and say when they were away."""
+"""NATS connections that reconnect forever, with metrics of their failures."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 log = structlog.get_logger(component="nats")
 
 MAX_PENDING_MESSAGES = 65_536
-"""Messages that a subscription holds for its reader; a slow one loses what comes beyond them, counted."""
+"""Messages that a subscription queues for its reader; further ones are dropped and counted."""
 MAX_PENDING_BYTES = 64 << 20
-"""Bytes that a subscription holds for its reader."""
+"""Bytes that a subscription queues for its reader."""
 _MAX_OUTGOING_BYTES = 8 << 20
-"""Bytes that wait to be sent while NATS is away; publishing beyond them fails at once."""
-_RECONNECT_WAIT_SECONDS: Any = 0.5  # declared as int, and handed to asyncio.sleep
+"""Bytes that are queued for sending while NATS is away; publishing more fails at once."""
+_RECONNECT_WAIT_SECONDS: Any = 0.5  # declared as int by the library, which passes it to asyncio.sleep
 _PING_SECONDS = 5
 _MAX_PINGS_OUTSTANDING = 2
 
 
 class NatsMetrics:
-    """What happened to the connections of one process."""
+    """Metrics of the NATS connections of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.connected = Gauge("kvrouter_nats_connected", "1 while NATS is connected.", registry=registry)
@@ -35,17 +35,17 @@ class NatsMetrics:
         self.slow_consumers = Counter(
             "kvrouter_nats_slow_consumers", "Messages dropped because a subscription was full.", registry=registry
         )
-        self.errors = Counter("kvrouter_nats_errors", "Other errors of the connection.", registry=registry)
+        self.errors = Counter("kvrouter_nats_errors", "Other errors of NATS connections.", registry=registry)
 
 
 @asynccontextmanager
 async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterator[Client]:
-    """A connection while the context lasts. Waits for NATS for as long as it takes, and reconnects for ever.
+    """Connects to NATS while the context lasts. Waits for NATS as long as necessary, and reconnects forever.
 
     Args:
         url: URLs of servers, separated by commas.
-        name: What NATS shows for the connection.
-        metrics: Where its misfortunes are counted.
+        name: Name of the connection in NATS' own monitoring.
+        metrics: Metrics to update.
     """
     reported = ""
     leaving = False
@@ -57,7 +57,7 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
             log.warning("nats.subscription_full", subject=error.subject)
             return
         metrics.errors.inc()
-        # Each try to reconnect reports the same error again.
+        # The library reports the same error for each attempt to reconnect.
         if str(error) != reported:
             reported = str(error)
             log.warning("nats.error", error=reported or type(error).__name__)
@@ -86,13 +86,13 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         max_reconnect_attempts=-1,
         reconnect_time_wait=_RECONNECT_WAIT_SECONDS,
         connect_timeout=2,
-        # A server that vanished without closing is noticed within 15 s.
+        # Detects within 15 s a server that vanished without closing.
         ping_interval=_PING_SECONDS,
         max_outstanding_pings=_MAX_PINGS_OUTSTANDING,
         pending_size=_MAX_OUTGOING_BYTES,
     )
     try:
-        # The client can swallow a cancellation that comes while it connects; its task would then never end.
+        # The library may swallow a cancellation while it connects; the task would then never end.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError

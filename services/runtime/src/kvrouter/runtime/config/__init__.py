@@ -1,1 +1,1 @@
-"""Options of services: where they come from, their types, and the list of static workers."""
+"""Options of services: sources, types, and the list of static workers."""

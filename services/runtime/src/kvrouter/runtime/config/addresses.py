@@ -1,4 +1,4 @@
-"""Types of options that name something: names, and addresses."""
+"""Types of options that are names or addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _checked_address(text: str) -> str:
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if not colon or not port.isdecimal() or int(port) > 65535 or ("[" in host) != (":" in bare):
-        raise ValueError("write host:port, an IPv6 host in brackets")
+        raise ValueError("expected host:port, with an IPv6 host in brackets")
     if "[" in host:
         ipaddress.IPv6Address(bare)
     return text
@@ -33,6 +33,6 @@ def _checked_optional_address(text: str) -> str:
 Name = Annotated[str, AfterValidator(_checked_name)]
 """1 to 64 letters, digits, ``-`` or ``_``."""
 Address = Annotated[str, AfterValidator(_checked_address)]
-"""host:port."""
+"""host:port, with an IPv6 host in brackets."""
 OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
-"""host:port, or empty."""
+"""host:port, with an IPv6 host in brackets, or empty."""

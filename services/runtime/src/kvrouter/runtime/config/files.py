@@ -1,4 +1,4 @@
-"""Files that a process is told to write."""
+"""Checks of output files."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether a file can be written, or made where there is none; to be asked at the start, not after the work."""
+    """Returns whether a file can be written or created. Call it at the start, so that no work is lost at the end."""
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)

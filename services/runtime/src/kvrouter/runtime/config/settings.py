@@ -1,8 +1,8 @@
-"""Options of services: flags, then the environment, then a file, then defaults; typed, checked at start, and frozen.
+"""Options of services, from flags, environment, file and defaults in this order; typed, validated at start, and frozen.
 
 A field ``overlap_score_weight`` is the flag ``--overlap-score-weight``, the variable ``KVROUTER_OVERLAP_SCORE_WEIGHT``
-and the key ``overlap_score_weight`` of the file. Further names that it goes by are its ``validation_alias``
-(``AliasChoices``), and further variables its ``json_schema_extra={"env": [...]}``. A switch also has ``--no-...``.
+and the key ``overlap_score_weight`` of the file. Its ``validation_alias`` (``AliasChoices``) has further names of the
+option, and its ``json_schema_extra={"env": [...]}`` further variables. A boolean option also has ``--no-...``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ServiceSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
     section: ClassVar[str] = ""
-    """Table of the file that is this service's own; without one, the class's name before ``Settings``."""
+    """The service's own table in the file; empty for the class's name before ``Settings``, in lower case."""
 
     namespace: Name = Field(
         default="kvrouter", description="Namespace of the deployment; only processes of one namespace see each other."
@@ -87,16 +87,16 @@ class ServiceSettings(BaseModel):
 
     @classmethod
     def table(cls) -> str:
-        """Name of the table of the file that holds this service's own options."""
+        """Returns the name of the file's table with this service's own options."""
         return cls.section or cls.__name__.removesuffix("Settings").lower()
 
     def static_endpoints(self) -> StaticEndpoints | None:
-        """Who is there where that is listed by hand; None where etcd says it."""
+        """Returns the listed processes; None if they are discovered in etcd."""
         return None
 
 
 class RoutingSettings(ServiceSettings):
-    """Options of the services that route, which can do so without etcd and NATS."""
+    """Options of services that route, with listed workers as an alternative to etcd and NATS."""
 
     max_prompt_tokens: int = Field(
         default=1 << 20, ge=1, description="Largest prompt, in tokens, whatever the model allows."
@@ -123,16 +123,16 @@ class RoutingSettings(ServiceSettings):
 
     @cached_property
     def static_components(self) -> tuple[StaticComponent, ...]:
-        """The workers that are listed; none where etcd is to be asked.
+        """The listed workers by component; empty if workers are discovered in etcd.
 
         Raises:
-            ValueError: the list cannot be read, or says something that cannot be.
+            ValueError: the list cannot be read or is invalid.
         """
         listed = self.static_workers
         try:
             if len(listed) == 1 and listed[0].endswith(".toml"):
                 if "static_model" in self.model_fields_set:
-                    raise ValueError(f"{listed[0]} names the model itself: leave --static-model out")
+                    raise ValueError(f"{listed[0]} already names the model: remove --static-model")
                 return read_static_file(Path(listed[0]))
             if not listed:
                 return ()
@@ -146,6 +146,6 @@ class RoutingSettings(ServiceSettings):
         return (named,)
 
     def static_endpoints(self) -> StaticEndpoints | None:
-        """As in the base."""
+        """Returns the listed workers; None if workers are discovered in etcd."""
         components = self.static_components
         return StaticEndpoints(components, probe_seconds=self.static_probe_seconds) if components else None

@@ -1,6 +1,6 @@
-"""Reads settings out of flags, environment and file. The one place that reads the environment.
+"""Reads settings from flags, environment and file. No other module reads the environment.
 
-pydantic-settings is not used for it: its environment source drops the ``KVROUTER_`` prefix of fields that have aliases.
+pydantic-settings is not used, because its environment source drops the ``KVROUTER_`` prefix of fields with aliases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 
 _PREFIX = "KVROUTER_"
 _TABLES = frozenset({"indexer", "scheduler", "frontend", "mocker", "replay"})
-"""Tables that a file may have for other services."""
+"""Tables of other services, which a file may contain."""
 
 
 class _Settings(Protocol):
@@ -34,26 +34,26 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class SettingsError(Exception):
-    """A value is wrong, or an option unknown. The message is one line that names the source."""
+    """A value is invalid or an option unknown. The message is one line that names the source of the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
     value: Any
     source: str
-    """Where it comes from, as its writer knows it: ``--port``, ``KVROUTER_PORT``, ``port in router.toml``."""
+    """Where the value comes from, as the user wrote it: ``--port``, ``KVROUTER_PORT``, ``port in router.toml``."""
 
 
 def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None = None) -> S:
-    """The settings of one service. A wrong value ends the process with one line on stderr and exit status 2."""
+    """Returns the settings of one service. An invalid value ends the process with one line on stderr and status 2."""
     settings: S = load_all((kind,), argv, prog=prog)[0]
     return settings
 
 
 def load_all(kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, prog: str | None = None) -> list[Any]:
-    """The settings of several services that share a process, out of one command line.
+    """Returns the settings of several services that share a process and a command line.
 
-    A flag has to be one of any service; it counts for all that have it. ``--help`` and wrong values end the process.
+    A flag applies to all services that have it. ``--help`` and invalid values end the process.
     """
     parser = _parser(kinds, prog)
     try:
@@ -63,7 +63,7 @@ def load_all(kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, p
 
 
 def refuse(prog: str, message: str) -> NoReturn:
-    """Ends a process that cannot start as it was told: one line on stderr and exit status 2."""
+    """Ends a process with an invalid configuration: one line on stderr and exit status 2."""
     sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
     sys.exit(2)
 
@@ -74,10 +74,10 @@ def read_all(
     environ: Mapping[str, str],
     parser: argparse.ArgumentParser | None = None,
 ) -> list[Any]:
-    """As ``load_all``, from a given environment.
+    """Does the same as ``load_all``, with the given environment.
 
     Raises:
-        SettingsError: a value is wrong, a key of the file unknown, or the file cannot be read.
+        SettingsError: a value is invalid, a key of the file unknown, or the file unreadable.
     """
     flags = vars((parser or _parser(kinds, None)).parse_args(list(argv)))
     path = flags.pop("config", None) or environ.get(f"{_PREFIX}CONFIG")
@@ -107,7 +107,7 @@ def _explain(kind: type[BaseModel], problem: Any, values: Mapping[str, _Value]) 
     message = message[:1].lower() + message[1:]
     if name is None or name not in values:
         return message if name is None else f"--{_kebab(name)}: {message}"
-    return f"{values[name].source}: {message} (got {str(values[name].value)[:200]!r})"
+    return f"{values[name].source}: {message} (received {str(values[name].value)[:200]!r})"
 
 
 def _names(name: str, field: FieldInfo) -> list[str]:
@@ -142,7 +142,7 @@ def _from_flags(name: str, field: FieldInfo, flags: Mapping[str, Any]) -> _Value
 
 def _from_environment(name: str, field: FieldInfo, environ: Mapping[str, str]) -> _Value | None:
     for variable in _variables(name, field):
-        # A variable that is set but empty is how deployment templates spell "not set".
+        # Deployment templates write an empty variable for an unset one.
         if environ.get(variable):
             return _Value(environ[variable], variable)
     return None
@@ -154,12 +154,12 @@ def _from_file(kind: type[BaseModel], document: Mapping[str, Any], path: str) ->
     general = {key: value for key, value in document.items() if key not in _TABLES | {own}}
     for table, entries in (("", general), (own, document.get(own, {}))):
         if not isinstance(entries, Mapping):
-            raise SettingsError(f"{path}: {table} is to be a table")
+            raise SettingsError(f"{path}: expected {table} to be a table")
         for key, value in entries.items():
             name = names.get(_kebab(key))
             place = f"{key} in [{table}] of {path}" if table else f"{key} in {path}"
             if name is None:
-                raise SettingsError(f"{place}: no such option")
+                raise SettingsError(f"{place}: unknown option; --help lists all")
             yield name, _Value(value, place)
 
 
@@ -174,11 +174,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not TOML: {error}") from None
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
 
 
 def _prepared(value: Any, field: FieldInfo) -> Any:
-    """A text as the field's type takes it: lists by commas, tables as ``key=value`` by commas, ``none`` for nothing."""
+    """Converts a text for the field's type: lists and ``key=value`` tables by commas, ``none`` to None."""
     if not isinstance(value, str):
         return value
     types = _types(field.annotation)
@@ -206,10 +206,10 @@ def _parser(kinds: Sequence[type[BaseModel]], prog: str | None) -> argparse.Argu
         prog=prog,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Options are flags, environment variables and keys of a TOML file, in this order.",
+        description="Options are read from flags, environment variables and a TOML file, in this order.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-    parser.add_argument("--config", metavar="FILE", help=f"File with options. [{_PREFIX}CONFIG]")
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file with options. [{_PREFIX}CONFIG]")
     known: set[str] = set()
     for kind in kinds:
         group = parser.add_argument_group(_table(kind) if len(kinds) > 1 else "options of the service")
@@ -222,7 +222,7 @@ def _parser(kinds: Sequence[type[BaseModel]], prog: str | None) -> argparse.Argu
 
 
 def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool) -> None:
-    """One flag; each name of a field is a flag of its own, so that an error can name the one that was used."""
+    """Adds one flag. Each name of a field is a flag of its own, so that an error can name the one that was used."""
     text = _help(name, field) if shown else argparse.SUPPRESS
     if bool in _types(field.annotation):
         group.add_argument(f"--{flag}", dest=flag, action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -231,7 +231,7 @@ def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool
 
 
 def _help(name: str, field: FieldInfo) -> str:
-    default = "made up" if field.default is PydanticUndefined else field.default
+    default = "generated" if field.default is PydanticUndefined else field.default
     default = "none" if default in (None, "") else default
     others = [f"--{each}" for each in _names(name, field)[1:]]
     text = f"{field.description or ''} Default: {default}. [{', '.join(_variables(name, field))}]"

@@ -1,4 +1,4 @@
-"""Workers that are listed by hand, for routers without etcd: what the list says, read and checked at start."""
+"""The static list of workers, for services without etcd, parsed and validated at start."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ _E = TypeVar("_E", bound=_Entry)
 
 
 class StaticWorker(_Entry):
-    """A worker. What is not given is what it says of itself."""
+    """A listed worker. Properties that are not given are fetched from the worker."""
 
     endpoint: Address
     """Address of its WorkerService, host:port."""
     worker_id: int | None = Field(default=None, ge=0, lt=1 << 64)
-    """Identity; for a worker that does not say, its place in the list, from 1."""
+    """Worker id; by default the one that the worker reports, otherwise its position in the list, from 1."""
     ranks: int | None = Field(default=None, ge=1, le=1024)
-    """Data parallel ranks; 1 for a worker that does not say."""
+    """Number of data-parallel ranks; by default those that the worker reports, otherwise 1."""
     total_blocks: int = Field(default=0, ge=0)
-    """KV blocks of each rank, with ``ranks``; 0 if unknown."""
+    """KV blocks of each rank, used if ``ranks`` is given; 0 if unknown."""
     max_batched_tokens: int = Field(default=0, ge=0, lt=1 << 32)
-    """Most prompt tokens that it computes in one step; 0 if unknown."""
+    """Maximum number of prompt tokens computed in one step; 0 if unknown."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Labels for routing constraints."""
+    """Labels that routing constraints can require."""
     lora_names: tuple[str, ...] = ()
-    """Adapters that it serves."""
+    """Names of the LoRA adapters that the worker serves."""
 
 
 class StaticComponent(_Entry):
-    """A pool of like workers."""
+    """A pool of interchangeable workers."""
 
     name: Name = "workers"
     """Name of the component in the namespace."""
     model: str = Field(min_length=1)
-    """Model that its workers serve, as clients ask for it."""
+    """Name of the model that clients send in their requests."""
     block_size: int = Field(default=16, ge=1, le=1 << 20)
-    """Tokens per block."""
+    """Tokens per KV block."""
     max_model_len: int = Field(default=0, ge=0, lt=1 << 32)
-    """Most tokens in prompt and output together; 0 for no limit."""
+    """Maximum number of prompt and output tokens together; 0 for no limit."""
     role: Literal["both", "prefill", "decode"] = "both"
-    """What its workers do."""
+    """Role of the workers."""
     workers: tuple[StaticWorker, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -71,34 +71,34 @@ class _File(_Entry):
 
 @dataclass(frozen=True, slots=True)
 class StaticEndpoints:
-    """All that is listed."""
+    """All listed workers and Schedulers."""
 
     components: Sequence[StaticComponent]
     schedulers: Sequence[str] = ()
-    """Addresses of Schedulers, host:port; none where the Scheduler is in the same process."""
+    """Addresses of Schedulers, host:port; none if the Scheduler runs in the same process."""
     probe_seconds: float = 1.0
-    """Time between two looks at who is there."""
+    """Interval between liveness probes, seconds."""
 
 
 def read_static_file(path: Path) -> tuple[StaticComponent, ...]:
-    """Reads a list of workers.
+    """Parses a TOML list of workers.
 
     Raises:
-        ValueError: it cannot be read, or says something that cannot be; in one line.
+        ValueError: the file is unreadable or invalid; the message is one line.
     """
     try:
         return _checked(_File, tomllib.loads(path.read_text()), str(path)).components
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
 
 
 def static_component(addresses: Sequence[str], *, name: str, model: str, block_size: int) -> StaticComponent:
-    """One component, of workers that are given by their addresses.
+    """Returns a component of workers that are given by address only.
 
     Raises:
-        ValueError: an address is none, or is there twice; in one line.
+        ValueError: an address is invalid or occurs twice; the message is one line.
     """
     workers = [{"endpoint": address} for address in addresses]
     listed = {"name": name, "model": model, "block_size": block_size, "workers": workers}
@@ -118,4 +118,4 @@ def _checked(kind: type[_E], values: dict[str, Any], source: str) -> _E:
 def _check_unique(what: str, values: Sequence[object]) -> None:
     twice = sorted({str(value) for value in values if values.count(value) > 1})
     if twice:
-        raise ValueError(f"{what} {twice[0]} is there twice")
+        raise ValueError(f"expected each {what} once, received {twice[0]} twice")

@@ -1,1 +1,1 @@
-"""Which workers and services there are: from etcd, or from a static list."""
+"""Discovery of workers and services, from etcd or from a static list."""

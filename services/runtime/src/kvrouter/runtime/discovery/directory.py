@@ -1,6 +1,6 @@
-"""Who is there: components with their workers, and services, as etcd has them.
+"""The live components, workers and services of a namespace, as etcd lists them.
 
-``Directory`` follows a namespace. While etcd is away it keeps what it last knew: workers that serve go on serving.
+While etcd is away, ``Directory`` keeps its last state, so that routing continues.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["ComponentView", "Directory", "ServiceRegistrar", "build_views", "dif
 log = structlog.get_logger(component="discovery")
 
 _REST = 20.0
-"""Between two readings of all entries pass so many times what one takes."""
+"""Pause between two rebuilds, in multiples of the time that the last one took."""
 
 
 class Directory:
-    """What is registered in a namespace. ``run`` must be running."""
+    """The registrations of a namespace. ``run`` must be running."""
 
     def __init__(
         self,
@@ -50,10 +50,15 @@ class Directory:
         source: Callable[[], AsyncGenerator[Change]] | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """``source`` tells the entries and their changes where they do not come from etcd.
+        """Reads nothing yet.
 
-        Entries that cannot be decoded go to the ``quarantine``. Those of etcd that vanish while their processes answer
-        are kept for a while (``kvrouter.runtime.discovery.retention``).
+        Args:
+            etcd_endpoints: etcd endpoints, separated by commas.
+            namespace: The namespace to follow.
+            registry: Registry for the metrics.
+            source: Yields the entries and their changes; None for etcd. Only entries from etcd are retained when they
+                vanish while their processes answer (``kvrouter.runtime.discovery.retention``).
+            quarantine: Receives entries that cannot be decoded.
         """
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._source = source or (
@@ -97,11 +102,11 @@ class Directory:
 
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:
-        """The components that have a descriptor. A new mapping, with new views, after each change."""
+        """Components that have a descriptor. A new mapping with new views after each change."""
         return self._components
 
     def services(self, kind: str) -> Mapping[str, ServiceRegistration]:
-        """The live services of a kind (indexer, scheduler, frontend), by instance id."""
+        """Returns the live services of a kind (indexer, scheduler, frontend) by instance id."""
         return self._services.get(kind, {})
 
     @property
@@ -111,23 +116,23 @@ class Directory:
 
     @property
     def is_synced(self) -> bool:
-        """Whether etcd has been read once."""
+        """Whether the registrations have been read once."""
         return self._synced.is_set()
 
     @property
     def age_seconds(self) -> float | None:
-        """Seconds since etcd last confirmed what is registered; None before the first time, and without etcd."""
+        """Seconds since etcd last confirmed the registrations; None before the first time, and without etcd."""
         return None if self._confirmed_at is None else time.monotonic() - self._confirmed_at
 
     def _confirm(self) -> None:
         self._confirmed_at = time.monotonic()
 
     async def synced(self) -> None:
-        """Returns when etcd has been read once."""
+        """Returns when the registrations have been read once."""
         await self._synced.wait()
 
     async def changed(self) -> None:
-        """Returns at the next change. What changes between this call and its answer is not missed."""
+        """Returns at the next change after this call."""
         await self._next_change.wait()
 
     async def wait_for(self, predicate: Callable[[Directory], bool]) -> None:
@@ -136,7 +141,7 @@ class Directory:
             await self.changed()
 
     async def changes(self) -> AsyncIterator[Directory]:
-        """Itself, at once if it is synced, and after each change; changes that come close together count as one."""
+        """Yields itself once it is synced and after each change; changes in quick succession count as one."""
         await self.synced()
         while True:
             change = self._next_change
@@ -144,7 +149,7 @@ class Directory:
             await change.wait()
 
     async def run(self) -> None:
-        """Follows etcd, or what stands for it, until cancelled."""
+        """Follows etcd or another source until cancelled."""
         try:
             await self._follow()
         finally:
@@ -187,7 +192,7 @@ class Directory:
             self._quarantine.release("etcd", key)
 
     def _vanish(self, key: str, tasks: asyncio.TaskGroup) -> None:
-        """Takes an entry away that etcd does not have any more, or not in a form that can be used."""
+        """Removes or retains an entry that etcd no longer has, or has in an undecodable form."""
         value = self._entries.get(key)
         if value is None:
             return
@@ -212,11 +217,11 @@ class Directory:
         began = time.perf_counter()
         self._rebuilding = None
         self._read_entries()
-        # Where thousands come back at once, this and those who wait for changes must leave the loop to others.
+        # When thousands of entries change at once, rebuilds and their readers must leave time for other tasks.
         self._rest_seconds = _REST * (time.perf_counter() - began)
 
     def _drop_descriptors_without_workers(self) -> None:
-        """Drops descriptors that etcd lost, unless the component has workers: those write it again."""
+        """Drops lost descriptors of components without workers. Workers would write the descriptor again."""
         names = (parse_key(key, self._namespace) for key in self._entries)
         served = {name.component for name in names if isinstance(name, WorkerKey)}
         for key, component in list(self._lost_descriptors.items()):
@@ -240,7 +245,7 @@ class Directory:
 
 
 class ServiceRegistrar:
-    """Keeps the registrations of the services in this process in etcd."""
+    """Keeps the registrations of this process's services in etcd."""
 
     def __init__(self, keys: LeasedKeys, namespace: str, instance_id: str) -> None:
         self._keys = keys
@@ -258,18 +263,18 @@ class ServiceRegistrar:
         self._keys.put(service_key(self._namespace, kind, self._instance_id), entry.SerializeToString())
 
     def set_ready(self, kind: str, ready: bool) -> None:
-        """Says whether a service is ready."""
+        """Publishes whether a service is ready."""
         entry = self._registered.get(kind)
         if entry is not None and entry.ready != ready:
             entry.ready = ready
             self.register(kind, entry)
 
     def withdraw(self) -> None:
-        """Takes all registrations back, so that clients go elsewhere before the calls under way have finished."""
+        """Deletes all registrations, so that clients move to other replicas while running calls finish."""
         for kind in self._registered:
             self._keys.delete(service_key(self._namespace, kind, self._instance_id))
         self._registered.clear()
 
     async def wait_registered(self) -> None:
-        """Returns when etcd has all registrations."""
+        """Returns when all registrations are in etcd."""
         await self._keys.wait_registered()

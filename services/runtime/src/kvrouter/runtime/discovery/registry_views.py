@@ -1,4 +1,4 @@
-"""Components and services as the entries of the registry describe them."""
+"""Builds views of components and services from registry entries."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_n
 
 @dataclass(slots=True)
 class ComponentView:
-    """A component as it is. Readers leave it alone; its owner replaces what changes."""
+    """A component with its live workers. Read-only: its owner replaces it when something changes."""
 
     name: ComponentName
     descriptor: ComponentDescriptor
     workers: Mapping[int, WorkerRegistration] = field(default_factory=dict)
-    """Live workers by id, those left out that differ from the descriptor."""
+    """Live workers by id, without those that differ from the descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class ServiceKey:
 
 
 def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | ServiceKey | None:
-    """Says which entry of the registry a key names; None for keys of other kinds.
+    """Parses a registry key; returns None for keys of other kinds.
 
     Raises:
-        Undecodable: it names a component or a kind of service that cannot exist (reason ``invalid``).
+        Undecodable: the key has an invalid component or an unknown kind of service (reason ``invalid``).
     """
     services = f"{namespace_prefix(namespace)}services/"
     if key.startswith(services):
@@ -94,10 +94,10 @@ def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | ServiceKe
 def read_entry(
     key: str, raw: bytes, namespace: str
 ) -> ComponentDescriptor | WorkerRegistration | ServiceRegistration | None:
-    """Reads an entry of the registry; None for keys of other kinds. The same bytes give the same object.
+    """Parses a registry entry; returns None for keys of other kinds. Equal bytes return the same object.
 
     Raises:
-        Undecodable: its key or its value cannot be used.
+        Undecodable: the key or the value is invalid.
     """
     match parse_key(key, namespace):
         case DescriptorKey(component):
@@ -111,7 +111,7 @@ def read_entry(
 
 
 def process_of(key: str, raw: bytes, namespace: str) -> Process | None:
-    """The process behind an entry; None for an entry of another kind, and for a process that is signing off."""
+    """Returns the process behind an entry; None for other entries, and for a process that is stopping."""
     try:
         name, entry = parse_key(key, namespace), read_entry(key, raw, namespace)
     except Undecodable:
@@ -124,7 +124,7 @@ def process_of(key: str, raw: bytes, namespace: str) -> Process | None:
 
 
 def differences(descriptor: ComponentDescriptor, worker: WorkerRegistration) -> list[str]:
-    """What a worker has otherwise than its component, as ``field got/expected``. Empty for one that fits."""
+    """Returns how a worker differs from its component, as ``field received/expected``; empty if it matches."""
     pairs = (
         ("model", worker.model, descriptor.model),
         ("block_size", worker.block_size, descriptor.block_size),
@@ -136,9 +136,9 @@ def differences(descriptor: ComponentDescriptor, worker: WorkerRegistration) -> 
 def build_views(
     entries: Mapping[str, bytes], namespace: str
 ) -> tuple[dict[ComponentName, ComponentView], dict[str, str]]:
-    """The components that a namespace's entries in etcd describe, and by key, why entries were left out.
+    """Returns the components of a namespace, and for each entry that was left out, the reason by key.
 
-    A worker is left out if it cannot be read, if its component has no descriptor, or if it differs from the descriptor.
+    A worker is left out if it cannot be decoded, has no component descriptor, or differs from the descriptor.
     """
     views: dict[ComponentName, ComponentView] = {}
     found: list[tuple[str, ComponentName, WorkerRegistration]] = []
@@ -166,7 +166,7 @@ def build_views(
 
 
 def build_services(entries: Mapping[str, bytes], namespace: str) -> dict[str, dict[str, ServiceRegistration]]:
-    """The services that a namespace's entries describe, by kind and instance id; unreadable ones are left out."""
+    """Returns the services of a namespace by kind and instance id, without entries that cannot be decoded."""
     services: dict[str, dict[str, ServiceRegistration]] = {}
     for key, raw in entries.items():
         try:
@@ -180,7 +180,7 @@ def build_services(entries: Mapping[str, bytes], namespace: str) -> dict[str, di
 
 @lru_cache(_REMEMBERED)
 def _worker(component: ComponentName, worker_id: int, raw: bytes) -> WorkerRegistration:
-    # The same object for the same bytes, so that a change costs no more than what it changed.
+    # Cached, so that after a change only changed entries are parsed, and views share the other objects.
     return read_worker(component, worker_id, raw)
 
 

@@ -1,9 +1,9 @@
-"""Keeps a registration that vanished for as long as the process behind it answers, for a bounded time.
+"""Retains a vanished registration while its process answers, for a limited time.
 
-Leases of live processes end where etcd itself was away for longer than they last, and keys go where somebody deletes
-them; in both cases the process registers again within seconds, and can be called meanwhile. A process that is gone
-refuses the connection, one that is frozen does not answer, and one that stops says so in grpc.health: their entries go
-at once.
+The lease of a live process ends if etcd was away for longer than the lease lasts, and a key vanishes if somebody
+deletes it. In both cases the process registers again within seconds and can serve meanwhile. A dead process refuses the
+connection, a frozen one does not answer, and a stopping one reports that in grpc.health: their entries are dropped at
+once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvrouter.runtime.rpc.client import open_channel
 log = structlog.get_logger(component="discovery")
 
 KEPT_SECONDS = 10.0
-"""Longest time for which an entry is kept: a process registers again within a third of its lease, 3.3 s by default."""
+"""Maximum time to retain an entry. A process registers again within a third of its lease, 3.3 s by default."""
 _PROBE_SECONDS = 1.0
 """Deadline of a probe."""
 _PAUSE_SECONDS = 0.5
 """Pause between two probes of one process."""
 _PROBES = 64
-"""Probes at one time."""
+"""Maximum number of concurrent probes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Process:
     endpoint: str
     """Address of its gRPC server, host:port."""
     service: str
-    """Full name of its gRPC service, which grpc.health reports on."""
+    """Full name of its gRPC service in grpc.health."""
 
 
 class Retention:
-    """Entries that are kept although etcd does not have them any more."""
+    """Retained entries."""
 
     def __init__(self, drop: Callable[[str], None]) -> None:
-        """``drop`` is called with the key of an entry that is not kept any longer."""
+        """``drop`` is called with the key of an entry that is no longer retained."""
         self._drop = drop
         self._kept: dict[str, tuple[Process, asyncio.Task[None]]] = {}
         self._keys_at: dict[str, str] = {}
@@ -54,17 +54,17 @@ class Retention:
         return key in self._kept
 
     def __len__(self) -> int:
-        """Entries that are kept."""
+        """Returns the number of retained entries."""
         return len(self._kept)
 
     def keep(self, key: str, process: Process, tasks: asyncio.TaskGroup) -> None:
-        """Keeps an entry for as long as its process answers, ``KEPT_SECONDS`` at most."""
+        """Retains an entry while its process answers, at most ``KEPT_SECONDS``."""
         if key not in self._kept:
             self._kept[key] = process, tasks.create_task(self._verify(key, process), name=f"retention of {key}")
             self._keys_at[process.endpoint + process.service] = key
 
     def registered(self, key: str, process: Process | None) -> None:
-        """Ends the keeping of an entry that is registered again, and of one whose address another process has now."""
+        """Ends the retention of an entry that is registered again, or whose address belongs to another process now."""
         former = self._keys_at.get(process.endpoint + process.service, key) if process is not None else key
         for known in {key, former} & self._kept.keys():
             self._forget(known).cancel()

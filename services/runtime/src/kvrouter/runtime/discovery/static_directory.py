@@ -1,7 +1,7 @@
-"""Who is there of those that are listed by hand: the entries that etcd would hold, found by asking everybody.
+"""Discovery from a static list: probes every listed worker and yields the same entries that etcd would contain.
 
-A worker that does not answer is left out until it does, and what an entry has beyond the list is what the worker says
-of itself (``GetLoad``: id, ranks, blocks, life of its cache; grpc.health: whether it is stopping).
+A worker is left out until it answers. What the list does not say comes from the worker: ``GetLoad`` returns its id,
+ranks, blocks and incarnation, and grpc.health says whether it is stopping.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _PROBE_SECONDS = 2.0
 """Deadline of a probe."""
 _FAILURES = 2
-"""Probes in a row that fail before a worker that was there is left out: one may be late on a busy machine."""
+"""Consecutive failed probes after which a worker is left out; a single one may be late on a busy machine."""
 _ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a worker that is listed."""
+    """State of a listed worker."""
 
     registration: WorkerRegistration | None = None
-    """None while it is left out."""
+    """None while the worker is left out."""
     failures: int = 0
-    """In a row."""
+    """Consecutive failed probes."""
     reports: Sequence[LoadReport] = ()
-    """What it said of its load at the last look."""
+    """Its load reports of the last probe."""
 
 
 class StaticDiscovery:
-    """Probes all that is listed. ``changes`` is what ``watch_prefix`` is where there is etcd."""
+    """Probes all listed workers and Schedulers. ``changes`` replaces ``watch_prefix`` of etcd."""
 
     def __init__(self, listed: StaticEndpoints, namespace: str, registry: CollectorRegistry) -> None:
         self._listed = listed
@@ -70,11 +70,11 @@ class StaticDiscovery:
         self._namespace = namespace
         self._known: dict[str, _Known] = {}
         self.on_load: Callable[[ComponentName, LoadReport], None] | None = None
-        """Told what each rank says of its load, at every look."""
+        """Called with the load report of each rank after every probe."""
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def changes(self) -> AsyncGenerator[Snapshot]:
-        """All entries, whenever one has changed; the first when everybody has been asked once. For ever."""
+        """Yields all entries whenever one has changed, first after every listed process was probed once. Never ends."""
         last: Mapping[str, bytes] | None = None
         try:
             while True:
@@ -145,7 +145,7 @@ class StaticDiscovery:
             answer = await service.get_load(GetLoadRequest(), deadline=Deadline.after(_PROBE_SECONDS))
             reports = answer.reports
         except KvRouterError as error:
-            # An engine that does not tell its load is there all the same.
+            # An engine without load reports is usable.
             failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
         known.reports = [_as_listed(report, worker) for report in reports]
         if failure:
@@ -165,7 +165,7 @@ class StaticDiscovery:
         known.registration.draining = serving is False
 
     async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
-        """Whether a service says that it is ready; None where it does not say."""
+        """Returns whether a service is ready by grpc.health; None if it does not report it."""
         health: Any = health_pb2_grpc.HealthStub(self._channel(address))
         try:
             request = health_pb2.HealthCheckRequest(service=service.full_name)
@@ -182,7 +182,7 @@ class StaticDiscovery:
 
 
 def _as_listed(report: LoadReport, worker: StaticWorker) -> LoadReport:
-    """The report under the id that the list gives the worker."""
+    """Returns the report with the worker id from the list."""
     listed = LoadReport()
     listed.CopyFrom(report)
     if worker.worker_id is not None:

@@ -1,1 +1,1 @@
-"""A service process: what its services share, how they are served, start and stop."""
+"""A service process: shared resources, hosting of its services, start and stop."""

@@ -1,4 +1,4 @@
-"""What the services of one process share: discovery, NATS, metrics, registrations, background tasks."""
+"""Resources shared by the services of one process: discovery, NATS, metrics, registrations, background tasks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
 _WITHDRAW_SECONDS = 5.0
-"""Time to take registrations back at the end; where etcd is away, the lease does it."""
+"""Maximum time to delete registrations at the end; if etcd is away, the lease expires instead."""
 
 
 _CLOSED_CHECK_SECONDS = 1.0
 
 
 class NatsClosed(Exception):
-    """NATS closed the connection for good, as it does when it refuses the client's credentials."""
+    """NATS closed the connection permanently, for example because it refused the credentials."""
 
 
 class Runtime:
-    """Made by ``open_runtime``. A background task that fails ends the runtime's context with its error."""
+    """Created by ``open_runtime``. A failed background task ends the runtime's context with its error."""
 
     def __init__(self, settings: ServiceSettings, registry: CollectorRegistry, tasks: asyncio.TaskGroup) -> None:
         self.settings = settings
         self.registry = registry
-        """Where the metrics of the process go."""
+        """Registry of the process's metrics."""
         self.instance_id = settings.instance_id
         self.etcd_endpoints = settings.etcd
-        """For ``kvrouter.net.etcd``: host:port, separated by commas."""
+        """Endpoints for ``kvrouter.net.etcd``: host:port, separated by commas."""
         self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
-        """Keys that are in etcd for as long as this process lives."""
+        """Keys that exist in etcd for as long as this process lives."""
         self.quarantine = metered_quarantine(registry)
-        """What was skipped of etcd and NATS because it cannot be decoded."""
+        """Entries of etcd and NATS that were skipped because they cannot be decoded."""
         listed = settings.static_endpoints()
         self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry)
-        """Workers that are listed by hand, where there is neither etcd nor NATS; None where etcd says who is there."""
+        """Discovery of listed workers; None if workers are discovered in etcd."""
         self.directory = Directory(
             settings.etcd,
             settings.namespace,
@@ -59,21 +59,21 @@ class Runtime:
         self._nats: asyncio.Future[Client] | None = None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs a background task until it ends, or the runtime does. Its failure ends the runtime."""
+        """Runs a background task until it ends or the runtime is closed. Its failure ends the runtime."""
         task = self._tasks.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     async def nats(self) -> Client:
-        """The process's connection to NATS, made at the first call. Waits for as long as NATS is away."""
+        """Returns the process's NATS connection, which the first call opens. Waits while NATS is away."""
         if self._nats is None:
             self._nats = asyncio.get_running_loop().create_future()
             self.spawn(self._keep_nats(self._nats), "nats")
         return await asyncio.shield(self._nats)
 
     async def close(self) -> None:
-        """Takes registrations back and ends background tasks."""
+        """Deletes registrations and ends background tasks."""
         self.keys.stop()
         withdrawing = [task for task in self._background if task.get_name() == "keys"]
         if withdrawing:
@@ -85,7 +85,7 @@ class Runtime:
         try:
             async with connect_nats(self.settings.nats, self.instance_id, self._nats_metrics) as client:
                 connected.set_result(client)
-                while not client.is_closed:  # noqa: ASYNC110 - the client calls back for too many other reasons
+                while not client.is_closed:  # noqa: ASYNC110 - the closed callback would need more code
                     await asyncio.sleep(_CLOSED_CHECK_SECONDS)
                 raise NatsClosed(f"NATS refused the connection: {client.last_error}")
         finally:
@@ -94,9 +94,9 @@ class Runtime:
 
 @asynccontextmanager
 async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | None = None) -> AsyncIterator[Runtime]:
-    """A runtime that follows etcd, or the workers that are listed, while the context lasts.
+    """Opens a runtime that follows etcd, or the listed workers, while the context lasts.
 
-    Neither etcd nor NATS need be there yet. Where workers are listed, neither is ever asked for.
+    Neither etcd nor NATS has to be reachable yet. With listed workers, neither is used at all.
     """
     async with asyncio.TaskGroup() as tasks:
         runtime = Runtime(settings, registry if registry is not None else new_registry(), tasks)

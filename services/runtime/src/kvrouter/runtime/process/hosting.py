@@ -1,4 +1,4 @@
-"""Serves the services of one process to others, from the first registration to the last answer."""
+"""Hosts the services of one process: registration, gRPC server, readiness, and draining."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvrouter.v1.registry_pb2 import ServiceRegistration
 log = structlog.get_logger(component="hosting")
 
 _READINESS_SECONDS = 0.05
-"""How often services are asked whether they are ready."""
+"""Interval of readiness checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A service to serve."""
+    """A service to host."""
 
     kind: str
     """indexer, scheduler or frontend."""
     descriptor: ServiceDescriptor
     implementation: object
     ready: Callable[[], bool]
-    """Whether it can do its work; asked all the time, so cheap."""
+    """Whether the service can work; called often, so it must be cheap."""
     http_endpoint: str = ""
-    """Address of an HTTP API of its own, host:port; empty for that of the ops server."""
+    """Address of the service's own HTTP API, host:port; empty for that of the ops server."""
     limits: MessageLimits = DEFAULT_LIMITS
-    """What a request may hold."""
+    """Size limits of a request."""
 
 
 async def host(
@@ -44,13 +44,13 @@ async def host(
     *,
     started: Callable[[RpcServer], None] | None = None,
 ) -> None:
-    """Serves until ``stopping``, then withdraws the registrations, drains, and returns.
+    """Serves until ``stopping`` is set, then withdraws the registrations and drains.
 
     Args:
-        runtime: What the services stand on; its settings say where to listen.
+        runtime: Shared resources; its settings have the addresses to listen on.
         services: The services, on one gRPC server.
-        stopping: Set to stop.
-        started: Called with the server when it listens.
+        stopping: Event that stops the services.
+        started: Called with the server once it listens.
 
     Raises:
         BindFailed: an address cannot be listened on.

@@ -1,4 +1,4 @@
-"""The life of a process: logging, event loop, signals, exit status."""
+"""Runs a service process: logging, event loop, signals, exit status."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ log = structlog.get_logger()
 
 
 class StartRefused(Exception):
-    """A process cannot run as it is configured. The message says why and what to do."""
+    """A process cannot run with its configuration. The message says why and what to do."""
 
 
 _EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, KeyTaken)
-"""Failures whose message says all; a traceback would only hide it."""
+"""Failures with a sufficient message, which are logged without a traceback."""
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSettings, component: str) -> NoReturn:
-    """Runs a service and exits: status 0 after SIGTERM or SIGINT, 1 after a failure, which is logged.
+    """Runs a service and exits: with status 0 after SIGTERM or SIGINT, with 1 after a failure, which is logged.
 
-    Where the core would be the plain Python one, and nobody asked for that, it exits with status 2 at once.
+    Exits with status 2 at once if the Rust core is missing and the Python core was not requested.
 
     Args:
-        main: The service. It gets an event that is set when it is to stop: it then drains and returns. A second signal
+        main: The service. Its argument is an event that is set when it must drain and return. A second signal
             cancels it.
-        settings: Level and form of logs.
+        settings: Log level and format.
         component: Name of the service in its logs.
     """
     _refuse_reference(component)
@@ -49,7 +49,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSetti
 
 
 def _allow_descriptors() -> None:
-    """Lets the process open as many files as the system allows: shells allow 1,024, which is few for connections."""
+    """Raises the limit of open files to the maximum: shells set 1,024, which is too low for many connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -59,8 +59,8 @@ def _refuse_reference(component: str) -> None:
         return
     refuse(
         f"kvrouter-{component}",
-        "the Rust core is not built; install kvrouter-core where a Rust toolchain is, or set KVROUTER_CORE=reference "
-        "to run on the slow Python one",
+        "the Rust core is not built: install kvrouter-core where a Rust toolchain is, or set KVROUTER_CORE=reference "
+        "to use the slow Python core",
     )
 
 

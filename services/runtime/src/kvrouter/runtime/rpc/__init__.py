@@ -1,4 +1,4 @@
-"""gRPC at the edge of a service: objects of a contract become servers, channels become objects of a contract."""
+"""gRPC servers and stubs for the protocols in ``kvrouter.runtime.contracts``."""
 
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.listening import BindFailed

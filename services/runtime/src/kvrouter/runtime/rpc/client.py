@@ -1,7 +1,7 @@
-"""Stubs that look like the object they stand for.
+"""Stubs that behave like the object that they represent.
 
-Deadlines become gRPC timeouts, failures come out as the typed errors that the service raised, and a stream that is
-closed early cancels its call.
+Deadlines become gRPC timeouts, failures are raised as the typed errors of the service, and closing a stream early
+cancels its call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 
 
 def open_channel(target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to ``host:port``. It connects when it is first used, and again whenever the peer comes back.
+    """Returns a channel to ``host:port``, which connects at its first use and reconnects when the peer returns.
 
     Args:
         target: The address.
-        max_message_bytes: Longest response that is taken in; a longer one is ``TooLarge``.
+        max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     return grpc.aio.insecure_channel(target, options=tuple(options.items()))
@@ -34,12 +34,12 @@ def open_channel(target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> 
 def remote(
     descriptor: ServiceDescriptor, channel: grpc.aio.Channel, *, raw_responses: frozenset[str] = frozenset()
 ) -> Any:
-    """A stub of a service, to be cast to its protocol in ``kvrouter.runtime.contracts``.
+    """Returns a stub of a service, to be cast to its protocol in ``kvrouter.runtime.contracts``.
 
     Args:
         descriptor: The service.
-        channel: Where it is; stays the caller's to close.
-        raw_responses: Methods, by their protobuf names, whose responses come as ``bytes`` without being parsed.
+        channel: Channel to the service; the caller closes it.
+        raw_responses: Protobuf names of the methods whose responses are returned as ``bytes`` without parsing.
     """
     return _Stub(descriptor, channel, raw_responses)
 
@@ -80,11 +80,11 @@ def _serialize(message: Message | bytes) -> bytes:
 
 def _parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def checked(encoded: bytes) -> Any:
-        # gRPC swallows what a deserializer raises; an exception that is handed on as a value is not lost.
+        # gRPC swallows exceptions of a deserializer, so the error is returned as a value.
         try:
             return parse(encoded)
         except DecodeError:
-            return Internal("the service's answer cannot be parsed")
+            return Internal("the service sent a response that cannot be parsed")
 
     return checked
 
@@ -96,10 +96,10 @@ def _checked(response: Any) -> Any:
 
 
 def _translate_cancel(cancelled: asyncio.CancelledError) -> BaseException:
-    """What a CancelledError out of gRPC stands for.
+    """Returns the exception to raise for a CancelledError from gRPC.
 
-    gRPC raises one also when the call was cancelled under the caller, because its channel was closed. Only the caller's
-    own cancellation may unwind the caller's task.
+    gRPC also raises one if the call was cancelled because its channel was closed. Only the caller's own cancellation
+    may cancel the caller's task.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -108,7 +108,7 @@ def _translate_cancel(cancelled: asyncio.CancelledError) -> BaseException:
 
 
 def _timeout(deadline: Deadline) -> float | None:
-    # gRPC takes a timeout of 0 for none at all.
+    # gRPC treats a timeout of 0 as none.
     if deadline.expired:
         raise DeadlineExceeded
     return deadline.remaining()
@@ -152,7 +152,7 @@ def _client_stream(multicallable: Any) -> Callable[..., Any]:
             raise _failure_of(sending) or _translate_cancel(cancelled) from None
         finally:
             await _end(rpc, sending)
-            del sending  # A task keeps its exception, whose traceback keeps this frame.
+            del sending  # Its exception's traceback refers to this frame.
 
     return call
 
@@ -166,7 +166,7 @@ def _both_streams(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]
                 yield _checked(response)
         finally:
             await _end(rpc, sending)
-            del sending  # A task keeps its exception, whose traceback keeps this frame.
+            del sending  # Its exception's traceback refers to this frame.
 
     return call
 
@@ -183,13 +183,13 @@ async def _read(rpc: Any, sending: asyncio.Task[None] | None = None) -> Any:
 
 
 async def _send(requests: AsyncIterator[Message], rpc: Any) -> None:
-    """Sends what comes, then closes the sending side. An error of the iterator itself ends the call."""
+    """Sends all requests, then closes the sending side. An error of the iterator cancels the call."""
     try:
         async for request in requests:
             await rpc.write(request)
         await rpc.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        return  # The call has ended; whoever reads learns why.
+        return  # The call has ended; the reader receives its status.
     except Exception:
         rpc.cancel()
         raise
@@ -205,4 +205,4 @@ async def _end(rpc: Any, sending: asyncio.Task[None]) -> None:
     rpc.cancel()
     sending.cancel()
     await asyncio.wait([sending])
-    _failure_of(sending)  # Retrieved, so that asyncio does not report it a second time.
+    _failure_of(sending)  # Retrieves the exception, so that asyncio does not report it.

@@ -1,4 +1,4 @@
-"""How the methods of a protobuf service are called in Python."""
+"""Names of protobuf methods in Python and on the wire."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
 
 @lru_cache(maxsize=64)
 def methods_by_python_name(service: ServiceDescriptor) -> dict[str, MethodDescriptor]:
-    """The methods of a service under their names in ``kvrouter.runtime.contracts``: FindMatches is find_matches."""
+    """Returns a service's methods by their names in ``kvrouter.runtime.contracts``: FindMatches is find_matches."""
     return {_WORD_START.sub("_", method.name).lower(): method for method in service.methods}
 
 
 def full_path(method: MethodDescriptor) -> str:
-    """The method's path on the wire, such as /kvrouter.v1.IndexerService/FindMatches."""
+    """Returns the method's path on the wire, such as /kvrouter.v1.IndexerService/FindMatches."""
     return f"/{method.containing_service.full_name}/{method.name}"

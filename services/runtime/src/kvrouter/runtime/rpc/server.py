@@ -1,8 +1,8 @@
 """Serves objects of a contract over gRPC.
 
-An exception of ``kvrouter.runtime.errors`` becomes its status code and typed detail; any other becomes INTERNAL, with
-the traceback in the log and nothing of it in the answer. The client's deadline is handed to the method. A client that
-cancels, disconnects or runs out of time cancels the method, and its async generator is closed.
+A ``kvrouter.runtime.errors`` exception becomes its status code with typed details. Any other becomes INTERNAL, with the
+traceback only in the log. The client's deadline is passed to the method. If the client cancels, disconnects or times
+out, the method is cancelled and its async generator closed.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage, MessageLi
 log = structlog.get_logger(component="rpc")
 
 _UNARY_DEFAULT_SECONDS = 30.0
-"""Time that a unary call may take whose client set no deadline."""
+"""Deadline of unary calls whose client sets none."""
 _LAST_WORDS_SECONDS = 0.5
-"""Time for answers of refused calls to reach their clients before connections are closed."""
+"""Time for the responses of refused calls to reach their clients before connections are closed."""
 
-_BY_THE_CONTRACT = "Encode it by the .proto files that reflection serves."
+_BY_THE_CONTRACT = "Encode it as the .proto files define, which reflection serves."
 _INTERNAL = Internal("internal error", advice="The service's log has the cause.")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RpcServer:
-    """A gRPC server with health and reflection. Services are added, then it is started; in the end it is drained."""
+    """A gRPC server with health and reflection. Add services, start it, and in the end drain it."""
 
     def __init__(self, bind: str, *, max_calls: int = MAX_CALLS) -> None:
         self.health = HealthBoard()
-        """Readiness of the services; each starts out as not ready."""
+        """Readiness of the services; each starts as not ready."""
         self._bind = bind
         self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
         self._names: list[str] = []
@@ -68,33 +68,33 @@ class RpcServer:
         self._sessions: set[_Session] = set()
         self._port = 0
         self._host = bind.rpartition(":")[0]
-        """Host by which others reach it, unless they are told another."""
+        """Host under which others reach the server by default."""
 
     @property
     def calls(self) -> int:
-        """Calls under way, those of health and reflection aside."""
+        """Number of running calls, without health and reflection."""
         return self._calls
 
     @property
     def port(self) -> int:
-        """The port that it listens on, once started."""
+        """The port that the server listens on, once started."""
         return self._port
 
     def endpoint(self, advertise: str = "") -> str:
-        """The address by which others reach it, host:port, once started.
+        """Returns the address under which others reach the server, host:port, once started.
 
         Args:
-            advertise: Host, or host:port, to give out; by default the bound host, or this machine's name where it is
-                bound to every address.
+            advertise: Host, or host:port, to advertise; by default the bound host, or this machine's name if the
+                server listens on all addresses.
         """
         host, _, port = advertise.rpartition(":") if ":" in advertise.rsplit("]", 1)[-1] else (advertise, "", "")
         return f"{host or self._host}:{port or self._port}"
 
     async def start(self) -> None:
-        """Listens.
+        """Starts to listen.
 
         Raises:
-            BindFailed: the address is in use, or not one of this machine.
+            BindFailed: the port is in use or the address is not one of this machine's.
         """
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -106,15 +106,15 @@ class RpcServer:
             raise BindFailed(self._bind) from None
         await self._server.start()
         if _is_any(self._host):
-            # A name server that is slow, or away, must not hold up the loop.
+            # In a thread, because a name server may be slow or away.
             self._host = await asyncio.to_thread(socket.getfqdn)
         log.info("grpc.listening", address=self.endpoint(), services=self._names)
 
     async def drain(self, seconds: float) -> None:
-        """Stops: refuses new calls, ends sessions, lets the calls under way finish, then closes connections.
+        """Stops: refuses new calls, ends sessions, lets running calls finish, then closes connections.
 
         Args:
-            seconds: How long to wait for calls; those that take longer are cancelled.
+            seconds: Maximum time to wait for calls; those that take longer are cancelled.
         """
         self._draining = True
         await self.health.drain()
@@ -131,13 +131,13 @@ class RpcServer:
     def add_service(
         self, descriptor: ServiceDescriptor, implementation: object, *, limits: MessageLimits = DEFAULT_LIMITS
     ) -> None:
-        """Serves the object under the service's name. Methods that it lacks answer UNIMPLEMENTED.
+        """Serves an object under the service's name. Methods that it lacks return UNIMPLEMENTED.
 
         Args:
             descriptor: The service.
             implementation: The object.
-            limits: What a request may hold. Elements are not counted in streams of requests: one that is too long must
-                not end the calls beside it, so the object refuses it.
+            limits: Size limits of a request. In request streams, elements are not counted: an oversized request must
+                not end the other calls on the stream, so the object refuses it.
         """
         handlers = {
             method.name: self._handler(method, bound, limits)
@@ -162,8 +162,8 @@ class RpcServer:
         path = full_path(method)
 
         async def handle(incoming: Any, context: _Context) -> Any:
-            # An exception that this frame kept would keep the frame, and the request with it, until the cyclic garbage
-            # collector comes. ``context.abort`` keeps one as well, so the status is set instead.
+            # An exception stored in this frame would keep the frame and the request alive until the cyclic garbage
+            # collector runs. ``context.abort`` stores one as well, so the status is set instead.
             try:
                 with self._counted():
                     request = _read_all(incoming) if method.client_streaming else _read(incoming)
@@ -177,7 +177,7 @@ class RpcServer:
             context.set_code(code)
             context.set_details(status.message)
             context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
-            return None  # gRPC sends no response beside a status that is not OK.
+            return None  # gRPC sends no response with a status other than OK.
 
         return make(handle, request_deserializer=_parser(method, limits), response_serializer=_serialize)
 
@@ -195,7 +195,7 @@ class RpcServer:
                 self._idle.set()
 
     async def _answer_session(self, bound: Callable[..., Any], requests: Any, context: _Context) -> None:
-        """A stream in both directions: it has no end of its own, so draining ends it."""
+        """Runs a bidirectional stream. It does not end by itself, so draining ends it."""
         session = _Session()
         self._sessions.add(session)
         try:
@@ -211,7 +211,7 @@ class RpcServer:
 
 
 class _Session:
-    """Ends a session, but never in the middle of a write: gRPC cannot send the status while one is under way."""
+    """Ends a session, but never during a write, because gRPC cannot send the status then."""
 
     def __init__(self) -> None:
         self.limit = asyncio.timeout(None)
@@ -254,7 +254,7 @@ async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _C
 
 
 def open_server(bind: str, *, max_calls: int = MAX_CALLS) -> RpcServer:
-    """A server for ``host:port`` (port 0 takes a free one), not started yet."""
+    """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started."""
     return RpcServer(bind, max_calls=max_calls)
 
 
@@ -279,7 +279,7 @@ def _deadline_of(context: _Context) -> Deadline:
 
 
 def _parser(method: MethodDescriptor, limits: MessageLimits) -> Callable[[bytes], Message | KvRouterError]:
-    """Reads a request for gRPC, which swallows what a deserializer raises: an error is handed on as a value."""
+    """Returns a request parser for gRPC, which swallows exceptions of a deserializer: errors are returned as values."""
     kind: type[Message] = GetMessageClass(method.input_type)
 
     def read(encoded: bytes) -> Message | KvRouterError:

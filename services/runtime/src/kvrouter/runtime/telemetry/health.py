@@ -1,4 +1,4 @@
-"""Readiness of the services in a process, as grpc.health and the HTTP ops server report it."""
+"""Readiness of a process's services, as grpc.health and the HTTP ops server report it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class HealthBoard:
-    """Whether each service, by its full gRPC name, is ready. The empty name stands for all of them together."""
+    """Readiness by full gRPC service name. The empty name stands for all services together."""
 
     def __init__(self) -> None:
         self.servicer = aio.HealthServicer()
-        """What answers grpc.health."""
+        """Servicer of grpc.health."""
         self._ready: dict[str, bool] = {}
         self._draining = False
 
     async def announce(self, services: Iterable[str]) -> None:
-        """Lists services, as not ready."""
+        """Adds services as not ready."""
         for service in services:
             self._ready.setdefault(service, False)
         await self._publish()
 
     async def set_ready(self, service: str, ready: bool = True) -> None:
-        """Sets the readiness of one service. Once draining, none becomes ready again."""
+        """Sets the readiness of one service. While draining, it is stored but not published."""
         if self._ready.get(service) == ready:
             return
         self._ready[service] = ready
         await self._publish()
 
     async def drain(self) -> None:
-        """Every service is not ready from here on."""
+        """Reports every service as not ready from now on."""
         self._draining = True
         await self._publish()
 
@@ -45,7 +45,7 @@ class HealthBoard:
 
     @property
     def ready(self) -> bool:
-        """Whether all services are ready, and there is one."""
+        """Whether there is a service and all are ready."""
         return bool(self._ready) and all(self.services.values())
 
     async def _publish(self) -> None:

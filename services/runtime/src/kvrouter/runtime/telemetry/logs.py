@@ -1,4 +1,4 @@
-"""Logs: one event a line on stderr, as JSON or for a terminal. Lines never hold prompts or tokens."""
+"""Structured logs on stderr, one event per line, as JSON or for a terminal. They never contain prompts or tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 def configure(level: str = "info", format: Literal["json", "console"] = "json", component: str = "") -> None:  # noqa: A002
-    """Sets up logging for the process.
+    """Configures logging for the process.
 
     Args:
-        level: Least level that is logged: debug, info, warning or error.
-        format: ``json``, or ``console`` for people.
-        component: Name under which lines appear that name no component themselves.
+        level: Minimum level: debug, info, warning or error.
+        format: ``json``, or ``console`` for terminals.
+        component: Component of lines that do not name one.
     """
 
     def name_component(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -31,7 +31,7 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
         name_component,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
-    # Tracebacks are plain text: the richer forms print local variables, prompts among them.
+    # Tracebacks are plain text, because richer formats print local variables and with them prompts.
     last: list[Any]
     if format == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
@@ -50,7 +50,7 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
 
 
 class _IntoStructlog(logging.Handler):
-    """What libraries log by the standard library comes out in the same form."""
+    """Passes log records of libraries to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger().log(

@@ -1,7 +1,7 @@
-"""Prometheus metrics and the small HTTP server beside each service that shows them.
+"""Prometheus metrics, and the HTTP ops server that exposes them.
 
-Every service object takes the registry that its metrics go to, so that several services share a process and tests start
-from nothing.
+Every service takes the registry for its metrics as an argument, so that several services can share a process and each
+test starts with an empty registry.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 log = structlog.get_logger(component="ops")
 
 _MAX_CONNECTIONS = 256
-"""Scrapers and probes."""
+"""Limit of connections to the ops server, which only scrapers and probes use."""
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the figures of the process: release, core, memory, CPU time, open files, garbage collection."""
+    """Returns a registry with the process's own metrics: release, core, memory, CPU time, open files, collections."""
     registry = CollectorRegistry()
     build = Info(
         "kvrouter_build",
@@ -46,7 +46,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.Application:
-    """``/metrics``; ``/health``: the process answers; ``/ready``: 200 if every service in it is ready, else 503."""
+    """Returns the application with ``/metrics``, ``/health`` (always 200) and ``/ready`` (200, or 503 if not ready)."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -72,16 +72,16 @@ def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.App
 async def serving_ops(
     bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float
 ) -> AsyncIterator[str]:
-    """The ops server while the context lasts; yields its address, host:port, or nothing where ``bind`` is empty.
+    """Serves the ops endpoints while the context lasts; yields their address, host:port, or "" if ``bind`` is empty.
 
     Args:
-        bind: The address to listen on.
-        registry: The metrics that it shows, its own among them.
-        health: What is ready.
-        header_seconds: Time for the headers of a request.
+        bind: Address to listen on.
+        registry: Metrics to expose; the server's own are added.
+        health: Readiness of the services.
+        header_seconds: Maximum time for the headers of a request.
 
     Raises:
-        BindFailed: the address cannot be listened on.
+        BindFailed: the port is in use or the address is not one of this machine's.
     """
     if not bind:
         yield ""

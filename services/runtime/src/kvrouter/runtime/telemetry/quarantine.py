@@ -1,11 +1,11 @@
-"""A process's quarantine, which counts what could not be decoded."""
+"""A quarantine with metrics."""
 
 from kvrouter.net.decoding import Quarantine
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 def metered_quarantine(registry: CollectorRegistry) -> Quarantine:
-    """Makes the quarantine of a process."""
+    """Returns the quarantine of a process, which counts its rejections in the registry."""
     rejected = Counter(
         "kvrouter_quarantined",
         "Entries of etcd and messages of NATS that were quarantined because they cannot be decoded.",
