@@ -1,4 +1,4 @@
-"""Generates the Python side of the contract: messages, their types, and plain gRPC stubs, below ``src``.
+"""Generates the Python code of the contract below ``src``: messages, their types, and gRPC stubs.
 
 Needs the packages of ``requirements.txt``; ``make protos`` runs it in an environment that has them.
 """

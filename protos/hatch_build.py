@@ -1,4 +1,4 @@
-"""Build hook of kvrouter-protos: code is generated on the machine that builds and never committed."""
+"""Build hook of kvrouter-protos. Code is generated on the machine that builds and never committed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 
 
 class GenerateHook(BuildHookInterface[Any]):
-    """Called by hatchling before it builds a wheel, editable or not."""
+    """Generates the code before hatchling builds a wheel, editable or not."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's signature
-        """Generates the code, or takes what ``make protos`` has generated where this environment has no generator.
+        """Generates the code. Without a generator in this environment, uses what ``make protos`` has generated.
 
         Raises:
             FileNotFoundError: there is neither a generator nor generated code.

@@ -1,7 +1,7 @@
 """Names of etcd keys, JetStream streams and NATS subjects: the part of the contract that protobuf cannot express.
 
-A component is named ``namespace/component``; both parts consist of letters, digits, ``-`` and ``_``, which makes them
-safe in keys, subjects and stream names alike.
+A component is named ``namespace/component``. Both parts consist of letters, digits, ``-`` and ``_``, which are safe in
+keys, subjects and stream names alike.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ _WORKER_KEY = re.compile(r"/workers/([0-9a-f]{16})$")
 
 
 class InvalidName(ValueError):
-    """A namespace or component name has characters that are not allowed in keys or subjects."""
+    """A name has characters that are not allowed in keys or subjects."""
 
 
 def check_name(name: str) -> str:
-    """Returns ``name``.
+    """Returns the name if it is valid.
 
     Raises:
         InvalidName: it is empty, longer than 64 characters, or has others than letters, digits, ``-`` and ``_``.
     """
     if not _NAME.fullmatch(name):
-        raise InvalidName(f"{name!r} is not a name: use 1 to 64 letters, digits, '-' or '_'")
+        raise InvalidName(f"expected a name of 1 to 64 letters, digits, '-' or '_', received {name!r}")
     return name
 
 
 def namespace_prefix(namespace: str) -> str:
-    """Prefix of every key of a namespace."""
+    """Returns the prefix of all keys of a namespace."""
     return f"{_ROOT}/{check_name(namespace)}/"
 
 
 def components_prefix(namespace: str) -> str:
-    """Prefix of the keys of all components of a namespace."""
+    """Returns the prefix of the keys of all components of a namespace."""
     return f"{namespace_prefix(namespace)}components/"
 
 
 def services_prefix(namespace: str, kind: str) -> str:
-    """Prefix of the registrations of the services of one kind: indexer, scheduler or frontend."""
+    """Returns the prefix of the registrations of one kind of service: indexer, scheduler or frontend."""
     return f"{namespace_prefix(namespace)}services/{kind}/"
 
 
 def service_key(namespace: str, kind: str, instance_id: str) -> str:
-    """Key of a ServiceRegistration."""
+    """Returns the key of a ServiceRegistration."""
     return services_prefix(namespace, kind) + check_name(instance_id)
 
 
 def threshold_key(namespace: str, model: str) -> str:
-    """Key of a BusyThresholdsRecord; models may contain slashes."""
+    """Returns the key of a BusyThresholdsRecord. Models may contain slashes."""
     return f"{namespace_prefix(namespace)}thresholds/{model}"
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentName:
-    """A component, and the names of all that belongs to it."""
+    """A component's name, and the names derived from it."""
 
     namespace: str
     name: str
@@ -67,14 +67,14 @@ class ComponentName:
 
     @classmethod
     def parse(cls, text: str) -> ComponentName:
-        """Reads ``namespace/component``.
+        """Parses ``namespace/component``.
 
         Raises:
             InvalidName: the text has another form.
         """
         namespace, slash, name = text.partition("/")
         if not slash:
-            raise InvalidName(f"{text!r} is not a component: write namespace/component")
+            raise InvalidName(f"expected namespace/component, received {text!r}")
         return cls(namespace, name)
 
     def __str__(self) -> str:
@@ -96,15 +96,15 @@ class ComponentName:
         return f"{self.prefix}workers/"
 
     def worker_key(self, worker_id: int) -> str:
-        """Key of a WorkerRegistration."""
+        """Returns the key of a WorkerRegistration."""
         return f"{self.workers_prefix}{worker_id:016x}"
 
     def incarnation_key(self, worker_id: int) -> str:
-        """Key of an IncarnationRecord."""
+        """Returns the key of an IncarnationRecord."""
         return f"{self.prefix}incarnations/{worker_id:016x}"
 
     def applied_key(self, replica_id: str) -> str:
-        """Key of an AppliedRecord."""
+        """Returns the key of an AppliedRecord."""
         return f"{self.prefix}applied/{check_name(replica_id)}"
 
     @property
@@ -119,7 +119,7 @@ class ComponentName:
 
     @property
     def stream(self) -> str:
-        """Name of the JetStream stream of the component's events. ``.`` cannot occur, so the two parts stay apart."""
+        """Name of the component's JetStream stream of events. Names have no ``=``, so that it is unambiguous."""
         return f"kvrouter-v1={self.namespace}={self.name}"
 
     @property
@@ -129,42 +129,42 @@ class ComponentName:
 
     @property
     def events_wildcard(self) -> str:
-        """Subjects of the durable events of every rank."""
+        """Wildcard of the subjects of all ranks' durable events."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.events.>"
 
     def events_subject(self, worker_id: int, dp_rank: int) -> str:
-        """Subject of the durable events of one rank."""
+        """Returns the subject of one rank's durable events."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.events.{worker_id:016x}.{dp_rank}"
 
     @property
     def live_wildcard(self) -> str:
-        """Subjects of the Core NATS transport's events of every rank."""
+        """Wildcard of the subjects of all ranks' events over Core NATS."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.live.>"
 
     def live_subject(self, worker_id: int, dp_rank: int) -> str:
-        """Subject of the Core NATS transport's events of one rank."""
+        """Returns the subject of one rank's events over Core NATS."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.live.{worker_id:016x}.{dp_rank}"
 
     @property
     def load_wildcard(self) -> str:
-        """Subjects of the load reports of every rank."""
+        """Wildcard of the subjects of all ranks' load reports."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.load.>"
 
     def load_subject(self, worker_id: int, dp_rank: int) -> str:
-        """Subject of the load reports of one rank."""
+        """Returns the subject of one rank's load reports."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.load.{worker_id:016x}.{dp_rank}"
 
     @property
     def sync_subject(self) -> str:
-        """Subject on which Schedulers tell each other of bookings."""
+        """Subject on which Schedulers announce bookings to each other."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.sync"
 
     def sync_state_subject(self, scheduler_id: str) -> str:
-        """Subject on which one Scheduler answers requests for its state."""
+        """Returns the subject on which a Scheduler answers requests for its state."""
         return f"kvrouter.v1.{self.namespace}.{self.name}.sync-state.{check_name(scheduler_id)}"
 
 
 def worker_id_of_key(key: str) -> int | None:
-    """The worker that a registration's key names, or None for a key of another kind."""
+    """Returns the worker id in a registration's key; None for keys of other kinds."""
     match = _WORKER_KEY.search(key)
     return int(match.group(1), 16) if match else None
