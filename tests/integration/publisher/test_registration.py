@@ -43,7 +43,7 @@ async def test_a_worker_registers_and_signs_off(namespace: str, etcd_endpoint: s
         ]
         assert found.publishes_events
         assert not found.draining
-        with pytest.raises(UnknownRank, match="rank 1"):
+        with pytest.raises(UnknownRank, match="received 1"):
             worker.rank(1)
     assert await registration(settings) is None
 
@@ -118,10 +118,10 @@ async def test_a_worker_waits_for_etcd(namespace: str, own_etcd: EtcdServer, nat
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("block_size", 8, "block_size: 4 there, 8 here"),
-        ("model", "other", "model: 'm' there, 'other' here"),
-        ("role", Role.ROLE_PREFILL, "role: 'ROLE_BOTH' there, 'ROLE_PREFILL' here"),
-        ("max_model_len", 5, "max_model_len: 0 there, 5 here"),
+        ("block_size", 8, "block_size: expected 4, this worker has 8"),
+        ("model", "other", "model: expected 'm', this worker has 'other'"),
+        ("role", Role.ROLE_PREFILL, "role: expected 'ROLE_BOTH', this worker has 'ROLE_PREFILL'"),
+        ("max_model_len", 5, "max_model_len: expected 0, this worker has 5"),
     ],
 )
 async def test_a_worker_that_differs_is_refused(

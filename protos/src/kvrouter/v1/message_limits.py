@@ -1,8 +1,8 @@
-"""Bounds on what a message may hold, checked on its encoding before it is parsed.
+"""Size limits of messages, checked on the encoding before it is parsed.
 
-A parser can make forty bytes of one: an empty submessage has 2 bytes on the wire and some 70 in memory, and a 64-bit id
-1 and 8. Only token ids and hashes are long in a sound message, in packed fields of fixed width. Parsed, these take as
-many bytes as their encoding; everything besides them is bounded.
+Parsing can multiply the size by forty: an empty submessage has 2 bytes on the wire and about 70 in memory, a 64-bit id
+1 and 8. Only token ids and hashes are long in a valid message. Their fields are packed and of fixed width, so that they
+do not grow. Everything besides them is limited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 SMALL_BYTES = 128 << 10
-"""Messages up to this size are not looked into: whatever they hold takes a few megabytes."""
+"""Messages up to this size are not checked: whatever they contain takes a few megabytes."""
 
 LONG_FIELDS = frozenset(
     {
@@ -34,7 +34,7 @@ _ELEMENT_BYTES = {FieldDescriptor.TYPE_FIXED32: 4, FieldDescriptor.TYPE_FIXED64:
 
 
 class InvalidMessage(ValueError):
-    """A message is not well formed, or holds more than it may."""
+    """A message is malformed, or exceeds a limit."""
 
     def __init__(self, message: str, *, field: str = "", advice: str = "") -> None:
         super().__init__(message)
@@ -46,28 +46,28 @@ class TooManyElements(InvalidMessage):
     """A long field has more elements than the limit."""
 
     def __init__(self, count: int, limit: int, *, field: str) -> None:
-        super().__init__(f"{field} has {count} elements, the limit is {limit}", field=field)
+        super().__init__(f"{field} has {count} elements; the limit is {limit}", field=field)
         self.count = count
         self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """What a message may hold."""
+    """Size limits of a message."""
 
     elements: int | None = None
-    """Most elements of a long field; None for as many as come."""
+    """Maximum number of elements of a long field; None for no limit."""
     besides_bytes: int = 512 << 10
-    """Most bytes besides the long fields."""
+    """Maximum number of bytes besides the long fields."""
     records: int = 16_384
-    """Most fields besides the long ones, each element of a repeated field among them."""
+    """Maximum number of fields besides the long ones; each element of a repeated field counts."""
 
     def check(self, encoded: bytes, kind: type[Message]) -> None:
-        """Accepts the encoding of a message, or says what is too long in it: a small one always.
+        """Checks the encoding of a message. A message of at most ``SMALL_BYTES`` always passes.
 
         Raises:
-            InvalidMessage: it is not well formed, or holds too much besides its long fields.
-            TooManyElements: a long field has too many.
+            InvalidMessage: the message is malformed, or exceeds a limit besides its long fields.
+            TooManyElements: a long field has too many elements.
         """
         if len(encoded) <= SMALL_BYTES:
             return
@@ -81,7 +81,7 @@ class MessageLimits:
                 counts[path] = counts.get(path, 0) + elements
             if besides > self.besides_bytes or records > self.records:
                 raise InvalidMessage(
-                    f"{path} has too many elements or is too long: a message may hold {self.besides_bytes} bytes in"
+                    f"{path} has too many elements or is too long: a message may have {self.besides_bytes} bytes in"
                     f" {self.records} fields and elements, besides packed tokens and hashes",
                     field=path,
                     advice="Send less in this field; send token ids and hashes packed.",
@@ -139,7 +139,7 @@ def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 def _leads_to_long(message: Descriptor | None) -> TypeGuard[Descriptor]:
-    """Whether a message has a long field, or one that leads to one."""
+    """Returns whether a message has a long field, directly or in a submessage."""
     return message is not None and _has_long(message)
 
 

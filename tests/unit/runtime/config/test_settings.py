@@ -107,7 +107,7 @@ def test_settings_are_frozen_and_their_ids_differ() -> None:
         (["--weight", "heavy"], {}, "--weight: "),
         (["--kv-overlap-score-weight", "-1"], {}, "--kv-overlap-score-weight: "),
         ([], {"KVROUTER_KV_OVERLAP_SCORE_WEIGHT": "-1"}, "KVROUTER_KV_OVERLAP_SCORE_WEIGHT: "),
-        (["--namespace", "a.b"], {}, "--namespace: 'a.b' is not a name"),
+        (["--namespace", "a.b"], {}, "--namespace: expected a name of 1 to 64"),
         (["--bind", "nowhere"], {}, "--bind: expected host:port"),
         (["--bind", "::1:80"], {}, "--bind: expected host:port"),
         (["--bind", "h:99999"], {}, "--bind: expected host:port"),
@@ -129,8 +129,8 @@ def test_a_wrong_value_names_its_source(argv: list[str], environ: dict[str, str]
         ("[gateway]\nwieght = 2", "wieght in [gateway] of {}: unknown option"),
         ("[gatevay]\nweight = 2", "gatevay in {}: unknown option"),
         ("weight = 'x'", "weight in {}: "),
-        ("gateway = 1", "{}: gateway is to be a table"),
-        ("weight =", "{} is not TOML"),
+        ("gateway = 1", "{}: expected gateway to be a table"),
+        ("weight =", "{} is not valid TOML"),
     ],
 )
 def test_a_wrong_file_names_the_place(text: str, message: str, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_wrong_option_is_one_line(argv: tuple[str, ...], words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("x = ", "is not TOML"),
+        ("x = ", "is not valid TOML"),
         ("", "components: field required"),
         ('[[components]]\nmodel = "m"\nworkers = []', "components.0.workers"),
         ('[[components]]\nworkers = [{endpoint = "h:1"}]', "components.0.model: field required"),
@@ -115,5 +115,5 @@ def test_a_wrong_file_is_one_line_that_names_it(text: str, words: str, tmp_path:
 def test_a_file_and_a_model_beside_it_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "workers.toml"
     path.write_text(FILE)
-    with pytest.raises(SettingsError, match="leave --static-model out"):
+    with pytest.raises(SettingsError, match="remove --static-model"):
         read("--static-workers", str(path), "--static-model", "m")
