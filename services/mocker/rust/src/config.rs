@@ -1,4 +1,4 @@
-//! What one engine is like, and how long its steps take. `kvrouter.mocker.engine.config` and `time_model` say it in full.
+//! Configuration of one engine and the time of its steps, as in `kvrouter.mocker.engine.config` and `time_model`.
 
 #[derive(Clone, Copy)]
 pub struct TimeModel {
@@ -12,7 +12,7 @@ pub struct TimeModel {
 }
 
 impl TimeModel {
-    /// Seconds at speed 1. The order of the operations is the oracle's, so that times are equal to the last bit.
+    /// Returns the seconds at speed 1. The order of operations is that of the reference, so that times are equal.
     pub fn step_seconds(&self, prefill_tokens: u64, decode_tokens: u64, capacity_tokens: u64) -> f64 {
         let mut ms = 0.0;
         if prefill_tokens > 0 {
@@ -46,7 +46,7 @@ impl Config {
         (self.num_blocks * self.block_size) as u64
     }
 
-    /// Blocks that hold so many tokens, the last one perhaps in part.
+    /// Returns the number of blocks for so many tokens; the last one may be partial.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.block_size)
     }

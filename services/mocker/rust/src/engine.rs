@@ -1,5 +1,5 @@
-//! One rank: its scheduler and its KV cache. The rules of a step are written down in `kvrouter.mocker.engine.reference`, which is
-//! the oracle of this file; the order of operations is the same, so that outputs, events and times are equal.
+//! One rank: its scheduler and its KV cache. `kvrouter.mocker.engine.reference` documents the rules of a step. The
+//! order of operations is the same there and here, so that outputs, events and times are equal.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -35,13 +35,13 @@ pub enum Finish {
     Stop,
 }
 
-/// What a step gave one request.
+/// Output of one request in a step.
 pub struct Output {
     pub number: u64,
     pub token: u32,
     pub finish: Finish,
     pub first: bool,
-    /// Seconds since its token before this one; 0 for the first.
+    /// Seconds since its previous token; 0 for the first.
     pub gap: f64,
     pub prompt_tokens: usize,
     /// Prompt and output.
@@ -70,11 +70,11 @@ pub struct Engine {
     unused: Vec<Handle>,
     by_number: HashMap<u64, Handle>,
     waiting: VecDeque<Handle>,
-    /// In the order of admission.
+    /// In order of admission.
     decoding: Vec<Handle>,
     /// Admitted after all that decode or complete.
     prefilling: Option<Handle>,
-    /// Their prefill ends with the step under way.
+    /// Their prefill ends with the running step.
     completing: Vec<Handle>,
     in_step: bool,
     clear: bool,
@@ -111,7 +111,7 @@ impl Engine {
         self.waiting.len()
     }
 
-    /// Put a request into the queue. The driver has checked its length, its number and the queue's bound.
+    /// Puts a request into the queue. The driver has checked its length, its number and the queue's limit.
     pub fn submit(&mut self, request: Request, now: f64) {
         let sequence = Sequence::new(request, &self.config, now);
         let number = sequence.number;
@@ -129,7 +129,7 @@ impl Engine {
         self.waiting.push_back(handle);
     }
 
-    /// Schedule a step; None if there is nothing to do. None may be under way.
+    /// Schedules a step; returns None if there is nothing to do. No step may be running.
     pub fn begin_step(&mut self, now: f64) -> Option<Step> {
         let cleared = self.clear;
         if cleared {
@@ -161,7 +161,7 @@ impl Engine {
         Some(Step { seconds, prefill_tokens, reused_tokens, decode_sequences, preempted })
     }
 
-    /// End the step under way; `outputs` gets what it gave each request, oldest first.
+    /// Ends the running step; appends its output for each request to `outputs`, oldest request first.
     pub fn end_step(&mut self, now: f64, mut output: impl FnMut(Output)) {
         self.in_step = false;
         let mut ended = Vec::new();
@@ -201,12 +201,12 @@ impl Engine {
         if !ended.is_empty() {
             let sequences = &self.sequences;
             self.decoding.retain(|handle| sequences[*handle].is_some());
-            // Handles are free only once no list names them.
+            // Handles may be reused only once no list contains them.
             self.unused.append(&mut ended);
         }
     }
 
-    /// End a request at once. Returns (cached tokens, submitted, scheduled); None: it is not here.
+    /// Ends a request at once. Returns (cached tokens, submitted, scheduled); None if it is unknown.
     pub fn abort(&mut self, number: u64) -> Option<(usize, f64, f64)> {
         let handle = *self.by_number.get(&number)?;
         if self.prefilling == Some(handle) {
@@ -221,7 +221,7 @@ impl Engine {
         Some((sequence.cached_tokens, sequence.submitted_at, scheduled_at))
     }
 
-    /// Empty the cache with the next step.
+    /// Empties the cache in the next step.
     pub fn clear_cache(&mut self) {
         self.clear = true;
     }
@@ -244,7 +244,7 @@ impl Engine {
         self.pool.table()
     }
 
-    #[allow(clippy::expect_used)] // a list names a sequence as long as it lives
+    #[allow(clippy::expect_used)] // lists contain existing sequences only
     fn get(&self, handle: Handle) -> &Sequence {
         self.sequences[handle].as_ref().expect("the sequence lives")
     }
@@ -254,7 +254,7 @@ impl Engine {
         self.sequences[handle].as_mut().expect("the sequence lives")
     }
 
-    /// Make room for one token of each decoding sequence; returns how many decode.
+    /// Makes room for one token of each decoding sequence; returns how many decode.
     fn schedule_decodes(&mut self) -> usize {
         let mut at = 0;
         while at < self.decoding.len() {
@@ -278,7 +278,7 @@ impl Engine {
         self.decoding.len()
     }
 
-    /// Schedule the next chunk of the prefill under way; returns its tokens.
+    /// Schedules the next chunk of the unfinished prefill; returns its tokens.
     fn continue_prefill(&mut self, budget: usize) -> usize {
         let Some(handle) = self.prefilling else { return 0 };
         if budget == 0 {
@@ -295,7 +295,7 @@ impl Engine {
         chunk
     }
 
-    /// Admit waiting requests, schedule their first chunks; returns the tokens of those and the tokens reused.
+    /// Admits waiting requests and schedules their first chunks; returns tokens scheduled and tokens reused.
     fn admit(&mut self, budget: usize, now: f64) -> (usize, usize) {
         let (mut scheduled, mut reused) = (0, 0);
         let mut running = self.by_number.len() - self.waiting.len();
@@ -330,7 +330,7 @@ impl Engine {
         (scheduled, reused)
     }
 
-    /// Schedule `chunk` more tokens of a prefill, for which there are blocks.
+    /// Schedules `chunk` more tokens of a prefill, for which there are enough blocks.
     fn compute(&mut self, handle: Handle, chunk: usize) {
         let sequence = self.get(handle);
         let computed = sequence.computed + chunk;
@@ -360,7 +360,7 @@ impl Engine {
         sequence.room += count * block_size;
     }
 
-    /// Cache what blocks are full once `computed` tokens are.
+    /// Makes the blocks cached that are full once `computed` tokens are computed.
     fn store(&mut self, handle: Handle, computed: usize) {
         let width = 4 * self.config.block_size;
         let Some(sequence) = self.sequences[handle].as_mut() else { return };
@@ -383,7 +383,7 @@ impl Engine {
         }
     }
 
-    /// Send the sequence that was admitted last back to the head of the queue.
+    /// Returns the sequence that was admitted last to the head of the queue.
     fn preempt_newest(&mut self) -> Option<Handle> {
         let handle = self.prefilling.take().or_else(|| self.decoding.pop())?;
         self.release(handle);
@@ -398,7 +398,7 @@ impl Engine {
         (sequence.held, sequence.room, sequence.computed) = (0, 0, 0);
     }
 
-    /// Release a sequence and forget it. Its handle is not free before no list names it.
+    /// Releases and removes a sequence. Its handle may be reused only once no list contains it.
     fn end(&mut self, handle: Handle) -> Option<Sequence> {
         self.release(handle);
         let sequence = self.sequences[handle].take()?;

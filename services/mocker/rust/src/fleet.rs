@@ -1,11 +1,10 @@
-//! Engines in virtual time. Steps follow each other on each engine without a pause while there is work.
+//! Engines in virtual time. While an engine has work, its steps follow each other without a pause.
 
 use crate::config::Config;
 use crate::engine::{Engine, Event, Finish};
 use crate::sequence::Request;
 
-/// What a caller in front of the engines sees of one request: its first token, each block that its output begins, its
-/// end.
+/// What the caller of an engine observes of one request: its first token, each block that its output begins, its end.
 pub struct Notice {
     pub at: f64,
     pub engine: usize,
@@ -24,9 +23,9 @@ pub struct CacheEvent {
 
 pub struct Fleet {
     engines: Vec<Engine>,
-    /// When the step under way ends.
+    /// End of each engine's running step.
     ends: Vec<Option<f64>>,
-    /// Whether the engine may have work and is in no step.
+    /// Whether each engine may have work and runs no step.
     ready: Vec<bool>,
     pub now: f64,
     pub notices: Vec<Notice>,
@@ -36,7 +35,7 @@ pub struct Fleet {
     pub busy_seconds: Vec<f64>,
     pub steps: u64,
     pub preemptions: u64,
-    /// Tokens that the caches spared the requests admitted, those that came back after a preemption included.
+    /// Tokens that admitted requests found in the caches, including those that returned after a preemption.
     pub reused_tokens: u64,
     record_events: bool,
 }
@@ -64,21 +63,22 @@ impl Fleet {
         self.engines.get(at)
     }
 
-    /// A request arrives at an engine now; it is part of the step that begins now, if one does.
+    /// Submits a request to an engine now. It is part of the step that begins now, if one does.
     pub fn submit(&mut self, at: usize, request: Request) {
         self.engines[at].submit(request, self.now);
         self.ready[at] = self.ends[at].is_none();
     }
 
-    /// The engine loses all that it holds, its requests too; it begins anew and empty.
+    /// Restarts an engine, which loses its cache and its requests.
     pub fn restart(&mut self, at: usize) {
         self.engines[at] = Engine::new(self.engines[at].config, self.record_events);
         self.ends[at] = None;
         self.ready[at] = false;
     }
 
-    /// Goes on to `until`, or to the first moment before that at which a request got its first token or ended. At the
-    /// moment where it stops all steps that end have ended, and none has begun: what is submitted then is part of them.
+    /// Advances to `until`, or to the first moment before it at which a request gets its first token or ends. All steps
+    /// that end at that moment have then ended and no further step has begun, so that requests submitted now are part
+    /// of the next steps.
     pub fn advance(&mut self, until: f64) {
         while self.now < until {
             self.begin_steps();
@@ -112,7 +112,7 @@ impl Fleet {
         }
     }
 
-    /// Whether anything happened that a router may act on.
+    /// Ends the steps that end now. Returns whether anything happened that a router may act on.
     fn end_steps(&mut self) -> bool {
         let mut notable = false;
         for at in 0..self.engines.len() {

@@ -1,6 +1,6 @@
 //! The simulated engine of kvrouter's mocker and simulator, as the Python module `kvrouter.mocker.engine._native`.
 //!
-//! It judges the router, so it shares no code with the router's core: it has block hashes of its own.
+//! It tests the router, so it shares no code with the router's core and has block hashes of its own.
 
 mod config;
 mod engine;

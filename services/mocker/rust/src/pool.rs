@@ -1,6 +1,6 @@
-//! The paged KV cache: which blocks hold what, and which goes next. The rules are those of `kvrouter.mocker.engine.block_pool`.
+//! The paged KV cache: content of blocks and order of eviction, as in `kvrouter.mocker.engine.block_pool`.
 //!
-//! A page is the place of a block's content. Blocks that are empty, or in use without content yet, are counts only.
+//! A page stores the content of a block. Blocks that are empty, or in use without content, are only counted.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const NONE: u32 = u32::MAX;
 
-/// The engine's own id of a block: XXH3-64 of its tokens (little-endian u32), seeded with the parent's.
+/// Returns the engine hash of a block: XXH3-64 of its tokens (little-endian u32), seeded with the parent's.
 pub fn engine_hash(parent: u64, tokens: &[u8]) -> u64 {
     xxh3_64_with_seed(tokens, parent)
 }
@@ -22,14 +22,14 @@ struct Page {
     root: u64,
     first: bool,
     uses: u32,
-    /// Neighbours among the idle, least recently used first.
+    /// Neighbours in the list of idle blocks, least recently used first.
     before: u32,
     after: u32,
     /// The next younger copy of the same content.
     younger: u32,
 }
 
-/// One row of the block table.
+/// A row of the block table.
 pub struct Row<'a> {
     pub hash: u64,
     pub parent: Option<u64>,
@@ -42,7 +42,7 @@ pub struct Pool {
     total: usize,
     /// Bytes of a block's tokens.
     width: usize,
-    /// Blocks that hold nothing and are used by nobody.
+    /// Number of blocks without content that are not in use.
     empty: usize,
     pages: Vec<Page>,
     /// Content of each page: tokens, little-endian u32.
@@ -92,7 +92,7 @@ impl Pool {
         &self.tokens[start..start + self.width]
     }
 
-    /// The cached blocks that a sequence starts with, at most `limit`. `chain[i]` is the parent hash of block i.
+    /// Returns the cached blocks at the start of a sequence, at most `limit`. `chain[i]` is the parent hash of block i.
     pub fn find(&self, chain: &[u64], tokens: &[u8], limit: usize) -> Vec<u32> {
         let blocks = tokens.chunks_exact(self.width).zip(chain.windows(2)).take(limit);
         blocks.map_while(|(content, link)| self.lookup(link[0], link[1], content)).collect()
@@ -103,7 +103,7 @@ impl Pool {
         self.cached.find(hash, holds).copied()
     }
 
-    /// Use cached blocks once more.
+    /// Uses cached blocks once more.
     pub fn hold(&mut self, pages: &[u32]) {
         for &page in pages {
             if self.pages[page as usize].uses == 0 {
@@ -113,7 +113,7 @@ impl Pool {
         }
     }
 
-    /// Take free blocks into use, without content; `evicted` gets the hashes of the copies that go, in order.
+    /// Takes free blocks into use, without content; appends the hashes of evicted copies to `evicted`, in order.
     pub fn take(&mut self, count: usize, evicted: &mut Vec<u64>) {
         let from_empty = count.min(self.empty);
         self.empty -= from_empty;
@@ -148,7 +148,7 @@ impl Pool {
         pages[at as usize].younger = younger;
     }
 
-    /// Give a block in use its content: it becomes cached.
+    /// Makes a block in use cached, with its content.
     pub fn store(&mut self, parent: u64, hash: u64, content: &[u8], root: u64, first: bool) -> u32 {
         let page = Page { parent, hash, root, first, uses: 1, before: NONE, after: NONE, younger: NONE };
         let at = match self.unused.pop() {
@@ -184,9 +184,9 @@ impl Pool {
         at
     }
 
-    /// End a sequence's use of its blocks: `pages` in the order of the prompt, and `contentless` more.
+    /// Ends a sequence's use of its blocks: `pages` in the order of the prompt, and `contentless` further ones.
     ///
-    /// The tail becomes idle first, so it is evicted before what leads to it.
+    /// The last block becomes idle first, so that it is evicted before its ancestors.
     pub fn release(&mut self, pages: &[u32], contentless: usize) {
         self.empty += contentless;
         for &page in pages.iter().rev() {
@@ -197,12 +197,12 @@ impl Pool {
         }
     }
 
-    /// Forget all content. Nothing may be in use.
+    /// Drops all content. No block may be in use.
     pub fn clear(&mut self) {
         *self = Self::new(self.total, self.width / 4);
     }
 
-    /// What is cached, in use or idle: a row for each content.
+    /// Returns the cached blocks, in use or idle: one row for each content.
     pub fn table(&self) -> impl Iterator<Item = Row<'_>> {
         self.cached.iter().map(|&at| {
             let page = &self.pages[at as usize];

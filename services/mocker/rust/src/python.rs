@@ -1,4 +1,4 @@
-//! Conversions at the edge. Requests go by numbers; the Python side checks what callers send before it comes here.
+//! Python bindings. Requests are identified by numbers; the Python side validates all arguments.
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -28,7 +28,7 @@ fn config(settings: Settings) -> PyResult<Config> {
         time,
     ) = settings;
     if block_size == 0 || num_blocks == 0 || num_blocks > u32::MAX as usize || max_batched_tokens < max_sequences {
-        return Err(PyValueError::new_err("no engine can have these settings"));
+        return Err(PyValueError::new_err("no engine can run with these settings"));
     }
     let (prefill_n2_ms, prefill_n1_ms, prefill_n0_ms, decode_p2_ms, decode_p1_ms, decode_p0_ms, decode_floor_ms) = time;
     let time_model = TimeModel {
@@ -62,7 +62,7 @@ fn pack_hashes<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBy
     })
 }
 
-/// (hashes, parent or None, tokens, root) of a store, (hashes,) of a removal, () when all is cleared.
+/// (hashes, parent or None, tokens, root) for a store, (hashes,) for a removal, () if all was cleared.
 fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTuple>> {
     match event {
         Event::Stored { parent, hashes, tokens, root } => {
@@ -73,7 +73,7 @@ fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTup
     }
 }
 
-/// One engine; `kvrouter.mocker.engine.native` gives it the interface of `kvrouter.mocker.engine.reference`.
+/// One engine; `kvrouter.mocker.engine.native` wraps it in the interface of `kvrouter.mocker.engine.reference`.
 #[pyclass(module = "kvrouter.mocker.engine._native")]
 pub struct Engine {
     model: Model,
@@ -102,16 +102,16 @@ impl Engine {
         now: f64,
     ) -> PyResult<()> {
         if self.model.holds(number) {
-            return Err(PyValueError::new_err(format!("request {number} is here already")));
+            return Err(PyValueError::new_err(format!("request {number} is already running or waiting")));
         }
         self.model.submit(Request { number, prompt: prompt.to_vec(), max_tokens, root, stream, stop }, now);
         Ok(())
     }
 
-    /// ((seconds, prefill tokens, tokens reused, sequences that decode, preempted), events); None: nothing to do.
+    /// Returns ((seconds, prefill tokens, tokens reused, decoding sequences, preempted), events); None without work.
     fn begin_step<'py>(&mut self, py: Python<'py>, now: f64) -> PyResult<Option<Bound<'py, PyTuple>>> {
         if self.model.in_step() {
-            return Err(PyRuntimeError::new_err("a step is under way"));
+            return Err(PyRuntimeError::new_err("a step is already running: call end_step first"));
         }
         let Some(step) = self.model.begin_step(now) else { return Ok(None) };
         let events: Vec<_> = self.model.events.iter().map(|event| event_tuple(py, event)).collect::<PyResult<_>>()?;
@@ -120,11 +120,12 @@ impl Engine {
         Ok(Some((totals, PyList::new(py, events)?).into_pyobject(py)?))
     }
 
-    /// (number, token, 0 or 1 for length or 2 for stop, first, cached tokens, submitted at, scheduled at) of each.
+    /// Returns for each output (number, token, finish: 0 none, 1 length, 2 stop, first, cached tokens, submitted at,
+    /// scheduled at).
     #[expect(clippy::type_complexity, reason = "a row")]
     fn end_step(&mut self, now: f64) -> PyResult<Vec<(u64, u32, u8, bool, usize, f64, f64)>> {
         if !self.model.in_step() {
-            return Err(PyRuntimeError::new_err("no step is under way"));
+            return Err(PyRuntimeError::new_err("no step is running: call begin_step first"));
         }
         let mut rows = Vec::new();
         self.model.end_step(now, |output| {
@@ -146,7 +147,7 @@ impl Engine {
         Ok(rows)
     }
 
-    /// (cached tokens, submitted at, scheduled at); None: it is not here.
+    /// Returns (cached tokens, submitted at, scheduled at); None if the request is unknown.
     fn abort(&mut self, number: u64) -> Option<(usize, f64, f64)> {
         self.model.abort(number)
     }
@@ -155,13 +156,13 @@ impl Engine {
         self.model.clear_cache();
     }
 
-    /// (running, waiting, active blocks, cached blocks, prefill tokens)
+    /// Returns (running, waiting, active blocks, cached blocks, prefill tokens).
     fn load(&self) -> (usize, usize, usize, usize, usize) {
         let load = self.model.load();
         (load.running, load.waiting, load.active_blocks, load.cached_blocks, load.prefill_tokens)
     }
 
-    /// (hash, parent or None, tokens, root, copies) of each cached block.
+    /// Returns (hash, parent or None, tokens, root, copies) of each cached block.
     #[expect(clippy::type_complexity, reason = "a row")]
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Vec<(u64, Option<u64>, Bound<'py, PyBytes>, u64, usize)>> {
         self.model
@@ -171,7 +172,7 @@ impl Engine {
     }
 }
 
-/// Engines in virtual time; `kvrouter.simulator.engines.fleet` says what it does, in Python.
+/// Engines in virtual time; `kvrouter.simulator.engines.fleet` documents it.
 #[pyclass(module = "kvrouter.mocker.engine._native")]
 pub struct Fleet {
     engines: Engines,
@@ -222,7 +223,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Returns the notices: (at, engine, number, output tokens so far, cached tokens, finished) of each.
+    /// Returns the notices as (at, engine, number, output tokens so far, cached tokens, finished).
     fn advance(&mut self, py: Python<'_>, until: f64) -> Vec<(f64, usize, u64, usize, usize, bool)> {
         let engines = &mut self.engines;
         py.detach(|| engines.advance(until));
@@ -230,7 +231,7 @@ impl Fleet {
         rows.map(|n| (n.at, n.engine, n.number, n.generated, n.cached_tokens, n.finished)).collect()
     }
 
-    /// What was stored and removed since the last call: (at, engine, event) of each.
+    /// Returns the cache events since the last call as (at, engine, event).
     fn take_events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = self
             .engines
@@ -242,7 +243,7 @@ impl Fleet {
         PyList::new(py, rows)
     }
 
-    /// (running, waiting, active blocks, cached blocks, prefill tokens) of an engine.
+    /// Returns (running, waiting, active blocks, cached blocks, prefill tokens) of an engine.
     fn load(&self, engine: usize) -> PyResult<(usize, usize, usize, usize, usize)> {
         let Some(model) = self.engines.engine(engine) else {
             return Err(PyValueError::new_err(format!("there is no engine {engine}")));
@@ -251,7 +252,7 @@ impl Fleet {
         Ok((load.running, load.waiting, load.active_blocks, load.cached_blocks, load.prefill_tokens))
     }
 
-    /// Seconds between tokens, sorted, as packed little-endian f32.
+    /// Returns the seconds between tokens, sorted, as packed little-endian f32.
     fn sorted_gaps<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let gaps = &mut self.engines.gaps;
         gaps.sort_unstable_by(f32::total_cmp);
@@ -263,7 +264,7 @@ impl Fleet {
         })
     }
 
-    /// (steps, preemptions, tokens reused, busy seconds by engine)
+    /// Returns (steps, preemptions, tokens reused, busy seconds by engine).
     fn totals(&self) -> (u64, u64, u64, Vec<f64>) {
         let engines = &self.engines;
         (engines.steps, engines.preemptions, engines.reused_tokens, engines.busy_seconds.clone())

@@ -1,18 +1,18 @@
-//! A request inside the engine: the tokens known so far, how many of them are computed, the blocks it holds.
+//! A request in the engine: its known tokens, how many of them are computed, and its blocks.
 
 use crate::config::Config;
 use crate::pool::engine_hash;
 
-/// What the driver hands in.
+/// A request as the driver submits it.
 pub struct Request {
-    /// The driver's name for it.
+    /// The driver's number of the request.
     pub number: u64,
     /// Tokens, little-endian u32.
     pub prompt: Vec<u8>,
     pub max_tokens: usize,
     /// Parent hash of its first block.
     pub root: u64,
-    /// Start of the stream that its output tokens are drawn from.
+    /// Initial state of the generator of its output tokens.
     pub stream: u64,
     pub stop: Vec<u32>,
 }
@@ -21,7 +21,7 @@ pub struct Sequence {
     pub number: u64,
     /// The prompt and all output, little-endian u32.
     pub tokens: Vec<u8>,
-    /// How many tokens that is.
+    /// Number of these tokens.
     pub length: usize,
     pub prompt_tokens: usize,
     pub limit: usize,
@@ -32,9 +32,9 @@ pub struct Sequence {
     pub last_output_at: f64,
     pub cached_tokens: usize,
     pub computed: usize,
-    /// Blocks, its own or shared; the first `pages.len()` of them are cached.
+    /// Number of its blocks, own or shared; the first `pages.len()` of them are cached.
     pub held: usize,
-    /// Tokens that the held blocks have place for.
+    /// Tokens that fit into its blocks.
     pub room: usize,
     pub pages: Vec<u32>,
     /// chain[i] is the parent hash of block i, chain[i + 1] its own, for every full block of `tokens`.
@@ -66,7 +66,7 @@ impl Sequence {
         }
     }
 
-    /// Hash the blocks of the prompt, if that is not done yet: it waits until the sequence heads the queue.
+    /// Hashes the blocks of the prompt, if not done yet. This waits until the sequence is first in the queue.
     pub fn cut(&mut self, config: &Config) {
         if !self.chain.is_empty() {
             return;
@@ -80,7 +80,7 @@ impl Sequence {
         }
     }
 
-    /// Draw the next output token: a linear congruential stream (Knuth's MMIX), of which the high half counts.
+    /// Draws the next output token: the high half of a linear congruential generator (Knuth's MMIX).
     pub fn generate(&mut self, config: &Config) -> u32 {
         self.stream = self.stream.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let token = (((self.stream >> 32) * config.vocabulary_size) >> 32) as u32;

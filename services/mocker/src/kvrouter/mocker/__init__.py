@@ -1,1 +1,1 @@
-"""A simulated LLM engine: the pure model of one, and the worker that serves it."""
+"""A simulated LLM engine: the engine model, and the worker that serves it."""

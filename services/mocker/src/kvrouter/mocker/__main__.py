@@ -1,4 +1,4 @@
-"""``kvrouter-mocker``: a simulated engine as a worker."""
+"""Entry point of ``kvrouter-mocker``, a simulated engine as a worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 def main() -> None:
-    """Runs until SIGTERM."""
+    """Runs the worker until SIGTERM."""
     settings = load(MockerSettings, prog="kvrouter-mocker")
     try:
         engine_config(settings, 0, 0)

@@ -1,4 +1,4 @@
-"""The simulated engine as the publisher SDK sees it: requests in, tokens and load out, cache events as they happen."""
+"""Connects the simulated engine to the publisher SDK: requests, output, load and cache events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FINISH = {
 
 
 def publish_to(rank: Callable[[], RankPublisher]) -> Callable[[Iterable[CacheEvent]], None]:
-    """What a driver calls with the events of a step. ``rank`` is asked late: the SDK makes it after the engine."""
+    """Returns the receiver of cache events. ``rank`` is called late, because the SDK creates it after the engine."""
 
     def publish(events: Iterable[CacheEvent]) -> None:
         for event in events:
@@ -58,7 +58,7 @@ def publish_to(rank: Callable[[], RankPublisher]) -> Callable[[Iterable[CacheEve
 
 
 class MockEngine:
-    """One driver for each data parallel rank, behind the SDK's Engine protocol."""
+    """The engines of all data-parallel ranks, behind the SDK's Engine protocol."""
 
     def __init__(self, drivers: Mapping[int, EngineDriver]) -> None:
         self._drivers = drivers
@@ -67,7 +67,7 @@ class MockEngine:
         """Runs a request on its rank.
 
         Raises:
-            RequestRefused: the rank does not exist, or its engine will not take the request.
+            RequestRefused: the rank does not exist, or its engine refuses the request.
         """
         driver = self._drivers.get(request.dp_rank)
         if driver is None:
@@ -82,11 +82,11 @@ class MockEngine:
             raise _refused(refusal) from None
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Aborts requests, whatever their rank."""
+        """Aborts requests on whichever rank, and returns how many of them were running or waiting."""
         return sum(driver.abort(request_id) for request_id in request_ids for driver in self._drivers.values())
 
     def load(self) -> Mapping[int, LoadReport]:
-        """Load by rank."""
+        """Returns the load by rank."""
         return {dp_rank: _load(driver) for dp_rank, driver in self._drivers.items()}
 
 
@@ -109,7 +109,10 @@ def _refused(refusal: EngineRefused) -> RequestRefused:
     match refusal:
         case PromptTooLong():
             return RequestRefused(
-                str(refusal), reason=ErrorReason.ERROR_REASON_PROMPT_TOO_LONG, field="token_ids", advice="Shorten it."
+                str(refusal),
+                reason=ErrorReason.ERROR_REASON_PROMPT_TOO_LONG,
+                field="token_ids",
+                advice="Send a shorter prompt.",
             )
         case QueueFull():
             return RequestRefused(

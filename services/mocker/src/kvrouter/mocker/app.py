@@ -1,4 +1,4 @@
-"""Puts a simulated worker together, and runs it."""
+"""Assembles a simulated worker from its parts and runs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
 
 Publish = Callable[[Iterable[CacheEvent]], None]
-"""What an engine tells the changes of its cache to, once in each step."""
+"""Receives the cache events of each step."""
 
 _ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
 _TRANSPORTS = {
@@ -35,7 +35,7 @@ _TRANSPORTS = {
 
 
 def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> EngineConfig:
-    """The engine of one rank.
+    """Returns the configuration of one rank's engine.
 
     Raises:
         ValueError: no engine could run with these settings.
@@ -53,7 +53,7 @@ def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> Eng
 
 
 def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
-    """The worker as the SDK is told of it.
+    """Returns the worker's configuration for the SDK.
 
     Raises:
         InvalidConfig: a setting is out of range.
@@ -83,14 +83,14 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
 
 
 def worker_id_of(settings: MockerSettings) -> int:
-    """The worker's id: the one that was given, or a made up one."""
+    """Returns the configured worker id, or a random one."""
     return settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
 
 
 def make_drivers(
     settings: MockerSettings, worker_id: int, registry: CollectorRegistry, publishing: Callable[[int], Publish]
 ) -> dict[int, EngineDriver]:
-    """The engine of each rank, with figures of its load; ``publishing`` gives what a rank tells its cache events to."""
+    """Creates each rank's engine with its metrics. ``publishing`` returns the receiver of a rank's cache events."""
     clock = EngineClock(settings.clock_factor)
     lateness = lateness_histogram(registry)
     drivers = {
@@ -109,11 +109,11 @@ def make_drivers(
 
 @asynccontextmanager
 async def running(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[sdk.Worker]:
-    """A simulated worker, registered and serving, while the context lasts.
+    """Runs a simulated worker, registered and serving, while the context lasts.
 
     Raises:
         ValueError: no engine could run with these settings.
-        StartRefused: the worker does not fit its component.
+        StartRefused: the worker does not match its component's descriptor.
     """
     worker_id = worker_id_of(settings)
     publishers: dict[int, sdk.RankPublisher] = {}
@@ -121,7 +121,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
     async with asyncio.TaskGroup() as group:
         stepping: list[asyncio.Task[None]] = []
         try:
-            # The SDK stops first, and lets requests finish: the engines step until it has.
+            # The SDK stops first and lets requests finish, for which the engines must continue to step.
             async with sdk.running(worker_config(settings, worker_id), MockEngine(drivers)) as worker:
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)

@@ -1,9 +1,9 @@
 """Runs an engine model in real time.
 
-Steps follow each other on the engine's clock without a pause while there is work, whatever the process itself loses in
-between: a step begins when the one before it ended, and takes in the requests that had arrived by then. Stamps are
-therefore those of an engine that never waits for Python. How far the process is behind its engine's clock is observed:
-while that is small against a step, callers see the tokens when they should.
+While there is work, steps follow each other without a pause on the engine's clock, however long Python takes in
+between: a step begins at the end of the previous one and includes the requests that had arrived by then. Time stamps
+are therefore those of an engine that never waits for Python. The lateness of the process against the engine's clock is
+measured: while it is small compared with a step, callers receive tokens on time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvrouter.mocker.engine.types import CacheEvent, DuplicateRequest, EngineReq
 
 @dataclass(slots=True)
 class Tokens:
-    """What came out since the last time anyone looked: tokens of one step or of several."""
+    """The output since the previous read: tokens of one or several steps."""
 
     token_ids: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
-    """Engine seconds at which each token came out."""
+    """Engine seconds at which each token was generated."""
     first: Output | None = None
-    """The output with the first token, if it is among these."""
+    """The output with the first token, if these tokens include it."""
     finish_reason: FinishReason | None = None
 
 
 class _Stream:
-    """Outputs of one request on their way to its reader."""
+    """Buffers the output of one request for its reader."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -56,7 +56,7 @@ class _Stream:
 
 
 class EngineDriver:
-    """One rank's engine in real time. ``run`` must be running; ``publish`` is called with the events of each step."""
+    """Runs one rank's engine in real time. ``run`` must be running; ``publish`` receives the events of each step."""
 
     def __init__(
         self,
@@ -67,34 +67,34 @@ class EngineDriver:
         observe_lateness: Callable[[float], None] = lambda _: None,
         stream_interval: int = 1,
     ) -> None:
-        """Makes a driver that does nothing yet.
+        """Starts nothing yet.
 
         Args:
             engine: The model to step.
-            clock: The time that it lives in.
+            clock: The engine's clock.
             publish: Called with the cache events of each step.
-            observe_lateness: Gets, for each step, the engine seconds by which its outputs came late.
-            stream_interval: Tokens, 1 or more, that are gathered before a reader gets them. The first one, and what is
-                there at the end, come at once.
+            observe_lateness: Called for each step with the engine seconds by which its output is late.
+            stream_interval: Tokens, at least 1, that are collected before a reader gets them. The first token and the
+                rest at the end are not delayed.
         """
         self.engine = engine
         self.clock = clock
         self._observe_lateness = observe_lateness
         self._stream_interval = stream_interval
         self.prompt_tokens_total = 0
-        """Prompt tokens of requests that got a first token."""
+        """Prompt tokens of requests with a first token."""
         self.cached_tokens_total = 0
-        """Those of them that came out of the cache."""
+        """Prompt tokens of those requests that were found in the cache."""
         self._publish = publish
         self._arrivals: deque[tuple[float, EngineRequest]] = deque()
         self._streams: dict[str, _Stream] = {}
         self._work = asyncio.Event()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Tokens, None]:
-        """Runs a request and yields what comes out. Leaving early aborts it.
+        """Runs a request and yields its output. Closing the generator early aborts the request.
 
         Raises:
-            RequestRefused: the engine will not take it.
+            RequestRefused: the engine refuses the request.
         """
         self.engine.check(request, waiting=len(self._arrivals))
         if request.request_id in self._streams:
@@ -117,7 +117,7 @@ class EngineDriver:
                 self._abandon(request.request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; its reader gets a last piece that says so. Returns whether it was here."""
+        """Aborts a request, whose reader gets a last piece with that reason. Returns whether it was known."""
         stream = self._streams.get(request_id)
         if stream is None:
             return False
@@ -127,12 +127,12 @@ class EngineDriver:
         return True
 
     def clear_cache(self) -> None:
-        """Empties the cache with the next step."""
+        """Empties the cache in the next step."""
         self.engine.clear_cache()
         self._work.set()
 
     async def run(self) -> None:
-        """Steps the engine, until cancelled."""
+        """Steps the engine until cancelled."""
         at = 0.0
         while True:
             self._submit_until(at)

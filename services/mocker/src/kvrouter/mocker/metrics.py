@@ -1,4 +1,4 @@
-"""Figures of the simulated engine, and of how well it keeps its own time."""
+"""Metrics of the simulated engine, and of its lateness against its own clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LATENESS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2,
 
 
 def lateness_histogram(registry: CollectorRegistry) -> Histogram:
-    """Engine seconds by which the outputs of steps came late: what the machine, not the engine, adds."""
+    """Returns the histogram of lateness, which the machine causes, not the engine model."""
     return Histogram(
         "kvrouter_mocker_step_lateness_seconds",
         "Engine seconds by which the outputs of a step were late.",
@@ -22,7 +22,7 @@ def lateness_histogram(registry: CollectorRegistry) -> Histogram:
 
 
 def expose_load(drivers: Mapping[int, EngineDriver], registry: CollectorRegistry) -> None:
-    """Gauges of each rank's load and cache, read when they are scraped."""
+    """Registers gauges of each rank's load and cache, which are read when they are scraped."""
     described = {
         "running": "Requests that hold KV blocks.",
         "waiting": "Requests in the queue.",

@@ -1,6 +1,6 @@
-"""A simulated worker that stands alone: it serves, and neither registers nor publishes.
+"""A simulated worker that neither registers nor publishes.
 
-For routers that list their workers (``--static-workers``), where there is neither etcd nor NATS.
+It serves routers that list their workers (``--static-workers``) and use neither etcd nor NATS.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger(component="mocker")
 
 @asynccontextmanager
 async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[str]:
-    """A simulated worker that serves while the context lasts; yields its address, host:port.
+    """Serves a simulated worker while the context lasts; yields its address, host:port.
 
     Raises:
         ValueError: no engine could run with these settings.

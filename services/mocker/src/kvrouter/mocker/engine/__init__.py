@@ -1,1 +1,1 @@
-"""A model of one LLM engine rank, in plain Python and in Rust. It judges the router, and shares no code with it."""
+"""A model of one LLM engine rank, in Python and in Rust. It tests the router, so it shares no code with it."""

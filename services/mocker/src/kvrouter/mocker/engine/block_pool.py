@@ -1,13 +1,13 @@
-"""The paged KV cache: physical blocks, which of them hold what, and which goes next.
+"""The paged KV cache: physical blocks, their content, and the order of eviction.
 
-A block is *empty* (holds nothing reusable, used by nobody), *in use* (by one or more sequences; `Block` objects exist
-only for those whose content is cached, the others are a count that their sequence keeps) or *idle* (cached content,
-used by nobody). Empty and idle blocks are free. Empty ones are taken first, then idle ones, least recently used first.
+A block is *empty* (no reusable content, not in use), *in use* (by one or more sequences) or *idle* (cached content, not
+in use). Empty and idle blocks are free. Empty blocks are taken first, then idle ones, least recently used first.
+`Block` objects exist only for cached content; sequences count their other blocks.
 
-Cached content is found by (hash of the parent block, the tokens themselves), so blocks that differ in a token, in what
-comes before or in scope never match. Equal content may be held by several physical copies (two sequences that computed
-it at the same time, or a last block that was computed again): each is stored and evicted on its own, as in vLLM, and
-reuse takes the oldest.
+Cached content is found by the hash of the parent block and the tokens themselves, so that blocks with different tokens,
+prefix or scope never match. Equal content may have several physical copies, when two sequences computed it at the same
+time or when a last block was computed again. As in vLLM, each copy is stored and evicted on its own, and the oldest one
+is reused.
 """
 
 from collections import OrderedDict
@@ -18,11 +18,11 @@ from kvrouter.mocker.engine.types import CachedBlock, Scope
 from xxhash import xxh3_64_intdigest
 
 BlockKey = tuple[int, bytes]
-"""(engine hash of the parent block, or the scope's root; tokens)"""
+"""(engine hash of the parent block or root hash of the scope, tokens)."""
 
 
 def root_hash(seed: int, scope: Scope) -> int:
-    """The parent hash (u64) of first blocks: BLAKE2b-64 over the length-prefixed parts of the scope, keyed by seed."""
+    """Returns the parent hash (u64) of first blocks: BLAKE2b-64 of the scope's length-prefixed parts, keyed by seed."""
     digest = blake2b(digest_size=8, key=seed.to_bytes(8, "little"))
     for part in scope:
         encoded = part.encode()
@@ -32,12 +32,12 @@ def root_hash(seed: int, scope: Scope) -> int:
 
 
 def engine_hash(parent: int, tokens: bytes) -> int:
-    """The engine's own id of a block (u64): XXH3-64 of its tokens, seeded with the parent's."""
+    """Returns the engine hash of a block (u64): XXH3-64 of its tokens, seeded with the parent's hash."""
     return xxh3_64_intdigest(tokens, parent)
 
 
 class Block:
-    """A physical block whose content is cached."""
+    """A physical block with cached content."""
 
     __slots__ = ("engine_hash", "first", "key", "scope", "uses")
 
@@ -50,32 +50,32 @@ class Block:
 
 
 class BlockPool:
-    """Who holds which blocks of one engine."""
+    """The blocks of one engine."""
 
     def __init__(self, num_blocks: int) -> None:
         self._total = num_blocks
         self._empty = num_blocks
         self._idle: OrderedDict[Block, None] = OrderedDict()
         self._cached: dict[BlockKey, Block] = {}
-        self._copies: dict[BlockKey, list[Block]] = {}  # those beyond the first, oldest first
+        self._copies: dict[BlockKey, list[Block]] = {}  # all but the oldest of each content, oldest first
 
     @property
     def free(self) -> int:
-        """Blocks that can be taken."""
+        """Number of blocks that can be taken."""
         return self._empty + len(self._idle)
 
     @property
     def active(self) -> int:
-        """Blocks in use."""
+        """Number of blocks in use."""
         return self._total - self._empty - len(self._idle)
 
     @property
     def idle(self) -> int:
-        """Blocks that hold cached content which nobody uses."""
+        """Number of blocks with cached content that are not in use."""
         return len(self._idle)
 
     def find(self, chain: Sequence[int], pieces: Sequence[bytes], limit: int) -> list[Block]:
-        """The cached blocks that a sequence starts with, at most `limit`; changes nothing.
+        """Returns the cached blocks that a sequence starts with, at most `limit`. Changes nothing.
 
         `chain[i]` is the parent hash of block i, `pieces[i]` its tokens.
         """
@@ -89,16 +89,16 @@ class BlockPool:
         return found
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """Use cached blocks once more."""
+        """Uses cached blocks once more."""
         for block in blocks:
             if not block.uses:
                 del self._idle[block]
             block.uses += 1
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks into use, without content; returns the engine hashes of the copies evicted, in order.
+        """Takes free blocks into use, without content. Returns the engine hashes of evicted copies, in order.
 
-        The caller has seen that `free` is at least `count`.
+        The caller has checked that `free` is at least `count`.
         """
         evict = count - self._empty
         if evict <= 0:
@@ -128,9 +128,9 @@ class BlockPool:
             del self._copies[block.key]
 
     def store(self, chain: Sequence[int], pieces: Sequence[bytes], start: int, stop: int, scope: Scope) -> list[Block]:
-        """Give blocks in use their content: blocks `start` to `stop` of a sequence become cached.
+        """Makes blocks `start` to `stop` of a sequence, which are in use, cached. Returns them.
 
-        `chain[i]` is the parent hash of block i and `chain[i + 1]` its own, `pieces[i]` its tokens.
+        `chain[i]` is the parent hash of block i, `chain[i + 1]` its own hash, `pieces[i]` its tokens.
         """
         cached = self._cached
         blocks: list[Block] = []
@@ -143,9 +143,9 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[Block], contentless: int) -> None:
-        """End a sequence's use of its blocks: `blocks` in the order of the prompt, and `contentless` more.
+        """Ends a sequence's use of its blocks: `blocks` in the order of the prompt, and `contentless` further ones.
 
-        The tail becomes idle first, so it is evicted before what leads to it.
+        The last block becomes idle first, so that it is evicted before its ancestors.
         """
         self._empty += contentless
         idle = self._idle
@@ -155,16 +155,16 @@ class BlockPool:
                 idle[block] = None
 
     def clear(self) -> None:
-        """Forget all content. Nothing may be in use."""
+        """Drops all content. No block may be in use."""
         if self.active:
-            raise RuntimeError(f"{self.active} blocks are in use")
+            raise RuntimeError(f"expected no block in use, found {self.active}")
         self._idle.clear()
         self._cached.clear()
         self._copies.clear()
         self._empty = self._total
 
     def table(self) -> dict[int, CachedBlock]:
-        """Engine hash → what is cached under it, in use or idle."""
+        """Returns engine hash → cached block, in use or idle."""
         return {
             block.engine_hash: CachedBlock(
                 None if block.first else key[0], key[1], block.scope, 1 + len(self._copies.get(key, ()))

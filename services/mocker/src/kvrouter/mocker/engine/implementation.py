@@ -1,6 +1,6 @@
-"""Which implementation of the engine model runs: the one in Rust where it is built, else the plain Python one.
+"""Chooses the implementation of the engine model: Rust if it is built, otherwise Python.
 
-Both give the same outputs, events and times. ``KVROUTER_ENGINE`` chooses: ``native`` (importing fails unless it is
+Both give equal outputs, events and times. ``KVROUTER_ENGINE`` selects one: ``native`` (importing fails if it is not
 built), ``reference``, or ``auto``, the default.
 """
 
@@ -15,7 +15,7 @@ from kvrouter.mocker.engine.types import CachedBlock, EngineRequest, Load, Outpu
 
 
 class EngineModel(Protocol):
-    """What a driver steps; ``kvrouter.mocker.engine.reference`` says what each method does."""
+    """The interface of an engine model. ``kvrouter.mocker.engine.reference`` documents each method."""
 
     config: EngineConfig
 
@@ -31,7 +31,7 @@ class EngineModel(Protocol):
 
 def _choose(requested: str) -> str:
     if requested not in ("auto", "native", "reference"):
-        raise ValueError(f"KVROUTER_ENGINE is {requested!r}: use native, reference or auto")
+        raise ValueError(f"KVROUTER_ENGINE: expected native, reference or auto, received {requested!r}")
     if requested == "reference":
         return requested
     try:
@@ -48,7 +48,7 @@ IMPLEMENTATION = _choose(os.environ.get("KVROUTER_ENGINE") or "auto")
 
 
 def make_engine(config: EngineConfig) -> EngineModel:
-    """An engine of the chosen implementation."""
+    """Returns an engine of the chosen implementation."""
     if IMPLEMENTATION == "native":
         from kvrouter.mocker.engine.native import NativeEngine
 

@@ -30,7 +30,7 @@ _FINISH = (None, FinishReason.LENGTH, FinishReason.STOP)
 
 
 def native_settings(config: EngineConfig) -> _native.Settings:
-    """A configuration as the native module takes it."""
+    """Converts a configuration for the native module."""
     model = config.time_model
     return (
         config.num_blocks,
@@ -65,7 +65,7 @@ class NativeEngine:
         self._scopes: dict[int, Scope] = {}  # by root hash
 
     def check(self, request: EngineRequest, waiting: int = 0) -> None:
-        """Raise what `submit` would."""
+        """Raises what `submit` would raise."""
         if request.request_id in self._number_of:
             raise DuplicateRequest(request.request_id)
         limit = self.config.length_limit
@@ -76,7 +76,7 @@ class NativeEngine:
             raise QueueFull(waiting)
 
     def submit(self, request: EngineRequest, now: float) -> None:
-        """Put a request into the queue."""
+        """Puts a request into the queue."""
         self.check(request)
         root = root_hash(self.config.hash_seed, request.scope)
         number = next(self._numbers)
@@ -94,7 +94,7 @@ class NativeEngine:
         )
 
     def begin_step(self, now: float) -> Step | None:
-        """Schedule a step."""
+        """Schedules a step."""
         begun = self._native.begin_step(now)
         if begun is None:
             return None
@@ -110,7 +110,7 @@ class NativeEngine:
         )
 
     def end_step(self, now: float) -> list[Output]:
-        """End the step under way."""
+        """Ends the running step."""
         outputs = []
         for number, token, finish, first, cached_tokens, submitted_at, scheduled_at in self._native.end_step(now):
             request_id = self._id_of[number]
@@ -122,7 +122,7 @@ class NativeEngine:
         return outputs
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request at once."""
+        """Ends a request at once."""
         number = self._number_of.get(request_id)
         ended = None if number is None else self._native.abort(number)
         if number is None or ended is None:
@@ -131,16 +131,16 @@ class NativeEngine:
         return Output(request_id, (), FinishReason.ABORT, False, *ended)
 
     def clear_cache(self) -> None:
-        """Empty the cache with the next step."""
+        """Empties the cache in the next step."""
         self._native.clear_cache()
 
     def load(self) -> Load:
-        """How busy the engine is."""
+        """Returns the load."""
         running, waiting, active_blocks, cached_blocks, prefill_tokens = self._native.load()
         return Load(running, waiting, active_blocks, cached_blocks, self.config.num_blocks, prefill_tokens)
 
     def cached_blocks(self) -> dict[int, CachedBlock]:
-        """Engine hash → block, for all that is cached."""
+        """Returns engine hash → block, for all cached blocks."""
         return {
             engine_hash: CachedBlock(parent, tokens, self._scopes[root], copies)
             for engine_hash, parent, tokens, root, copies in self._native.table()

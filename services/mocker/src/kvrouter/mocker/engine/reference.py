@@ -1,7 +1,7 @@
 """A simulated engine that behaves like vLLM: paged KV cache, prefix caching, chunked prefill, continuous batching.
 
-It is a pure model: no I/O, no clock of its own, no randomness but what its seeds say. A driver, real-time or
-virtual-time, runs it:
+It is a pure model: no I/O, no clock of its own, no randomness except from its seeds. A driver runs it in real or in
+virtual time:
 
     engine.submit(request, now)                # any time; raises RequestRefused
     step = engine.begin_step(now)              # None: nothing to do, begin again after the next submit
@@ -9,24 +9,24 @@ virtual-time, runs it:
     outputs = engine.end_step(now)             # every output of the step, all at once, at its end
     final = engine.abort(request_id)           # any time, also within a step
 
-Requests that arrive at the instant at which a step begins are submitted before `begin_step`, to be part of it. Every
-request that was submitted ends once: in an output with a finish reason, or in what `abort` returns.
+Requests that arrive at the instant at which a step begins are submitted before `begin_step`, so that they are part of
+it. Every submitted request ends exactly once: in an output with a finish reason, or in what `abort` returns.
 
-How a step is put together:
+A step is scheduled as follows:
 
-1. Every decoding sequence takes one token of the budget, and a new block where its last one is full.
-2. The prefill under way continues with what the budget has left. There is at most one, and it is the newest sequence:
-   prefills take the whole budget until they are done.
-3. Waiting requests are admitted in the order of arrival while budget is left. The head is admitted if the free blocks
-   suffice for all that is known of it, less the cached blocks that others have in use; else it and all behind it wait.
-   It then takes blocks chunk by chunk, and not all at once.
-4. If 1 or 2 finds no free block, the newest sequence goes back to the head of the queue, to be computed again; it
-   keeps its output, and its blocks stay cached until evicted. Nothing is admitted in that step.
+1. Every decoding sequence takes one token of the budget, and a further block if its last one is full.
+2. The unfinished prefill continues with the rest of the budget. There is at most one, that of the newest sequence,
+   because a prefill takes the whole budget until it is done.
+3. Waiting requests are admitted in order of arrival while there is budget. The first one is admitted if the free blocks
+   suffice for all its known tokens, less the cached blocks that others use; otherwise it and all behind it wait. It
+   then takes blocks chunk by chunk, not all at once.
+4. If 1 or 2 finds no free block, the newest sequence is preempted: it returns to the head of the queue to be computed
+   again. It keeps its output, and its blocks stay cached until evicted. Nothing is admitted in that step.
 
-Blocks are cached, and their events true, when the step that computes them is scheduled; requests admitted later in the
-same step find them. Of a prompt of n tokens at most (n - 1) div block_size blocks are reused, since the last token
-must be computed to get an output; a prompt that is wholly cached thus computes its last block again, into a second
-physical copy. The first token comes out of the step that ends the prefill, and decoding begins with the next.
+Blocks become cached, and their events valid, when the step that computes them is scheduled; requests admitted later in
+the same step find them. Of a prompt of n tokens at most (n - 1) div block_size blocks are reused, since the last token
+must be computed to get an output. A completely cached prompt therefore computes its last block again, into a second
+physical copy. The step that ends the prefill gives the first token; decoding begins with the next step.
 """
 
 from collections import deque
@@ -59,16 +59,16 @@ class Engine:
         self._pool = BlockPool(config.num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        self._decoding: list[Sequence] = []  # in the order of admission
+        self._decoding: list[Sequence] = []  # in order of admission
         self._prefilling: Sequence | None = None  # admitted after all that decode or complete
-        self._completing: list[Sequence] = []  # their prefill ends with the step under way
+        self._completing: list[Sequence] = []  # their prefill ends with the running step
         self._in_step = False
         self._clear = False
 
     def check(self, request: EngineRequest, waiting: int = 0) -> None:
-        """Raise what `submit` would: PromptTooLong, DuplicateRequest or QueueFull.
+        """Raises what `submit` would raise: PromptTooLong, DuplicateRequest or QueueFull.
 
-        `waiting`: requests that the driver itself keeps for this engine, as the queue's.
+        `waiting`: requests that the driver itself queues for this engine; they count as waiting.
         """
         if request.request_id in self._sequences:
             raise DuplicateRequest(request.request_id)
@@ -80,19 +80,19 @@ class Engine:
             raise QueueFull(waiting)
 
     def submit(self, request: EngineRequest, now: float) -> None:
-        """Put a request into the queue. Raises PromptTooLong, DuplicateRequest or QueueFull."""
+        """Puts a request into the queue. Raises PromptTooLong, DuplicateRequest or QueueFull."""
         self.check(request)
         sequence = Sequence(request, self.config, now)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
 
     def begin_step(self, now: float) -> Step | None:
-        """Schedule a step; None if there is nothing to do.
+        """Schedules a step; returns None if there is nothing to do.
 
-        Raises RuntimeError if a step is under way.
+        Raises RuntimeError if a step is running.
         """
         if self._in_step:
-            raise RuntimeError("a step is under way")
+            raise RuntimeError("a step is already running: call end_step first")
         events: list[CacheEvent] = []
         if self._clear:
             self._forget(events)
@@ -115,12 +115,12 @@ class Engine:
         return Step(now, seconds / self.config.speed, tuple(events), prefill_tokens, reused, decoding, preempted)
 
     def end_step(self, now: float) -> list[Output]:  # noqa: ARG002 - symmetric with begin_step
-        """End the step under way; returns what it gave each request, oldest first.
+        """Ends the running step; returns its output for each request, oldest request first.
 
-        Raises RuntimeError if no step is under way.
+        Raises RuntimeError if no step is running.
         """
         if not self._in_step:
-            raise RuntimeError("no step is under way")
+            raise RuntimeError("no step is running: call begin_step first")
         self._in_step = False
         outputs: list[Output] = []
         ended: list[Sequence] = []
@@ -157,7 +157,7 @@ class Engine:
         return outputs
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request at once; its computed blocks stay cached. Returns its last output; None: it is not here."""
+        """Ends a request at once; its computed blocks stay cached. Returns its last output; None if it is unknown."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
@@ -181,14 +181,14 @@ class Engine:
         )
 
     def clear_cache(self) -> None:
-        """Empty the cache with the next step: running requests go back to the queue's head and are computed again.
+        """Empties the cache in the next step: running requests return to the head of the queue and are computed again.
 
-        If the engine is idle, that step takes no time and only carries the event.
+        If the engine is idle, that step takes no time and only has the event.
         """
         self._clear = True
 
     def load(self) -> Load:
-        """How busy the engine is, counting the step under way as done."""
+        """Returns the load, with the running step counted as done."""
         to_prefill = sum(s.length for s in self._waiting)
         if self._prefilling is not None:
             to_prefill += self._prefilling.length - self._prefilling.computed
@@ -202,11 +202,11 @@ class Engine:
         )
 
     def cached_blocks(self) -> dict[int, CachedBlock]:
-        """Engine hash → block, for all that is cached: the truth that the events so far must add up to."""
+        """Returns engine hash → block, for all cached blocks: the state that the events so far must lead to."""
         return self._pool.table()
 
     def _schedule_decodes(self, events: list[CacheEvent]) -> int:
-        """Make room for one token of each decoding sequence; returns how many decode."""
+        """Makes room for one token of each decoding sequence; returns how many decode."""
         pool, caching = self._pool, self.config.prefix_caching
         for sequence in self._decoding:  # preemption takes from its end
             length = sequence.length
@@ -222,7 +222,7 @@ class Engine:
         return len(self._decoding)
 
     def _continue_prefill(self, budget: int, events: list[CacheEvent]) -> int:
-        """Schedule the next chunk of the prefill under way; returns its tokens."""
+        """Schedules the next chunk of the unfinished prefill; returns its tokens."""
         sequence = self._prefilling
         if sequence is None or not budget:
             return 0
@@ -235,7 +235,7 @@ class Engine:
         return chunk
 
     def _admit(self, budget: int, now: float, events: list[CacheEvent]) -> tuple[int, int]:
-        """Admit waiting requests, schedule their first chunks; returns the tokens of those and the tokens reused."""
+        """Admits waiting requests and schedules their first chunks; returns tokens scheduled and tokens reused."""
         pool, config = self._pool, self.config
         scheduled = reused = 0
         running = len(self._sequences) - len(self._waiting)
@@ -265,7 +265,7 @@ class Engine:
         return scheduled, reused
 
     def _compute(self, sequence: Sequence, chunk: int, events: list[CacheEvent]) -> None:
-        """Schedule `chunk` more tokens of a prefill, for which there are blocks."""
+        """Schedules `chunk` more tokens of a prefill, for which there are enough blocks."""
         computed = sequence.computed + chunk
         self._take(sequence, self._blocks_for(computed) - sequence.held, events)
         if self.config.prefix_caching:
@@ -284,7 +284,7 @@ class Engine:
         sequence.room += count * self.config.block_size
 
     def _store(self, sequence: Sequence, computed: int, events: list[CacheEvent]) -> None:
-        """Cache what blocks are full once `computed` tokens are."""
+        """Makes the blocks cached that are full once `computed` tokens are computed."""
         start, stop = len(sequence.blocks), computed // self.config.block_size
         if start == stop:
             return
@@ -297,7 +297,7 @@ class Engine:
         )
 
     def _preempt_newest(self) -> Sequence:
-        """Send the sequence that was admitted last back to the head of the queue."""
+        """Returns the sequence that was admitted last to the head of the queue."""
         sequence = self._prefilling
         if sequence is None:
             sequence = self._decoding.pop()

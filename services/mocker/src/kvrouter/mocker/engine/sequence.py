@@ -4,20 +4,20 @@ from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
 from xxhash import xxh3_64_intdigest
 
 _MULTIPLIER, _INCREMENT, _MASK = 6364136223846793005, 1442695040888963407, (1 << 64) - 1
-"""Knuth's MMIX generator: a linear congruence mod 2^64, of which the high half counts."""
+"""Constants of Knuth's MMIX generator, a linear congruential generator mod 2^64; the high half of its state is used."""
 
 
 def output_stream(request: EngineRequest) -> int:
-    """Where the generator of a request's output tokens starts, a u64."""
+    """Returns the initial state (u64) of the generator of a request's output tokens."""
     source = request.request_id if request.seed is None else str(request.seed)
     return xxh3_64_intdigest(source.encode())
 
 
 class Sequence:
-    """A request inside the engine: the tokens known so far, how many of them are computed, the blocks it holds.
+    """A request in the engine: its known tokens, how many of them are computed, and its blocks.
 
-    `length` counts known tokens: the prompt and all output. `computed` of them are in the KV cache; the rest are what
-    its next steps compute. `held` blocks are its own or shared; the first `len(blocks)` of those are cached.
+    `length` counts known tokens: the prompt and all output. `computed` of them are in the KV cache; the next steps
+    compute the rest. `held` counts its blocks, own or shared; the first `len(blocks)` of those are cached.
     """
 
     __slots__ = (
@@ -52,22 +52,22 @@ class Sequence:
         self.computed = 0
         self.held = 0
         self.room = 0
-        """Tokens that the held blocks have place for."""
+        """Tokens that fit into its blocks."""
         self.blocks: list[Block] = []
         self.chain: list[int] = []
-        """chain[i] is the parent hash of block i, chain[i + 1] its own."""
+        """chain[i] is the parent hash of block i, chain[i + 1] its own hash."""
         self.pieces: list[bytes] = []
-        """The tokens of each block; empty, as `chain`, until `cut`."""
+        """Tokens of each block. Empty until `cut`, like `chain`."""
         self.upcoming: list[int] = []
-        """Output tokens that are drawn but not known yet, next one last."""
+        """Output tokens that are drawn but not yet known, the next one last."""
         self._width = 4 * config.block_size  # bytes of a block's tokens
         self._root = root_hash(config.hash_seed, request.scope)
         self._stream: int | None = None
 
     def cut(self) -> None:
-        """Cut the prompt into blocks and hash them, if that is not done yet.
+        """Cuts the prompt into blocks and hashes them, if that is not done yet.
 
-        This waits until the sequence is at the head of the queue, so that a long queue holds packed prompts only.
+        This waits until the sequence is first in the queue, so that a long queue stores packed prompts only.
         """
         if self.chain:
             return
@@ -83,10 +83,10 @@ class Sequence:
         self.chain = chain
 
     def plan_output(self, vocabulary_size: int) -> list[int]:
-        """Draw the output tokens up to the end of the block that the sequence's length is in; returns `upcoming`.
+        """Draws the output tokens up to the end of the block that contains the sequence's end; returns `upcoming`.
 
-        The block is hashed with it. It is cached, and found, only once its tokens are known and computed: the bounds
-        are `length` and `computed`, and not what `pieces` has.
+        The block is hashed with all of them. It is cached, and can be found, only once its tokens are known and
+        computed: `length` and `computed` decide that, not `pieces`.
         """
         state = self._stream
         if state is None:

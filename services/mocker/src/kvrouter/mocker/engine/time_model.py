@@ -1,13 +1,13 @@
-"""How long an engine step takes.
+"""The time of an engine step.
 
     prefill(n) = n2·n² + n1·n + n0          n = prompt tokens computed in the step, over all requests; 0 ms when n = 0
     decode(p)  = max(floor, p2·p² + p1·p + p0)   p = context tokens of the decoding sequences / KV capacity in tokens,
                                             at most 1; 0 ms when nothing decodes
     step       = prefill(n) + decode(p)     a sum, not a maximum: one step does both kinds of work
 
-All terms are milliseconds at speed 1. p counts the contexts of the sequences that decode, shared blocks once per
-sequence, and not the blocks in use: attention reads every context. Where much is shared it would be above 1; the curve
-is a fit up to 1, and falls beyond.
+All terms are milliseconds at speed 1. p counts the context of each decoding sequence, so that shared blocks count once
+per sequence, because attention reads every context. With many shared blocks p would exceed 1, but the curve is a fit up
+to 1 and falls beyond.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """The coefficients; the defaults are those of Dynamo 1.6's mock engine (an H200-like worker)."""
+    """The coefficients. The defaults are those of the mock engine in Dynamo 1.6 (an H200-like worker)."""
 
     prefill_n2_ms: float = 4.209989e-07
     """ms per squared prompt token."""
@@ -30,13 +30,13 @@ class TimeModel:
     decode_p0_ms: float = 5.74
     """ms per step that decodes anything."""
     decode_floor_ms: float = 1.0
-    """The least that a decode takes, ms: no two tokens of a request come out at one moment."""
+    """Minimum time of a decode, ms, so that no two tokens of a request have the same time."""
 
     def step_seconds(self, prefill_tokens: int, decode_tokens: int, capacity_tokens: int) -> float:
-        """Seconds that a step takes at speed 1.
+        """Returns the time of a step in seconds at speed 1.
 
         `prefill_tokens`: prompt tokens computed in the step. `decode_tokens`: sum of the context lengths of the
-        sequences that decode in it (0: none does). `capacity_tokens`: what the KV cache holds.
+        decoding sequences, 0 if none decodes. `capacity_tokens`: capacity of the KV cache.
         """
         ms = 0.0
         if prefill_tokens:

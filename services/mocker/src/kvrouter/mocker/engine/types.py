@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: requests, steps, cache events, outputs, load, refusals."""
+"""Inputs and outputs of an engine: requests, steps, cache events, outputs, load, refusals."""
 
 import sys
 from array import array
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Scope(NamedTuple):
-    """What must be equal, besides the tokens, for cached blocks to match. Empty strings mean none."""
+    """What must be equal besides the tokens for cached blocks to match. Empty strings mean none."""
 
     lora_name: str = ""
     cache_salt: str = ""
@@ -20,7 +20,7 @@ UNSCOPED = Scope()
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32, 4 bytes each. Raises OverflowError for an id that is no u32."""
+    """Returns token ids as little-endian u32, 4 bytes each. Raises OverflowError for an id outside of u32."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -29,28 +29,28 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request. Raises ValueError for what no engine could serve, whatever its size."""
+    """A request. Raises ValueError if no engine of any size could serve it."""
 
     request_id: str
-    """Unique among the requests that the engine holds."""
+    """Unique among the engine's current requests."""
     prompt: bytes
-    """Token ids as little-endian u32 (`pack_tokens`); at least one."""
+    """Token ids as little-endian u32 (`pack_tokens`), at least one."""
     max_tokens: int
     """Output tokens after which the request ends, at least 1."""
     scope: Scope = UNSCOPED
-    """Equal tokens under another scope never match."""
+    """Scope of its blocks; equal tokens in another scope never match."""
     stop_token_ids: frozenset[int] = frozenset()
-    """An output token among these ends the request with `stop`, and is part of the output."""
+    """Output tokens that end the request with `stop`. They are part of the output."""
     seed: int | None = None
-    """Seeds the output tokens; None: the request id does, so that a replay repeats them."""
+    """Seed of the output tokens; None to use the request id, so that a replay repeats them."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("the prompt is empty")
         if len(self.prompt) % 4:
-            raise ValueError(f"the prompt has {len(self.prompt)} bytes, not a multiple of 4")
+            raise ValueError(f"the prompt has {len(self.prompt)} bytes: expected a multiple of 4")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}, must be at least 1")
+            raise ValueError(f"max_tokens is {self.max_tokens}: expected at least 1")
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,28 +59,28 @@ class EngineRequest:
 
 
 class RequestRefused(Exception):
-    """The engine will not take the request. Nothing of it is kept."""
+    """The engine refuses the request and stores nothing of it."""
 
 
 class PromptTooLong(RequestRefused):
-    """The prompt leaves no room for one output token within the longest sequence that the engine can hold."""
+    """The prompt leaves no room for an output token within the maximum length of a sequence."""
 
     def __init__(self, prompt_tokens: int, limit: int) -> None:
-        super().__init__(f"the prompt has {prompt_tokens} tokens; prompt and output may have {limit} in this engine")
+        super().__init__(f"the prompt has {prompt_tokens} tokens; this engine's limit for prompt and output is {limit}")
 
 
 class DuplicateRequest(RequestRefused):
-    """The engine holds a request of that id already."""
+    """The engine already has a request with this id."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request {request_id} is running or waiting already")
+        super().__init__(f"request {request_id} is already running or waiting")
 
 
 class QueueFull(RequestRefused):
-    """As many requests wait as may."""
+    """The queue is full."""
 
     def __init__(self, waiting: int) -> None:
-        super().__init__(f"{waiting} requests wait, as many as may")
+        super().__init__(f"the queue is full: {waiting} requests wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +88,24 @@ class Stored:
     """Blocks became cached: one physical copy each, a chain in the order of the prompt."""
 
     parent_hash: int | None
-    """Engine hash of the block before the first of these; None: these start a prompt."""
+    """Engine hash of the parent of the first block; None at the start of a prompt."""
     engine_hashes: tuple[int, ...]
-    """u64 each, opaque."""
+    """Opaque ids, u64."""
     token_blocks: tuple[bytes, ...]
-    """The tokens of each block, little-endian u32, block_size of them."""
+    """Tokens of each block: block_size little-endian u32."""
     scope: Scope
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """One physical copy of each of these was evicted, in this order. A hash may occur twice."""
+    """One physical copy of each block was evicted, in this order. A hash may occur twice."""
 
     engine_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The cache holds nothing any more."""
+    """The cache was emptied."""
 
 
 CacheEvent = Stored | Removed | Cleared
@@ -113,27 +113,27 @@ CacheEvent = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine step, scheduled. Its events are true from its start, its outputs come at its end."""
+    """A scheduled engine step. Its events are valid from its start, its outputs come at its end."""
 
     started_at: float
-    """Seconds on the driver's clock."""
+    """Seconds of the driver's clock."""
     duration: float
     """Seconds that the driver lets pass before `end_step`."""
     events: tuple[CacheEvent, ...]
-    """In the order in which they happened."""
+    """Cache events in the order in which they happened."""
     prefill_tokens: int
-    """Prompt tokens computed in the step (after a preemption, earlier output too)."""
+    """Prompt tokens computed in the step; after a preemption, this includes earlier output."""
     reused_tokens: int
-    """Tokens that the cache spared the requests admitted in the step. Of those that come back after a preemption this
-    counts what they find of themselves, which no `Output.cached_tokens` does."""
+    """Tokens that the admitted requests found in the cache. For requests that return after a preemption this includes
+    what they find of their own blocks, which `Output.cached_tokens` never does."""
     decode_sequences: int
     """Sequences that decode one token each."""
     preempted: int
-    """Requests sent back to the queue for want of KV blocks."""
+    """Requests that returned to the queue because there were no free KV blocks."""
 
     @property
     def ends_at(self) -> float:
-        """Seconds on the driver's clock."""
+        """Seconds of the driver's clock."""
         return self.started_at + self.duration
 
 
@@ -146,45 +146,45 @@ class FinishReason(StrEnum):
 
 
 class Output(NamedTuple):
-    """What a step gave one request."""
+    """Output of one request in a step."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    """One token; none when aborted."""
+    """One token; none if aborted."""
     finish_reason: FinishReason | None
-    """None while the request goes on."""
+    """None while the request continues."""
     first_token: bool
-    """Whether this is the request's first output token."""
+    """Whether the token is the request's first."""
     cached_tokens: int
     """Prompt tokens found in the cache when the request was first scheduled; 0 before that."""
     submitted_at: float
-    """When the request was submitted, seconds on the driver's clock."""
+    """Time of submission, seconds of the driver's clock."""
     scheduled_at: float
-    """When it first ran, seconds on the driver's clock; equal to `submitted_at` if it never did."""
+    """Time when it first ran, seconds of the driver's clock; equal to `submitted_at` if it never did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is."""
+    """Load of the engine."""
 
     running: int
-    """Requests that hold KV blocks."""
+    """Running requests, which have KV blocks."""
     waiting: int
     """Requests in the queue."""
     active_blocks: int
-    """KV blocks in use by running requests, shared ones once."""
+    """KV blocks that running requests use; shared ones count once."""
     cached_blocks: int
-    """KV blocks that hold reusable content and are in use by nobody: free to be evicted."""
+    """KV blocks with reusable content that no request uses; they can be evicted."""
     total_blocks: int
-    """KV blocks that there are."""
+    """KV blocks of the engine."""
     prefill_tokens: int
-    """Tokens yet to be computed before their requests' next output: of the queue and of the running prefill. What the
-    cache will spare of a waiting prompt is not known before it is scheduled, and is included."""
+    """Tokens to compute before the next output of the queued requests and of the running prefill. What the cache will
+    spare a waiting prompt is included, because it is known only when the prompt is scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """One row of the block table."""
+    """A row of the block table."""
 
     parent_hash: int | None
     tokens: bytes
