@@ -148,7 +148,7 @@ async def until_routable(frontend: Frontend) -> None:
 async def test_wrong_roles_and_options_are_one_line_and_status_2() -> None:
     listed = ("--static-workers", "127.0.0.1:1", "--static-model", "m")
     for arguments, words in (
-        (("--roles", "wat"), "role 'wat' is not known"),
+        (("--roles", "wat"), "role 'wat' is unknown"),
         (("--roles", "indexer", "--router-mode", "kv"), "--router-mode"),
         (("--roles", "scheduler", "--router-temperature", "hot"), "--router-temperature"),
         (("--roles", "frontend", *listed), "--static-schedulers"),

@@ -29,12 +29,12 @@ def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | N
         (["demo", "--load", "0"], "load factor is 0.0"),
         (["demo", "--clock", "-1"], "clock factor is -1.0"),
         (["demo", "--workers", "0"], "--workers"),
-        (["demo", "--mode", "wat"], "mode 'wat' is not known: forecast, kv, "),
+        (["demo", "--mode", "wat"], "mode 'wat' is unknown: use forecast, kv, "),
         (["demo", "--mode", "kv", "--mode", "kv"], "given twice"),
         (["demo", "--trace", "missing.jsonl"], "missing.jsonl: cannot be read"),
         (["replay", "missing.jsonl"], "missing.jsonl: cannot be read"),
-        (["replay", "--target", "8000"], "'8000' is not an address"),
-        (["up", "--mode", "wat"], "mode 'wat' is not known"),
+        (["replay", "--target", "8000"], "expected host:port, received '8000'"),
+        (["up", "--mode", "wat"], "mode 'wat' is unknown"),
         (["up", "--clock", "nan"], "clock factor is nan"),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_taken_port_is_refused_if_asked_for_and_avoided_if_not() -> None:
 
 def test_a_system_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"blocks": 0}, {"block_size": -1}, {"clock": 0.0}):
-        with pytest.raises(ValueError, match=r"must be"):
+        with pytest.raises(ValueError, match=r"expected"):
             StackOptions(tmp_path, tmp_path, **wrong)
 
 

@@ -1,1 +1,1 @@
-"""The ``kvrouter`` command: starts, drives, measures and composes the services."""
+"""The ``kvrouter`` command: runs, drives, measures and inspects the services."""

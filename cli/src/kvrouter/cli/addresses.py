@@ -1,4 +1,4 @@
-"""Addresses on the command line."""
+"""Parses addresses on the command line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ def parse_address(text: str) -> str:
     """Returns the text if it is host:port.
 
     Raises:
-        WrongUsage: it is not.
+        WrongUsage: it has another form.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise WrongUsage(f"{text!r} is not an address: write host:port")
+        raise WrongUsage(f"expected host:port, received {text!r}")
     return text

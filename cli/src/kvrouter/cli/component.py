@@ -1,4 +1,4 @@
-"""``kvrouter component …``: the components that etcd knows, and how to remove one."""
+"""``kvrouter component …``: manages components in etcd."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ async def _forget(name: ComponentName, etcd: str) -> str:
         if workers:
             shown = ", ".join(key.removeprefix(name.workers_prefix) for key in workers[:8])
             raise CommandFailed(
-                f"{name} has {len(workers)} registered workers ({shown}): stop them first, and wait for their leases"
+                f"{name} has {len(workers)} registered workers ({shown}): stop them and wait until their leases expire"
             )
         found = await client.get(name.descriptor_key.encode())
         if found is None:
-            raise CommandFailed(f"{name} has no descriptor in etcd: there is nothing to forget")
+            raise CommandFailed(f"{name} has no descriptor in etcd: check the name and --etcd")
         await client.delete(name.descriptor_key.encode())
         return _described(found.value)
 
@@ -62,5 +62,5 @@ def _described(value: bytes) -> str:
     try:
         descriptor = ComponentDescriptor.FromString(value)
     except DecodeError:
-        return "its descriptor could not be read"
+        return "its descriptor could not be decoded"
     return f"model {descriptor.model!r}, {descriptor.block_size} tokens a block"

@@ -1,4 +1,4 @@
-"""Ways in which a command can fail that its user can do something about."""
+"""Failures of a command that its user can correct."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 
 class WrongUsage(typer.TyperException):
-    """The command line cannot be carried out as it is."""
+    """The command line is invalid."""
 
     exit_code = 2
 
@@ -19,11 +19,11 @@ class MissingExtra(WrongUsage):
 
 
 class CommandFailed(typer.TyperException):
-    """The command did not do what it was asked to."""
+    """The command failed."""
 
     exit_code = 1
 
 
 def reason_of(error: OSError) -> str:
-    """What failed and why, without the error's number."""
+    """Returns the file and the reason of an error, without its number."""
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

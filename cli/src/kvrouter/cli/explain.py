@@ -1,4 +1,4 @@
-"""``kvrouter explain``: why a request went where it went, candidate by candidate."""
+"""``kvrouter explain``: shows why a request was sent to its rank, candidate by candidate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ async def explain(where: Where, which: str, seconds: float) -> None:
     """Prints a past decision.
 
     Args:
-        where: Schedulers to ask; the first that knows the decision answers.
+        where: Schedulers to query; the first that knows the decision answers.
         which: Id of the decision, of its request, or of a completion over HTTP.
         seconds: Deadline of the whole command.
 
     Raises:
-        CommandFailed: none of them knows it, or those that may cannot be asked.
+        CommandFailed: no Scheduler knows the decision, or one that may know it does not answer.
     """
     async with open_sources(where) as sources:
         addresses, note = sources.addresses("scheduler"), sources.note
@@ -62,14 +62,14 @@ async def explain(where: Where, which: str, seconds: float) -> None:
 
 
 def _show(decision: Decision) -> None:
-    # A pipe is no reason to cut columns off.
+    # In a pipe, no columns should be cut off.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
     console.print(summary(decision), soft_wrap=True)
     console.print(candidates_table(decision))
 
 
 def summary(decision: Decision) -> str:
-    """What was decided, in one line for each fact."""
+    """Returns the decision without its candidates, one line for each fact."""
     decided = datetime.fromtimestamp(decision.decided_unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
     request = f"request {decision.request_id}, attempt {decision.attempt}" if decision.request_id else "not booked"
     chosen = f"rank {_name(decision.chosen)}" if decision.HasField("chosen") else "no rank"
@@ -87,7 +87,7 @@ def summary(decision: Decision) -> str:
 
 
 def candidates_table(decision: Decision) -> Table:
-    """Every candidate with its terms, the cheapest first, then those that were left out."""
+    """Returns all candidates with their terms, the cheapest first, excluded ones last."""
     names = sorted({name for each in decision.candidates for name in each.terms})
     table = Table("rank", "cost", "overlap", *names, "why")
     for each in sorted(decision.candidates, key=lambda each: (bool(each.excluded), each.cost)):

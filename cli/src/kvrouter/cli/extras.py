@@ -1,4 +1,4 @@
-"""The commands that need an extra of kvrouter, or what to install where it is missing."""
+"""Adds the commands that need an extra of kvrouter, or says what to install if it is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVELOPMENT_COMMANDS = ("demo", "up", "replay", "simulate")
 def add_development_commands(app: typer.Typer) -> None:
     """Adds the commands of the development stack.
 
-    Where it is not installed, each of them is listed with the extra to install, and fails with ``MissingExtra``.
+    If it is not installed, each command is listed with the extra to install, and fails with ``MissingExtra``.
     """
     if find_spec("kvrouter.devtools") is not None:
         from kvrouter.cli.development.commands import add_commands

@@ -1,4 +1,4 @@
-"""``kvrouter index …``: what an operator asks of an Indexer."""
+"""``kvrouter index …``: inspects and corrects the index of an Indexer."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def reset(
 
 
 def _console() -> Console:
-    """Where answers go. In a pipe or a file no line is broken for a terminal's width."""
+    """Returns the console for results. In a pipe or a file, no line is wrapped at a terminal's width."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
@@ -229,13 +229,13 @@ def _component(text: str) -> Component:
 
 
 async def _named(service: Indexer, text: str, deadline: Deadline) -> Component:
-    """The component that is meant: the named one, or the only one."""
+    """Returns the named component, or the only one."""
     if text:
         return _component(text)
     known = [stats.component for stats in (await service.get_stats(GetStatsRequest(), deadline=deadline)).components]
     if len(known) != 1:
         names = ", ".join(f"{each.namespace}/{each.name}" for each in known) or "none"
-        raise WrongUsage(f"name a component; there are: {names}")
+        raise WrongUsage(f"expected a component to be named: the Indexer has {names}")
     return known[0]
 
 
@@ -246,7 +246,7 @@ def _ranks(texts: list[str] | None) -> list[Rank]:
         try:
             ranks.append(Rank(worker_id=int(worker), dp_rank=int(dp_rank or 0)))
         except ValueError:
-            raise WrongUsage(f"{text!r} is not a rank: write worker_id or worker_id:dp_rank") from None
+            raise WrongUsage(f"expected WORKER_ID or WORKER_ID:DP_RANK, received {text!r}") from None
     return ranks
 
 
@@ -316,7 +316,7 @@ def _age(message: ComponentStats | RankStats, field: str, *, ago: bool = True) -
 
 
 def _resync(rank: RankStats) -> str:
-    """What is being done about a rank, else what was done last."""
+    """Returns the repair that is due or running for a rank, otherwise its last resync."""
     if not rank.HasField("repair"):
         return _last_resync(rank)
     repair = rank.repair

@@ -1,4 +1,4 @@
-"""Runs a command so that signals end it in order."""
+"""Runs a command so that signals end it cleanly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """A signal ended the command, and what it had started is gone."""
+    """A signal ended the command, which has cleaned up."""
 
     def __init__(self, which: signal.Signals) -> None:
         super().__init__(which.name)
@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 
 def run_interruptibly(command: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it can clean up; a second one kills.
+    """Runs a coroutine. The first SIGINT, SIGTERM or SIGHUP cancels it, so that it cleans up; the second one kills it.
 
     Raises:
         Interrupted: a signal ended it.

@@ -1,4 +1,4 @@
-"""The `kvrouter` command."""
+"""The ``kvrouter`` command: subcommands and error handling."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def serve_command(
     roles: Annotated[str, typer.Option(help="Services to run, separated by commas.")] = "frontend,scheduler,indexer",
 ) -> None:
     """Run several services in one process without sockets between them; takes the options of each."""
-    from kvrouter.cli.serve import ROLES, serve  # the other commands start faster without all services
+    from kvrouter.cli.serve import ROLES, serve  # imported here, so that other commands start faster
 
     chosen = [role.strip() for role in roles.split(",")]
     for role in chosen:
         if role not in ROLES:
-            raise WrongUsage(f"role {role!r} is not known: {', '.join(ROLES)}")
+            raise WrongUsage(f"role {role!r} is unknown: use {', '.join(ROLES)}")
     serve(chosen, context.args)
 
 
@@ -107,12 +107,12 @@ def top_command(
     if once:
         run_interruptibly(top_once(where))
         return
-    with suppress(Interrupted):  # the way in which it is meant to end
+    with suppress(Interrupted):  # the intended way to end
         run_interruptibly(top(where, interval))
 
 
 def main() -> None:
-    """Entry point. Wrong usage is one line on stderr and exit status 2; what fails is one message and status 1."""
+    """Runs the command. Wrong usage ends it with one line on stderr and status 2, a failure with one and status 1."""
     status = 0
     try:
         status = app(standalone_mode=False) or 0
@@ -120,7 +120,7 @@ def main() -> None:
         status = _fail(error.format_message(), error.exit_code)
     except Interrupted as error:
         status = error.exit_status
-    except KeyboardInterrupt:  # the second Ctrl-C; children go with this process
+    except KeyboardInterrupt:  # the second Ctrl-C; child processes die with this one
         status = 130
     except OSError as error:
         status = _fail(reason_of(error), CommandFailed.exit_code)
@@ -140,7 +140,7 @@ def _where(
     frontends: list[str] | None = None,
 ) -> Where:
     if (indexers or frontends) and not schedulers:
-        raise WrongUsage("--indexer and --frontend need --scheduler too; without any of them, etcd is used")
+        raise WrongUsage("--indexer and --frontend also need --scheduler; without all three, etcd is used")
     try:
         parse_endpoints(etcd)
         check_name(namespace)

@@ -1,4 +1,4 @@
-"""Any set of services in one process, without sockets between them."""
+"""``kvrouter serve``: runs any set of services in one process, without sockets between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROLES: Mapping[str, type[ServiceSettings]] = {
     "scheduler": SchedulerSettings,
     "frontend": FrontendSettings,
 }
-"""The services that can share a process, in the order in which they start: each may use those before it."""
+"""The services that can share a process, in the order of their start: each may use those before it."""
 
 _INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -39,11 +39,11 @@ _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 
 
 def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
-    """Serves the roles until SIGTERM or SIGINT, and exits. Wrong options end the process with one line and status 2.
+    """Serves the roles until SIGTERM or SIGINT, and exits. Invalid options end the process with one line and status 2.
 
     Args:
         roles: Keys of ROLES, each once.
-        options: Flags of the services, each valid if one of them has it.
+        options: Flags of the services; each is valid if at least one of them has it.
     """
     ordered = [role for role in ROLES if role in roles]
     settings = dict(
@@ -72,7 +72,7 @@ def _check_static(settings: Mapping[str, Any]) -> None:
     if "indexer" in settings:
         raise WrongUsage("--static-workers: listed workers publish no events; leave the role indexer out")
     if listed != set(settings):
-        raise WrongUsage("static_workers is given for one role only; give it for all")
+        raise WrongUsage("static_workers is set for one role only: set it for all")
     if "scheduler" not in settings and settings["frontend"].lacks_scheduler():
         raise WrongUsage("--static-workers: name the Schedulers with --static-schedulers")
 
@@ -110,7 +110,7 @@ def _limits(settings: IndexerSettings | SchedulerSettings) -> MessageLimits:
 
 
 class _OneIndexer:
-    """The Indexer of every component is the one in this process."""
+    """Uses the Indexer in this process for every component."""
 
     def __init__(self, indexing: Indexer) -> None:
         self._indexing = indexing

@@ -1,1 +1,1 @@
-"""Development tooling, apart from production code: systems on loopback, traces, replays."""
+"""Development tooling, separate from production code: systems on loopback ports, traces, replays."""

@@ -28,7 +28,7 @@ def add_commands(app: typer.Typer) -> None:
 
 @contextmanager
 def _errors_reported() -> Iterator[None]:
-    """Turns errors of the development stack into those of the command line."""
+    """Converts errors of the development stack to errors of the command line."""
     try:
         yield
     except TraceError as error:

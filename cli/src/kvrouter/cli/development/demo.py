@@ -1,4 +1,4 @@
-"""The main job on a real trace: the same requests through the same system, once for each way of routing."""
+"""``kvrouter demo``: replays the same requests through the same system, once for each routing mode."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ DEFAULT_LOAD = 2.5
 DEFAULT_CLOCK = 2.0
 DEFAULT_REQUESTS = 800
 STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
-"""Histogram of a worker: engine seconds by which steps ended late."""
+"""Histogram of each worker: lateness of its steps in engine seconds."""
 
 _STREAM_INTERVAL = 64
-"""Tokens in a piece of an answer. Hundreds of tokens come out in an engine second; a message for each of them, in
-compressed time, would measure the gRPC of this machine."""
+"""Tokens in each piece of a response. An engine generates hundreds of tokens per second; with compressed time, one
+message for each token would measure this machine's gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What to run, and where results go."""
+    """Options of a demo."""
 
     requests: Sequence[TraceRequest]
     trace_name: str
     time_scale: TimeScale
     modes: Sequence[str]
-    """Ways of routing, each with a system of its own."""
+    """Routing modes; each runs on a system of its own."""
     workers: int
     blocks: int
     block_size: int
     results: Path
-    """Directory for the picture, the statistics and the logs; made where it is missing."""
+    """Folder for the picture, the statistics and the logs; created if it is missing."""
 
 
 async def demo(options: DemoOptions, console: Console) -> list[RunStatistics]:
-    """Runs every mode and prints, writes and draws the statistics.
+    """Runs every mode, and prints, writes and draws the statistics.
 
     Raises:
-        ProcessDied, StackFailed, StartFailed, BinaryMissing: a system did not come up, or did not stay up.
+        ProcessDied, StackFailed, StartFailed, BinaryMissing: a system did not become ready, or did not stay up.
         OSError: results cannot be written.
     """
     options.results.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Options that several commands of the development stack take, and how they are read."""
+"""Options that several commands of the development stack have, and their parsing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_requests(trace: Path | None, limit: int | None, of_model: str | None = 
     """Reads a trace, the shipped one if ``trace`` is None.
 
     Raises:
-        TraceError: the file cannot be read, or is no trace.
+        TraceError: the file is unreadable or not a trace.
     """
     return read_shipped_trace(limit) if trace is None else read_trace(trace, limit, of_model)
 
@@ -46,11 +46,11 @@ def check_modes(modes: list[str]) -> list[str]:
     """Returns the routing modes if each is known and given once.
 
     Raises:
-        WrongUsage: one is not.
+        WrongUsage: a mode is unknown or given twice.
     """
     for mode in modes:
         if mode not in NAMES:
-            raise WrongUsage(f"mode {mode!r} is not known: {', '.join(NAMES)}")
+            raise WrongUsage(f"mode {mode!r} is unknown: use {', '.join(NAMES)}")
     if len(set(modes)) != len(modes):
-        raise WrongUsage("a mode is given twice")
+        raise WrongUsage("a mode is given twice: give each once")
     return modes

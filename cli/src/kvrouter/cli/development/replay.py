@@ -1,4 +1,4 @@
-"""A replay against a system that is running."""
+"""``kvrouter replay``: replays a trace through a running system."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ _CALL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayCommand:
-    """What to replay against what."""
+    """Options of a replay."""
 
     requests: Sequence[TraceRequest]
     trace_name: str
     target: str
-    """Frontend, host:port."""
+    """gRPC address of the Frontend, host:port."""
     indexer: str | None
-    """Indexer, host:port, if events are to be counted."""
+    """gRPC address of an Indexer whose events are counted, host:port; None counts none."""
     model: str | None
-    """Model to ask for; None for the only one."""
+    """Model to request; None for the only one that is served."""
     time_scale: TimeScale
     mode: str | None
-    """Routing mode that requests ask for; None for the Scheduler's own."""
+    """Routing mode of all requests; None for the Scheduler's own."""
     results: Path | None
-    """Directory for a picture and the statistics; None for none."""
+    """Folder for a picture and the statistics; None writes neither."""
 
 
 async def replay_running(command: ReplayCommand, console: Console) -> RunStatistics:
-    """Replays, prints and, where asked to, writes the statistics.
+    """Replays the trace, prints the statistics, and writes them if a folder is given.
 
     Raises:
-        CommandFailed: the target does not answer, or does not serve the model.
+        CommandFailed: the Frontend does not answer, or does not serve the model.
     """
     before = await event_counts(command.indexer) if command.indexer is not None else None
     async with open_channel(command.target) as channel:

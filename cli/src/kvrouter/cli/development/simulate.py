@@ -1,4 +1,4 @@
-"""`kvrouter simulate`: any policy on any workload, in virtual time."""
+"""``kvrouter simulate``: runs any routing policy on any workload in virtual time."""
 
 from __future__ import annotations
 
@@ -124,15 +124,15 @@ def simulate_command(
         if path is not None and not can_be_written(path):
             raise WrongUsage(f"{path} cannot be written")
     if picture is not None and picture.suffix not in _PICTURES:
-        raise WrongUsage(f"--picture is {picture}: its name must end in {', '.join(_PICTURES)}")
+        raise WrongUsage(f"--picture is {picture}: expected a name that ends in {', '.join(_PICTURES)}")
     if compare is not None and policy != DEFAULT_POLICY:
-        raise WrongUsage("--policy and --compare: give one of them")
+        raise WrongUsage("--policy and --compare exclude each other: give one of them")
     if sweep is not None and load != 1:
-        raise WrongUsage("--load and --sweep: give one of them")
+        raise WrongUsage("--load and --sweep exclude each other: give one of them")
     loads = _numbers("--sweep", sweep) if sweep is not None else [_number("--load", str(load), above=0)]
     policies = [name.strip() for name in (compare if compare is not None else policy).split(",")]
     if len(set(policies)) < len(policies) or len(set(loads)) < len(loads):
-        raise WrongUsage("a policy or a load is given twice")
+        raise WrongUsage("a policy or a load is given twice: give each once")
     try:
         for name in policies:
             routing_options(name)
@@ -182,7 +182,7 @@ def simulate_command(
         save.write_text("".join(traces.lines(plan.workload.faster(loads[0]))), encoding="utf-8")
         return
     _check_lengths(plan)
-    # Where nobody looks at it through a window, a row stays a line.
+    # Without a terminal, a fixed width keeps each row on one line.
     console = Console()
     _report(plan, console if console.is_terminal else Console(width=_WIDTH), json_file, picture)
 
@@ -236,7 +236,7 @@ def _check_lengths(plan: Plan) -> None:
 
 
 def _in_options(words: str) -> str:
-    """What an engine refuses, in the words of the command line."""
+    """Replaces the fields that an engine's error names by the options of this command."""
     for field, option in (("max_batched_tokens", "--budget"), ("max_sequences", "--sequences")):
         words = words.replace(field, option)
     return words.replace("num_blocks * block_size", "--blocks times --block-size")
@@ -268,7 +268,7 @@ def _time_model(prefill_ms: str | None, decode_ms: str | None, budget: int) -> T
             raise WrongUsage(f"{option} is {text!r}: write A,B,C")
         given |= dict(zip(names[first : first + 3], terms, strict=True))
     model = TimeModel(**given)
-    # A parabola is least at its ends, or at its vertex.
+    # A parabola has its minimum at an end of the range or at its vertex.
     square, linear = model.prefill_n2_ms, model.prefill_n1_ms
     vertex = min(max(round(-linear / 2 / square), 1), budget) if square > 0 else 1
     for tokens in (1, vertex, budget):
@@ -293,7 +293,7 @@ def _seconds(option: str, milliseconds: float) -> float:
 
 
 def _number(option: str, text: str, above: float | None = None) -> float:
-    """A finite number, 0 or more, or more than ``above``."""
+    """Parses a finite number, 0 or more, or more than ``above``."""
     try:
         value = float(text)
     except ValueError:

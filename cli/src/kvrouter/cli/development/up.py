@@ -1,4 +1,4 @@
-"""The whole system, left running."""
+"""``kvrouter up``: runs a whole system until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIRST_PROMPT_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What to start; fields as in StackOptions."""
+    """Options of the system; StackOptions documents the fields."""
 
     workers: int
     blocks: int
@@ -44,10 +44,10 @@ class UpOptions:
 
 
 def choose_port(asked: int | None, default: int) -> int:
-    """The port that was asked for, or the default one, or 0 (a free one) where the default is taken.
+    """Returns the requested port, by default the default one, or 0 (a free one) if that is taken.
 
     Raises:
-        WrongUsage: the port that was asked for cannot be listened on.
+        WrongUsage: the requested port cannot be listened on.
     """
     if asked is not None and (reason := why_not_free(asked)):
         raise WrongUsage(f"port {asked}: {reason}")
@@ -55,10 +55,10 @@ def choose_port(asked: int | None, default: int) -> int:
 
 
 async def up(options: UpOptions, console: Console) -> None:
-    """Starts the system, says what listens where, and stays until it is cancelled.
+    """Starts the system, prints its addresses, and runs until cancelled.
 
     Raises:
-        ProcessDied, StackFailed, StartFailed, BinaryMissing: it did not come up, or did not stay up.
+        ProcessDied, StackFailed, StartFailed, BinaryMissing: the system did not become ready, or did not stay up.
     """
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvrouter-") as directory:
@@ -122,7 +122,7 @@ def _describe(stack: Stack, console: Console) -> None:
 
 
 def _own_command() -> str:
-    """How this command is called from this directory, in another terminal, where no environment is activated."""
+    """Returns the path of this command from this folder, for terminals without an activated environment."""
     command = Path(sys.executable).with_name("kvrouter")
     here = Path.cwd()
     return str(command.relative_to(here) if command.is_relative_to(here) else command)
@@ -151,6 +151,6 @@ def up_command(
     grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
     options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs)
     console = Console()
-    with suppress(Interrupted):  # the way in which it is meant to end
+    with suppress(Interrupted):  # the intended way to end
         run_interruptibly(up(options, console))
     console.print("stopped; nothing is left running")

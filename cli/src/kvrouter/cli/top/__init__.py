@@ -1,1 +1,1 @@
-"""``kvrouter top``: a running system in a terminal."""
+"""``kvrouter top``: shows a running system in a terminal."""

@@ -1,4 +1,4 @@
-"""``kvrouter top``: looks at a system again and again, and draws what it sees."""
+"""``kvrouter top``: queries a system periodically and draws its state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
 _WINDOW_SECONDS = 60.0
-"""Time over which hit rates are taken."""
+"""Time window of hit rates."""
 _PIPE_WIDTH = 200
 
 
 class _Picture:
-    """The frame for whatever size the terminal has when it is drawn."""
+    """A frame that adapts to the terminal's size whenever it is drawn."""
 
     def __init__(self, system: System, hit_rates: HitWindow, *, whole: bool) -> None:
         self._system = system
@@ -34,7 +34,7 @@ class _Picture:
 
 
 async def top(where: Where, interval_seconds: float) -> None:
-    """Draws until it is cancelled."""
+    """Draws until cancelled."""
     hit_rates = HitWindow(_WINDOW_SECONDS)
     resized = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -55,16 +55,16 @@ async def top(where: Where, interval_seconds: float) -> None:
 
 
 async def top_once(where: Where) -> None:
-    """Prints one frame, with every rank.
+    """Prints one frame with every rank.
 
     Raises:
-        CommandFailed: no Scheduler answered; the frame that says so is printed all the same.
+        CommandFailed: no Scheduler answered; the frame is printed all the same.
     """
     async with open_sources(where) as sources:
         system = await sources.look()
     hit_rates = HitWindow(_WINDOW_SECONDS)
     hit_rates.take(system, time.monotonic())
-    # A pipe is no reason to cut columns off.
+    # In a pipe, no columns should be cut off.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print(_Picture(system, hit_rates, whole=True))
     if not system.statuses:
@@ -72,7 +72,7 @@ async def top_once(where: Where) -> None:
 
 
 async def _resized_before(resized: asyncio.Event, due: float) -> bool:
-    """Waits for a change of the terminal's size; returns False where there was none by the time that is due."""
+    """Returns True when the terminal's size changes, or False at the time ``due``."""
     resized.clear()
     try:
         async with asyncio.timeout(max(0.0, due - time.monotonic())):

@@ -1,4 +1,4 @@
-"""The last decisions, a row each, with why."""
+"""The table of the latest decisions and their reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ID_CHARS, _ID_HEAD = 24, 8
 
 
 def decisions_table(decisions: Sequence[Decision], *, several_components: bool) -> Table:
-    """A table of decisions; ``kvrouter explain`` shows the rest of each."""
+    """Returns a table of decisions; ``kvrouter explain`` shows each in full."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("decided", no_wrap=True)
     table.add_column("request", no_wrap=True)
@@ -33,21 +33,21 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool) 
             *([each.component.name] if several_components else []),
             Text("none", "red") if refused else _rank(each.chosen),
             _cached(each),
-            # The column may shrink, so that the others need not; its text is cut rather than wrapped.
+            # This column may shrink for the others; its text is cut off instead of wrapped.
             Text(why(each), "red" if refused else "", no_wrap=True, overflow="ellipsis"),
         )
     return table
 
 
 def request_name(request_id: str) -> str:
-    """The id that the client gave, short; a Frontend books under that, ``~`` and a random part."""
+    """Returns the client's request id, shortened. A Frontend appends ``~`` and a random suffix to it."""
     name = request_id.rpartition("~")[0] or request_id or "(not booked)"
-    # The end is what tells the ids of one client apart.
+    # Ids of one client usually differ at the end.
     return name if len(name) <= _ID_CHARS else f"{name[:_ID_HEAD]}…{name[_ID_HEAD + 1 - _ID_CHARS :]}"
 
 
 def why(decision: Decision) -> str:
-    """Why that rank, in one line, with its cost and that of the next."""
+    """Returns the reason of a decision in one line, with its cost and that of the next candidate."""
     words = f"{decision.mode}: {decision.reason}"
     if decision.candidates and decision.HasField("chosen"):
         words += f" {_number(decision.candidates[0].cost)}"

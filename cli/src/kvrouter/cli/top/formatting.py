@@ -1,4 +1,4 @@
-"""Figures in words, short enough for a table."""
+"""Formats numbers, short enough for a table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
 def amount(number: int, of: str) -> str:
-    """``1 booking``, ``2,000 bookings``."""
+    """Formats a number of things: ``1 booking``, ``2,000 bookings``."""
     return f"{number:,} {of}{'' if number == 1 else 's'}"
 
 
 def count(number: int, *, short: bool) -> str:
-    """``33,275``; short: ``33.3k``, ``505k``, ``2.1M``."""
+    """Formats a count: ``33,275``; short: ``33.3k``, ``505k``, ``2.1M``."""
     if not short or number < 10_000:
         return f"{number:,}"
     for size, unit in ((1e9, "G"), (1e6, "M")):
@@ -21,7 +21,7 @@ def count(number: int, *, short: bool) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``3 ms``, ``1.2 s``, ``48 s``, ``5 min``, ``3.5 h``, ``12 d``."""
+    """Formats a time: ``3 ms``, ``1.2 s``, ``48 s``, ``5 min``, ``3.5 h``, ``12 d``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < _MINUTE:
@@ -32,5 +32,5 @@ def duration(seconds: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """``64 %``; ``-`` for none."""
+    """Formats a share: ``64 %``; ``-`` for none."""
     return "-" if value is None else f"{value * 100:.0f} %"

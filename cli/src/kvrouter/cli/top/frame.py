@@ -1,4 +1,4 @@
-"""One frame of ``kvrouter top``: what was seen, as text. Reads nothing by itself."""
+"""Renders the state of a system as one frame of ``kvrouter top``, without I/O."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 _LEAST_RANKS, _LEAST_DECISIONS = 3, 3
-"""Rows of a table that are shown however low the terminal is."""
+"""Minimum number of rows of a table, however low the terminal is."""
 _DECISIONS = 10
-"""Decisions that are shown where there is no height to fit."""
+"""Number of decisions if there is no height limit."""
 _CHECK_LATE_SECONDS = 10.0
-"""Age of what an Indexer knows of its stream from which it is said: a sound one asks NATS every few seconds."""
+"""Age of an Indexer's stream information from which it is shown; normally NATS is queried every few seconds."""
 _CONTACT_LATE_SECONDS = 15.0
-"""Silence of etcd from which it is said: a Scheduler asks for a sign of life every 5 s."""
+"""Age of the last contact with etcd from which it is shown; normally there is one every 5 s."""
 _TABLE_LINES = 4
-"""Lines that a component takes besides its ranks: its own, the table's header and sum, and an empty one."""
+"""Lines of a component besides its ranks: title, header and footer of the table, and an empty line."""
 
 
 def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | None = None) -> Group:
-    """The whole picture.
+    """Renders a frame.
 
     Args:
-        system: What was seen.
-        hit_rates: Cache hit rates, this view included.
+        system: State of the system.
+        hit_rates: Cache hit rates, including this state.
         width: Columns of the terminal.
-        height: Its lines, which the frame is to fit into; None for every rank and the last decisions.
+        height: Lines of the terminal, into which the frame should fit; None for every rank and the last decisions.
     """
     lines: list[RenderableType] = [*_head(system), Text()]
     components = system.components()
@@ -171,7 +171,7 @@ def _notes(status: ComponentStatus) -> list[Text]:
 
 
 def _replica_line(status: ComponentStatus) -> list[Text]:
-    """The other Schedulers whose bookings are counted; nothing where there are none."""
+    """Returns a line about the other Schedulers whose bookings are counted; nothing if there are none."""
     others = status.replicas[1:]
     if not others:
         return []
@@ -192,7 +192,7 @@ def _nothing(system: System) -> Text:
 
 
 def _room(statuses: Sequence[ComponentStatus], used: int, height: int | None) -> tuple[int | None, int]:
-    """Rows for the ranks of each component, and for decisions: decisions get a third of what is left."""
+    """Returns the number of rows for each component's ranks and for decisions, which get a third of the free lines."""
     if height is None:
         return None, _DECISIONS
     notes = sum(len(_notes(status)) for status in statuses)

@@ -1,4 +1,4 @@
-"""Hit rates over the last while, out of sums that Schedulers keep since their start."""
+"""Computes hit rates over a time window from the totals that Schedulers report."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import HitCounts
 
 _Key = tuple[str, int, ComponentName, Rank]
-"""(Scheduler, start of its life, component, rank): sums of another life are other sums."""
+"""(Scheduler, its start, component, rank). Totals of a restarted Scheduler start from 0."""
 _Sums = tuple[int, int, int, int]
-"""(prompt tokens, cached, prompt tokens with a prediction, predicted)"""
+"""(prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """Share of the prompt tokens that were cached, 0 to 1; None where there were none."""
+    """Share of prompt tokens in a cache, 0 to 1; None without prompt tokens."""
 
     predicted: float | None = None
     found: float | None = None
 
 
 class HitWindow:
-    """Hit rates of every rank, over the requests that ended within a window."""
+    """Hit rates of every rank, over the requests that ended within a time window."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -32,22 +32,22 @@ class HitWindow:
 
     @property
     def spans(self) -> bool:
-        """Whether there is a window; with one sample, rates are over all that the Schedulers have counted."""
+        """Whether there are two samples. With one, rates cover everything that the Schedulers have counted."""
         return len(self._samples) > 1
 
     def take(self, system: System, now: float) -> None:
-        """Takes in what was seen at a time, seconds of a clock that only rises."""
+        """Adds a sample with its time, in seconds of a monotonic clock."""
         self._samples.append((now, _sums(system)))
-        # The last sample from before the window is where the window starts.
+        # The window starts at the last sample before it.
         while len(self._samples) > 1 and self._samples[1][0] <= now - self.seconds:
             self._samples.popleft()
 
     def rates(self, component: ComponentName) -> dict[Rank, HitRate]:
-        """The rates of a component's ranks, over all Schedulers."""
+        """Returns the rates of a component's ranks, over all Schedulers."""
         return {rank: _rate(sums) for rank, sums in self._added(component).items()}
 
     def rate(self, component: ComponentName) -> HitRate:
-        """The rate of all ranks together."""
+        """Returns the rate of all ranks of a component together."""
         total: _Sums = (0, 0, 0, 0)
         for sums in self._added(component).values():
             total = _plus(total, sums)
@@ -63,7 +63,7 @@ class HitWindow:
             if key[2] != component:
                 continue
             before = oldest.get(key, (0, 0, 0, 0))
-            # A rank that was gone in between starts anew.
+            # The totals of a rank that had left start from 0 again.
             restarted = any(old > new for old, new in zip(before, sums, strict=True))
             since = sums if restarted else _plus(sums, before, -1)
             added[key[3]] = _plus(added.get(key[3], (0, 0, 0, 0)), since)

@@ -1,4 +1,4 @@
-"""The ranks of a component, a row each."""
+"""The table of a component's ranks, and its queued requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 
 SUSPECTED = (WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED,)
 BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)
-"""States of a worker that requests avoid."""
+"""States of workers that requests avoid."""
 _BAR = 10
 """Cells of the bar of active blocks."""
 _WIDE = 110
-"""Columns of a terminal from which there is room for it, and for all digits."""
+"""Minimum columns of a terminal for the bar and for all digits."""
 _HIGH, _FULL = 0.7, 0.9
-"""Shares of the blocks from which the bar warns."""
+"""Shares of active blocks from which the bar changes its color."""
 
 
 def ranks_table(
@@ -33,16 +33,16 @@ def ranks_table(
     width: int,
     rows: int | None,
 ) -> Table:
-    """A table of ranks, and their sum below it.
+    """Returns a table of ranks, with totals below.
 
     Args:
         ranks: The ranks.
-        indexed: What an Indexer knows of them.
-        health: What Frontends say of their workers.
-        rates: Their hit rates.
-        total: That of all of them.
+        indexed: Statistics of the ranks from the Indexers.
+        health: Health of the workers from the Frontends.
+        rates: Hit rates of the ranks.
+        total: Hit rate of all ranks together.
         width: Columns of the terminal.
-        rows: Most ranks to show; the busiest ones where there are more. None for all.
+        rows: Maximum number of ranks; if there are more, the busiest are shown. None for all.
     """
     wide = width >= _WIDE
     table = Table(box=None, pad_edge=False, show_footer=True, header_style="dim", footer_style="dim")
@@ -86,7 +86,7 @@ def ranks_table(
 
 
 def queue_lines(queued: QueueStatus) -> list[Text]:
-    """The requests that wait in the Scheduler; nothing where none waits and none was refused for it."""
+    """Returns lines about the queued requests; nothing if none is queued and none was refused."""
     refused = queued.refused_full + queued.refused_late
     if not queued.requests and not refused:
         return []
@@ -127,7 +127,7 @@ def _lag(stats: RankStats | None) -> str:
     if stats is None:
         return "-"
     if stats.silent:
-        # What the newest batch took says nothing about the batches that do not come.
+        # The lag of the latest batch says nothing about missing batches.
         return f">{duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "?"
     return duration(stats.lag_seconds)
 
@@ -147,7 +147,7 @@ def _bar(active: int, total: int) -> Text:
 
 
 def _health_notes(health: Sequence[WorkerHealth]) -> list[tuple[str, str]]:
-    """What is wrong with a worker in the eyes of the Frontends, and how many of them say so."""
+    """Returns the problems of a worker as the Frontends observe them, and how many Frontends do."""
     notes = []
     for words, states in (("suspected", SUSPECTED), ("backed off", BACKED_OFF)):
         by = [each for each in health if each.state in states]
@@ -180,6 +180,6 @@ def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHea
     if not notes:
         return Text("ok", "green")
     state = Text(", ").join(Text(words, style) for words, style in notes)
-    # The column may shrink, so that the statistics need not; its text is cut rather than wrapped.
+    # This column may shrink for the others; its text is cut off instead of wrapped.
     state.no_wrap, state.overflow = True, "ellipsis"
     return state

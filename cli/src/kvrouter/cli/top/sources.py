@@ -1,4 +1,4 @@
-"""Whom to ask, and asking: the Schedulers and Indexers that are named, or those that are registered in etcd."""
+"""Queries the services of a system, at given addresses or as registered in etcd."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 _INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 _CALL_SECONDS = 2.0
-"""Deadline of each call: a frame is late by this at most."""
+"""Deadline of each call, which limits the delay of a frame."""
 _DISCOVERY_SECONDS = 5.0
-"""Longest wait for etcd before the first frame."""
+"""Maximum wait for etcd before the first frame."""
 _DECISIONS, _HELD = 50, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where the system is."""
+    """How to find the services of a system."""
 
     schedulers: Sequence[str]
-    """Addresses, host:port; with these or ``indexers``, etcd is not asked."""
+    """Addresses, host:port. With these or ``indexers``, etcd is not used."""
     indexers: Sequence[str]
     etcd: str
     namespace: str
@@ -49,7 +49,7 @@ class Where:
 
 
 class Sources:
-    """Asks everybody that there is. Made by ``open_sources``."""
+    """Queries all services. Created by ``open_sources``."""
 
     def __init__(self, where: Where, directory: Directory | None) -> None:
         self._where = where
@@ -57,7 +57,7 @@ class Sources:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def look(self) -> System:
-        """What the system is like at this moment. Those who are away are told, and cost no more than a deadline."""
+        """Returns the current state. A service that does not answer is reported and costs at most one deadline."""
         schedulers, indexers, frontends = map(self.addresses, ("scheduler", "indexer", "frontend"))
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
         scheduler_views, indexer_views, frontend_views = await asyncio.gather(
@@ -68,16 +68,16 @@ class Sources:
         return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self.note)
 
     def addresses(self, kind: str) -> list[str]:
-        """Addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``."""
+        """Returns the addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``."""
         if self._directory is None:
             where = self._where
             return list({"scheduler": where.schedulers, "indexer": where.indexers, "frontend": where.frontends}[kind])
-        # One that was killed and is back at its address is registered twice until the lease of its first life ends.
+        # A service that was killed and restarted at its address is registered twice until the first lease expires.
         return list(dict.fromkeys(each.endpoint for each in _by_id(self._directory.services(kind))))
 
     @property
     def note(self) -> str:
-        """Why nobody is there to ask; empty where somebody is."""
+        """Why there is no service to query; empty if there is one."""
         if self._directory is None:
             return ""
         if not self._directory.is_synced:
@@ -87,7 +87,7 @@ class Sources:
         return ""
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Closes all connections."""
         await self._close(list(self._channels))
 
     async def _ask_scheduler(self, address: str) -> SchedulerView:
@@ -127,8 +127,8 @@ class Sources:
 
 @asynccontextmanager
 async def open_sources(where: Where) -> AsyncIterator[Sources]:
-    """Sources, while the context lasts; where they are found in etcd, it has been read if it is there."""
-    # Log lines would tear what is drawn; what matters of them is in what Sources say.
+    """Yields the sources. With discovery through etcd, they are complete once etcd has answered or after 5 s."""
+    # Log lines would damage the drawing; the frames show what matters of them.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     if where.schedulers or where.indexers:
         sources = Sources(where, None)
@@ -145,7 +145,7 @@ async def open_sources(where: Where) -> AsyncIterator[Sources]:
             async with asyncio.timeout(_DISCOVERY_SECONDS):
                 await directory.synced()
         except TimeoutError:
-            pass  # the frames say so
+            pass  # the frames show it
         try:
             yield sources
         finally:
@@ -154,7 +154,7 @@ async def open_sources(where: Where) -> AsyncIterator[Sources]:
 
 
 def _why(error: KvRouterError) -> str:
-    """The last part of what gRPC says where it cannot connect: ``Connection refused``."""
+    """Returns the reason of a failed call, for a failed connection only its last part: ``Connection refused``."""
     words = str(error)
     return words.rpartition(": ")[2] if error.code is grpc.StatusCode.UNAVAILABLE else words
 

@@ -1,4 +1,4 @@
-"""What was seen of a system at one moment: the answers of its services."""
+"""The state of a system at one moment: the responses of its services."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, Decision, GetStatusResponse
 
 Rank = tuple[int, int]
-"""(worker_id, dp_rank)"""
+"""(worker_id, dp_rank)."""
 
 
 def rank_of(message: RankMessage) -> Rank:
-    """A rank as a value that can be hashed."""
+    """Returns a rank as a hashable value."""
     return (message.worker_id, message.dp_rank)
 
 
 def name_of(message: Component) -> ComponentName:
-    """A component as a value that can be hashed."""
+    """Returns a component as a hashable value."""
     return ComponentName(message.namespace, message.name)
 
 
@@ -32,11 +32,11 @@ class SchedulerView:
     """A Scheduler."""
 
     address: str
-    """host:port"""
+    """host:port."""
     status: GetStatusResponse | None = None
-    """Its answer; None where it gave none."""
+    """Its response; None if it did not answer."""
     failure: str = ""
-    """Why it gave none."""
+    """Why it did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class FrontendView:
 
     address: str
     health: GetWorkerHealthResponse | None = None
-    """Its answer; None where it gave none."""
+    """Its response; None if it did not answer."""
     failure: str = ""
-    """Why it gave none."""
+    """Why it did not answer."""
 
     def in_state(self, *states: WorkerHealthState) -> int:
-        """Returns how many workers it finds in one of the states."""
+        """Returns how many workers are in one of the states."""
         return 0 if self.health is None else sum(each.state in states for each in self.health.workers)
 
 
@@ -72,18 +72,18 @@ class System:
     indexers: Sequence[IndexerView] = ()
     frontends: Sequence[FrontendView] = ()
     note: str = ""
-    """What is wrong with finding them; empty if nothing is."""
+    """Why services could not be discovered; empty if they were."""
 
     @property
     def statuses(self) -> list[GetStatusResponse]:
-        """What the Schedulers answered that did."""
+        """Responses of the Schedulers that answered."""
         return [view.status for view in self.schedulers if view.status is not None]
 
     def components(self) -> dict[ComponentName, tuple[GetStatusResponse, ComponentStatus]]:
-        """The components that any Scheduler knows, in order of name, with the Scheduler whose view of it counts.
+        """Returns all components in order of name, each with the Scheduler whose view of it is shown.
 
-        That is the one that decided there last, else the first that knows it: all clients of a component use one
-        Scheduler; the others follow it, or have nothing booked.
+        That is the one with the latest decision for the component, otherwise the first that knows it: all clients of a
+        component use one Scheduler; the others replicate its bookings or have none.
         """
         found: dict[ComponentName, list[tuple[GetStatusResponse, ComponentStatus]]] = {}
         for status in self.statuses:
@@ -92,12 +92,12 @@ class System:
         return {name: max(found[name], key=_last_decided) for name in sorted(found, key=str)}
 
     def decisions(self) -> list[Decision]:
-        """The last decisions of all Schedulers, newest first."""
+        """Returns the latest decisions of all Schedulers, latest first."""
         every = [each for status in self.statuses for each in status.decisions]
         return sorted(every, key=lambda each: each.decided_unix_ns, reverse=True)
 
     def worker_health(self, component: ComponentName) -> dict[int, list[WorkerHealth]]:
-        """What each Frontend that answered says of a component's workers, by worker id."""
+        """Returns the health of a component's workers from each Frontend that answered, by worker id."""
         found: dict[int, list[WorkerHealth]] = {}
         for view in self.frontends:
             for each in () if view.health is None else view.health.workers:
@@ -106,7 +106,7 @@ class System:
         return found
 
     def indexed(self, component: ComponentName) -> dict[Rank, RankStats]:
-        """What the Indexers know of a component's ranks: the first ready one's counts, the worst ages of all."""
+        """Returns the statistics of a component's ranks: counts of the first ready Indexer, the worst ages of all."""
         found: dict[Rank, RankStats] = {}
         for stats in self._indexed(component):
             for rank in stats:
@@ -130,7 +130,7 @@ class System:
 
 
 def _take_worst(known: RankStats, other: RankStats) -> None:
-    """Sets in ``known`` the longer lag and ages, and what either Indexer misses."""
+    """Merges into ``known`` the longer lag and ages, and the problems of either Indexer."""
     known.lag_seconds = max(known.lag_seconds, other.lag_seconds)
     known.stale |= other.stale
     known.silent |= other.silent

@@ -1,1 +1,1 @@
-"""Replays traces through a Frontend, and tells what came of it."""
+"""Replays traces through a Frontend and reports the results."""

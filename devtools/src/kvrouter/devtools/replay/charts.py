@@ -1,4 +1,4 @@
-"""Draws runs side by side: how long first tokens took, and how much of the prompts was cached as time went on."""
+"""Draws runs side by side: the distribution of the time to first token, and the hit rate over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.statistics import RunStatistics, hit_rate
 
 _COLORS = ("#8a8f98", "#0b7a75", "#b5541c", "#5b4b8a")
-_WINDOWS = 12  # spans of time in which hit rates are averaged: some 70 requests each in the demo
+_WINDOWS = 12  # time windows over which hit rates are averaged: about 70 requests each in the demo
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class DrawnRun:
 
 
 def hit_rate_over_time(records: Sequence[RequestRecord], windows: int = _WINDOWS) -> tuple[list[float], list[float]]:
-    """Middle of each window (engine seconds) and hit rate of the requests due in it; empty windows are left out."""
+    """Returns the middle of each window (engine seconds) and the hit rate of its requests, without empty windows."""
     span = max((record.due_engine_s for record in records), default=0.0)
     width = span / windows if span else 1.0
     gathered: list[list[RequestRecord]] = [[] for _ in range(windows)]
@@ -35,12 +35,12 @@ def hit_rate_over_time(records: Sequence[RequestRecord], windows: int = _WINDOWS
 
 
 def draw(path: Path, runs: Sequence[DrawnRun]) -> None:
-    """Writes a PNG.
+    """Draws the runs to a PNG file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    # Only here: they take long to import, and most commands draw nothing.
+    # Imported here because they take long to import, and most commands draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, PercentFormatter

@@ -1,4 +1,4 @@
-"""Replays a trace through a Frontend, open loop: requests leave when they are due, whatever became of earlier ones."""
+"""Replays a trace through a Frontend in open loop: requests are sent when due, whatever became of earlier ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
-_PREPARED_AHEAD = 128  # requests whose tokens are expanded before they are due: some 14,000 tokens, 60 KiB, each
+_PREPARED_AHEAD = 128  # requests whose tokens are expanded before they are due: about 14,000 tokens, 60 KiB, each
 MAX_IN_FLIGHT = 4096
-"""Requests in flight above which further ones wait. A safety net, not a part of the load: hitting it is reported."""
+"""Maximum number of requests in flight; further ones wait. A safety limit: reaching it makes the run invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +26,29 @@ class ReplayOptions:
     """How requests are made from the trace."""
 
     model: str
-    """Model that is asked for."""
+    """Model of the requests."""
     id_prefix: str
-    """Request ids are this and the request's position; unique to the run."""
+    """Prefix of request ids, unique to the run; the request's position follows."""
     mode: str | None = None
-    """Routing mode that every request asks for; None takes the Scheduler's own."""
+    """Routing mode of all requests; None for the Scheduler's own."""
     request_timeout_seconds: float = 600.0
-    """Wall time after which a request is given up. Above 0."""
+    """Wall time after which a request is abandoned, above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay yields."""
+    """Result of a replay."""
 
     records: list[RequestRecord]
-    """One for each request, in the order of the trace."""
+    """One record for each request, in the order of the trace."""
     wall_seconds: float
-    """From the first due time to the end of the last answer."""
+    """Time from the first due time to the end of the last response."""
     times_limited: int
-    """Requests that waited because too many were in flight."""
+    """Number of requests that waited because too many were in flight."""
 
 
 def generate_request(request: TraceRequest, options: ReplayOptions) -> FrontendServiceGenerateRequest:
-    """The request of the trace as a call: exactly `output_length` tokens are asked for."""
+    """Returns the call for a request of the trace, with exactly `output_length` output tokens."""
     message = FrontendServiceGenerateRequest(
         request_id=f"{options.id_prefix}-{request.index}", model=options.model, token_ids=request.tokens()
     )
@@ -66,9 +66,9 @@ async def replay(
     options: ReplayOptions,
     on_end: Callable[[RequestRecord], None] = lambda _: None,
 ) -> ReplayResult:
-    """Sends every request when it is due and collects the answers. `on_end` is called as each one ends.
+    """Sends every request when it is due and collects the responses. Calls `on_end` when each one ends.
 
-    A failed request is recorded with its code; it fails nothing else.
+    A failed request is recorded with its code and affects no other.
     """
     run = _Run(frontend, time_scale, options, on_end)
     return await run.play(requests)
@@ -124,7 +124,7 @@ class _Run:
             if prepared.full():
                 ahead.set()
             await prepared.put(generate_request(request, self._options))
-            await asyncio.sleep(0)  # expanding takes half a millisecond: answers and due requests go in between
+            await asyncio.sleep(0)  # expanding takes half a millisecond; responses and due requests run in between
         ahead.set()
 
     async def _send(self, message: FrontendServiceGenerateRequest, record: RequestRecord, due: float) -> None:

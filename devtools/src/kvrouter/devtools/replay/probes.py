@@ -1,4 +1,4 @@
-"""Asks a running system what it counted."""
+"""Reads counts and metrics of a running system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.1
 
 
 async def event_counts(indexer_target: str) -> EventCounts | None:
-    """What an Indexer (host:port) counted in all components, once it has applied what there is; None if it is away."""
+    """Returns an Indexer's event counts over all components, once it has applied all events; None if it is away."""
     async with open_channel(indexer_target) as channel:
         indexer = cast("Indexer", remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
         try:
@@ -38,7 +38,7 @@ async def event_counts(indexer_target: str) -> EventCounts | None:
 
 
 def faulty_events(counts: EventCounts) -> int:
-    """Events that a sound run does not have: each meant blocks that the index lacks."""
+    """Returns the number of events that a sound run does not have: each means blocks that the index lacks."""
     return counts.gaps + counts.unknown_parents + counts.rejected + counts.unparsable
 
 
@@ -57,10 +57,10 @@ async def _settled(indexer: Indexer) -> Sequence[ComponentStats]:
 
 
 async def histogram_quantile(addresses: Iterable[str], metric: str, share: float) -> float | None:
-    """Upper bound of a quantile of a Prometheus histogram, over all processes (host:port) together.
+    """Returns the upper bound of a quantile of a Prometheus histogram, over all processes (host:port) together.
 
-    In the metric's own unit; None where a process does not answer or has no such histogram, or where nothing was
-    observed. Infinite where the quantile is beyond the last bucket.
+    The unit is the metric's. None if a process does not answer or lacks the histogram, or if there are no observations.
+    Infinite if the quantile is beyond the last bucket.
     """
     buckets: defaultdict[float, float] = defaultdict(float)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CALL_SECONDS)) as session:
@@ -79,7 +79,7 @@ async def histogram_quantile(addresses: Iterable[str], metric: str, share: float
 
 
 def bucket_counts(text: str, metric: str) -> dict[float, float]:
-    """Cumulative counts of a histogram by upper bound, all label sets together; empty where it is not in the text."""
+    """Returns a histogram's cumulative counts by upper bound, summed over label sets; empty if it is absent."""
     counts: defaultdict[float, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.name == metric:
@@ -90,7 +90,7 @@ def bucket_counts(text: str, metric: str) -> dict[float, float]:
 
 
 def quantile_bound(buckets: dict[float, float], share: float) -> float | None:
-    """The least upper bound under which a share of the observations lies; None where there are none."""
+    """Returns the lowest upper bound that covers a share of the observations; None if there are none."""
     total = buckets.get(math.inf, 0.0)
     if not total:
         return None

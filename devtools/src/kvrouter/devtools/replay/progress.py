@@ -1,4 +1,4 @@
-"""Shows how far a replay is."""
+"""Shows the progress of a replay."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvrouter.devtools.replay.records import RequestRecord
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-_REDRAWS_PER_SECOND = 2  # the replay shares its processor with the screen
+_REDRAWS_PER_SECOND = 2  # few, because the replay runs on the same processor
 _LINES_WITHOUT_TERMINAL = 10
 
 
 class _Totals:
-    """What has ended so far."""
+    """Totals of the requests that have ended."""
 
     def __init__(self) -> None:
         self.ended = self.errors = self.prompt_tokens = self.cached_tokens = 0
@@ -34,7 +34,7 @@ class _Totals:
 
 @contextmanager
 def replay_progress(console: Console, mode: str, requests: int) -> Iterator[Callable[[RequestRecord], None]]:
-    """Yields what is to be called as each request ends: a bar on a terminal, a line for each tenth elsewhere."""
+    """Yields the function to call when a request ends. Shows a bar on a terminal, otherwise a line for each tenth."""
     totals = _Totals()
     if not console.is_terminal:
         every = max(1, requests // _LINES_WITHOUT_TERMINAL)

@@ -1,4 +1,4 @@
-"""What is known about one replayed request once it has ended."""
+"""The record of one replayed request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request of a run; filled from the pieces of its answer."""
+    """One request of a run, filled from the pieces of its response."""
 
     index: int
     """Position in the trace."""
@@ -19,34 +19,34 @@ class RequestRecord:
     prompt_tokens: int
     """Tokens of the prompt."""
     late_wall_ms: float = 0.0
-    """How much later than due it was sent, wall milliseconds."""
+    """How late it was sent, wall milliseconds."""
     ended_engine_s: float | None = None
-    """When its answer ended, engine seconds after the start of the run by the client's clock; None while it runs."""
+    """When its response ended by the client's clock, engine seconds after the start of the run; None while it runs."""
     error: str | None = None
-    """Name of the status code that ended it; None where it succeeded."""
+    """Name of the status code of its failure; None if it succeeded."""
     error_message: str = ""
-    """What the error said."""
+    """Message of its failure."""
     cached_tokens: int | None = None
-    """Prompt tokens that the worker says it had cached; None where it never said."""
+    """Prompt tokens that the worker found in its cache; None if the worker did not report it."""
     ttft_ms: float | None = None
-    """Time to the first token from arrival in the engine, or at the Scheduler where that held it, engine milliseconds;
-    None where no token came."""
+    """Time to the first token, engine milliseconds, from the arrival in the engine, or at the Scheduler if that queued
+    the request. None without a token."""
     itl_ms: list[float] = field(default_factory=list)
-    """Times between one token and the next, engine milliseconds."""
+    """Times between consecutive tokens, engine milliseconds."""
     output_tokens: int = 0
-    """Tokens generated."""
+    """Number of output tokens."""
     worker: tuple[int, int] | None = None
-    """The rank that ran it last: (worker id, data parallel rank)."""
+    """The rank of the last attempt: (worker id, data-parallel rank)."""
     router_ms: float | None = None
-    """What the router added before the dispatch, without the time that it held the request, wall milliseconds."""
+    """Time that the router added before the dispatch, without queueing, wall milliseconds."""
     predicted_overlap_blocks: int | None = None
-    """Leading blocks that the rank was predicted to hold."""
+    """Predicted overlap, blocks."""
     attempts: int = 1
-    """Tries that it took."""
+    """Number of attempts."""
     preemptions: int = 0
-    """Times that the engine preempted it."""
+    """Number of preemptions in the engine."""
     clock: float = 1.0
-    """Engine seconds in one second of the wall."""
+    """Engine seconds in one wall second."""
     _queued_ms: float = 0.0
     _last_token_ns: int | None = None
 
@@ -56,7 +56,7 @@ class RequestRecord:
         return self.ended_engine_s is not None and self.error is None
 
     def take(self, piece: FrontendServiceGenerateResponse) -> None:
-        """Adds a piece of the answer."""
+        """Adds a piece of the response."""
         if piece.HasField("routing"):
             routing = piece.routing
             self.worker = (routing.rank.worker_id, routing.rank.dp_rank)

@@ -1,4 +1,4 @@
-"""Tells a person, and a machine, what the runs came to."""
+"""Reports the results of runs as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Row:
     value: Callable[[RunStatistics], float | None]
     form: Callable[[float], str]
     lower_is_better: bool | None = None
-    """None where a ratio says nothing."""
+    """None if a comparison has no meaning."""
 
 
 def _milliseconds(value: float) -> str:
@@ -73,10 +73,10 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
 
 
 def settings_line(run: RunStatistics) -> str:
-    """The settings that a run's statistics depend on."""
+    """Returns a sentence with the settings that a run's statistics depend on."""
     arrivals = "as" if run.load == 1 else f"{run.load:g} times as fast as"
     time_scale = (
-        "engine time is wall time." if run.clock == 1 else f"{run.clock:g} engine seconds pass in a second of the wall."
+        "engine time is wall time." if run.clock == 1 else f"{run.clock:g} engine seconds pass in one wall second."
     )
     return (
         f"{run.workers} workers, {run.requests:,} requests. Load factor {run.load:g}: requests arrive {arrivals} "
@@ -85,13 +85,13 @@ def settings_line(run: RunStatistics) -> str:
 
 
 def report(runs: Sequence[RunStatistics]) -> RenderableType:
-    """The table: one column for each run, and with two runs a column that compares the second with the first."""
+    """Returns the table: a column for each run, and for two runs a column that compares the second with the first."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     table.add_column("")
     for run in runs:
         table.add_column(run.mode, justify="right", style="bold" if run.valid else "red")
     if len(runs) == 2:
-        # The heading takes two lines, so that the table fits into 80 columns.
+        # The heading has two lines, so that the table fits into 80 columns.
         table.add_column(f"{runs[1].mode} against\n{runs[0].mode}", justify="left")
     for group in _ROWS:
         for row in group:
@@ -107,7 +107,7 @@ def report(runs: Sequence[RunStatistics]) -> RenderableType:
 
 
 def write_json(path: Path, runs: Sequence[RunStatistics], trace: str) -> None:
-    """Writes the statistics of all runs to a file."""
+    """Writes the statistics of all runs to a JSON file."""
     document = {
         "trace": trace,
         "bounds": {"late_engine_ms_p99": MAX_LATE_ENGINE_MS, "step_late_ms_p99": MAX_STEP_LATE_MS},

@@ -1,6 +1,6 @@
-"""Replays a trace one request at a time, each after the cache events of the one before were applied.
+"""Replays a trace one request at a time, each after the cache events of the previous one were applied.
 
-Then nothing is in flight when the router chooses: the overlap that it predicts must be what the worker finds cached.
+As nothing is in flight when the router decides, the predicted overlap must equal what the worker finds in its cache.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _POLL_SECONDS = 0.005
 
 
 class NotApplied(Exception):
-    """An Indexer did not apply what a worker published."""
+    """An Indexer did not apply in time what a worker published."""
 
 
 class SequentialReplay:
-    """Replays requests one by one. Use within ``sequential_replay``, which holds its channels."""
+    """Replays requests one by one. Created by ``sequential_replay``, which closes its channels."""
 
     def __init__(self, frontend: Frontend, indexer: Indexer, component: Component, channels: AsyncExitStack) -> None:
         self._frontend = frontend
@@ -43,11 +43,11 @@ class SequentialReplay:
         self._workers: dict[int, Worker] = {}
 
     async def play(self, requests: Sequence[TraceRequest], options: ReplayOptions) -> list[RequestRecord]:
-        """The records of the requests, in order.
+        """Replays the requests and returns their records in order.
 
         Raises:
             KvRouterError: a request failed.
-            NotApplied: the Indexer does not catch up with a worker's events.
+            NotApplied: the Indexer did not apply a worker's events in time.
         """
         records = []
         for request in requests:
@@ -78,7 +78,7 @@ class SequentialReplay:
 
     async def _applied(self, rank: tuple[int, int]) -> Cursor | None:
         request = FindMatchesRequest(component=self._component)
-        request.local_hashes.hashes.append(0)  # any: only the cursors are of interest
+        request.local_hashes.hashes.append(0)  # any hash: only the cursors are used
         try:
             found = await self._indexer.find_matches(request, deadline=Deadline.after(_CALL_SECONDS))
         except KvRouterError:
@@ -105,18 +105,18 @@ class SequentialReplay:
 async def sequential_replay(
     frontend: Frontend, indexer: Indexer, component: Component
 ) -> AsyncIterator[SequentialReplay]:
-    """A sequential replay through a Frontend, watching an Indexer, for the workers of one component."""
+    """Yields a sequential replay of one component's workers through a Frontend and an Indexer."""
     async with AsyncExitStack() as channels:
         yield SequentialReplay(frontend, indexer, component, channels)
 
 
 async def _cursor(worker: Worker, dp_rank: int) -> Cursor:
-    """How far a rank has published: the cursor of its state, whose blocks are not waited for."""
+    """Returns the cursor of a rank's state, from the first chunk."""
     states = worker.get_rank_state(GetRankStateRequest(dp_rank=dp_rank), deadline=Deadline.after(_CALL_SECONDS))
     async with aclosing(states) as chunks:
         async for chunk in chunks:
             return chunk.cursor
-    raise NotApplied("a worker does not tell its state")
+    raise NotApplied("a worker returned no state: check that it implements GetRankState")
 
 
 def _covers(applied: Cursor | None, published: Cursor) -> bool:

@@ -1,4 +1,4 @@
-"""Figures of one run, from its records. Pure."""
+"""Computes the statistics of a run from its records."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.scheduler.policies.catalogue import POLICIES
 
 MAX_LATE_ENGINE_MS = 100.0
-"""A run whose p99 of send lateness passes this is invalid: less than half the median TTFT near the knee, so that
-lateness cannot make or hide the difference between two modes."""
+"""Limit on the p99 of send lateness, beyond which a run is invalid. It is less than half the median TTFT near the knee,
+so that lateness cannot cause or hide the difference between two modes."""
 MAX_STEP_LATE_MS = 100.0
-"""The same bound for the lateness of the engines' own steps (p99, engine milliseconds)."""
+"""The same limit for the lateness of the engines' steps (p99, engine milliseconds)."""
 
 _PREDICTING_MODES = frozenset(mode for mode, policy in POLICIES.items() if policy.uses_overlap)
-"""The others ask no Indexer and report an overlap of 0."""
+"""The other modes query no Indexer and report an overlap of 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Distribution of a time, milliseconds. All are NaN where there was no sample."""
+    """Distribution of a time, milliseconds. All NaN without samples."""
 
     p50: float
     p90: float
@@ -36,31 +36,31 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly the prompt tokens that had to be computed fell on the ranks."""
+    """How evenly the computed prompt tokens are distributed over the ranks."""
 
     tokens_by_rank: dict[str, int]
     """Prompt tokens computed (not cached), by `worker/rank`."""
     variation: float
-    """Standard deviation over mean; 0 is even."""
+    """Standard deviation divided by mean; 0 is even."""
     peak: float
-    """Largest over mean; 1 is even."""
+    """Maximum divided by mean; 1 is even."""
 
 
 @dataclass(frozen=True, slots=True)
 class SystemCounts:
-    """What the system itself counted during a run, beyond what answers say."""
+    """What the system itself counted during a run."""
 
     events_applied: int | None = None
     """Cache events that the Indexer applied."""
     events_faulty: int | None = None
     """Gaps, unknown parents, rejected and unparsable messages that the Indexer counted: 0 in a sound run."""
     step_late_p99_ms: float | None = None
-    """p99 of how much later than due the engines' steps ended, engine milliseconds."""
+    """p99 of the lateness of the engines' steps, engine milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """One run in statistics; times of engines in engine time, those of the router in wall time."""
+    """Statistics of one run. Times of engines are engine time, those of the router wall time."""
 
     mode: str
     workers: int
@@ -69,14 +69,14 @@ class RunStatistics:
     requests: int
     completed: int
     errors: dict[str, int]
-    """Requests that failed, by status code."""
+    """Number of failed requests by status code."""
     error_examples: dict[str, str]
-    """What the first of them said, by status code."""
+    """Message of the first failure by status code."""
     hit_rate: float
-    """Cached prompt tokens over prompt tokens, as the workers count them."""
+    """Cached prompt tokens divided by prompt tokens, as the workers count them."""
     prediction_exact: float
-    """Share of requests whose predicted overlap is what the worker found cached; NaN in modes that do not predict.
-    Below 1 under load, since caches change between choice and prefill."""
+    """Share of requests whose predicted overlap equals what the worker found in its cache; NaN in modes that do not
+    predict. Below 1 under load, since caches change between decision and prefill."""
     ttft_ms: Quantiles
     itl_ms: Quantiles
     router_ms: Quantiles
@@ -92,20 +92,20 @@ class RunStatistics:
     wall_s: float
     times_limited: int
     invalid: list[str]
-    """Why the run must not be used; empty for a valid one."""
+    """Why the run must not be used; empty for a valid run."""
 
     @property
     def valid(self) -> bool:
-        """Whether the statistics mean anything."""
+        """Whether the statistics may be used."""
         return not self.invalid
 
     def as_json(self) -> dict[str, Any]:
-        """The statistics as JSON values; what could not be measured is null."""
+        """Returns the statistics as JSON values; values that could not be measured are null."""
         return {"valid": self.valid, **_without_nan(asdict(self))}
 
 
 def quantiles(samples: Iterable[float]) -> Quantiles:
-    """p50, p90, p99 (nearest rank: a value that occurred), mean and maximum of samples in milliseconds."""
+    """Returns p50, p90, p99 (nearest rank: a value that occurred), mean and maximum of samples in milliseconds."""
     ordered = sorted(samples)
     if not ordered:
         return Quantiles(math.nan, math.nan, math.nan, math.nan, math.nan)
@@ -117,7 +117,7 @@ def quantiles(samples: Iterable[float]) -> Quantiles:
 
 
 def hit_rate(records: Iterable[RequestRecord]) -> float:
-    """Cached over all prompt tokens, of the requests whose worker said what it had cached; NaN where none did."""
+    """Returns cached divided by all prompt tokens, over requests whose worker reported them; NaN if there are none."""
     cached = prompt = 0
     for record in records:
         if record.cached_tokens is not None:
@@ -127,7 +127,7 @@ def hit_rate(records: Iterable[RequestRecord]) -> float:
 
 
 def expected_cached_tokens(overlap_blocks: int, prompt_tokens: int, block_size: int) -> int:
-    """Tokens that an engine takes from its cache when it holds `overlap_blocks` leading blocks of a prompt.
+    """Returns the tokens that an engine takes from its cache if it has `overlap_blocks` leading blocks of a prompt.
 
     It always computes the last token and reuses whole blocks: at most (prompt tokens - 1) div block size of them.
     """
@@ -135,7 +135,7 @@ def expected_cached_tokens(overlap_blocks: int, prompt_tokens: int, block_size: 
 
 
 def balance(records: Sequence[RequestRecord], workers: int) -> Balance:
-    """How evenly computed prompt tokens fell on `workers` ranks; ranks without any request count as 0."""
+    """Returns the balance over `workers` ranks; ranks without any request count as 0."""
     by_rank: defaultdict[tuple[int, int], int] = defaultdict(int)
     for record in records:
         if record.worker is not None and record.cached_tokens is not None:
@@ -152,7 +152,7 @@ def balance(records: Sequence[RequestRecord], workers: int) -> Balance:
 def statistics_of_run(
     result: ReplayResult, *, mode: str, workers: int, block_size: int, time_scale: TimeScale, counts: SystemCounts
 ) -> RunStatistics:
-    """All statistics of a run."""
+    """Computes all statistics of a run."""
     records = result.records
     completed = [record for record in records if record.completed]
     late_wall = quantiles(record.late_wall_ms for record in records)
@@ -188,17 +188,17 @@ def statistics_of_run(
 
 
 def invalid_reasons(completed: int, late_engine: Quantiles, counts: SystemCounts, times_limited: int) -> list[str]:
-    """Why a run does not measure the system but the machine that it ran on; empty where it does measure it."""
+    """Returns why a run measures the machine instead of the system; empty if it is valid."""
     reasons = []
     if not completed:
         reasons.append("no request completed")
     if late_engine.p99 > MAX_LATE_ENGINE_MS:
         reasons.append(
-            f"requests were sent late: p99 {late_engine.p99:.0f} engine ms, the bound is {MAX_LATE_ENGINE_MS:.0f}"
+            f"requests were sent late: p99 {late_engine.p99:.0f} engine ms, the limit is {MAX_LATE_ENGINE_MS:.0f}"
         )
     if counts.step_late_p99_ms is not None and counts.step_late_p99_ms > MAX_STEP_LATE_MS:
         reasons.append(
-            f"engine steps ended late: p99 {counts.step_late_p99_ms:.0f} engine ms, the bound is {MAX_STEP_LATE_MS:.0f}"
+            f"engine steps ended late: p99 {counts.step_late_p99_ms:.0f} engine ms, the limit is {MAX_STEP_LATE_MS:.0f}"
         )
     if times_limited:
         reasons.append(f"{times_limited} requests waited because too many were in flight")

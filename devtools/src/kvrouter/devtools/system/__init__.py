@@ -1,1 +1,1 @@
-"""A whole system as processes on loopback ports, NATS and etcd included."""
+"""A whole system as processes on loopback ports, with NATS and etcd."""

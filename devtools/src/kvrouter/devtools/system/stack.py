@@ -29,82 +29,82 @@ DEFAULT_GRPC_PORT = 8001
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
-_RESTART_SECONDS = 1.0  # long enough that `kvrouter top` shows what a part's absence does
+_RESTART_SECONDS = 1.0  # long enough for `kvrouter top` to show the effect of the absence
 _KEPT_SETTINGS = frozenset({"KVROUTER_CORE"})
 
 
 class StackFailed(Exception):
-    """The system did not come up; the message says what is missing."""
+    """The system did not become ready; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What system to start. Raises ValueError for one that cannot be."""
+    """Options of a system. Raises ValueError for values out of range."""
 
     directory: Path
-    """Where the data and the logs of nats-server and etcd go; must exist."""
+    """Folder for data and logs of nats-server and etcd; must exist."""
     logs: Path
-    """Where each service's log goes, to NAME.log; must exist."""
+    """Folder for the logs of services, NAME.log each; must exist."""
     workers: int = 8
-    """Simulated engines, a process each; 1 or more."""
+    """Number of simulated engines, each a process; at least 1."""
     blocks: int = 16_384
-    """KV blocks of each engine; 1 or more."""
+    """KV blocks of each engine, at least 1."""
     block_size: int = 16
-    """Tokens per block; 1 or more."""
+    """Tokens per block, at least 1."""
     clock: float = 1.0
-    """Engine seconds that pass in one second of the wall; above 0."""
+    """Engine seconds in one wall second, above 0."""
     stream_interval: int = 1
-    """Tokens in a piece of an answer after the first token; stamps stay those of each token."""
+    """Tokens in each piece of a response after the first token. Every token has its own time stamp all the same."""
     mode: str = "kv"
-    """How the Scheduler routes."""
+    """Routing mode of the Scheduler."""
     model: str = "mock-model"
-    """Name under which the engines serve."""
+    """Name of the model that the engines serve."""
     component: str = "workers"
-    """Component that the engines form."""
+    """Component of the engines."""
     namespace: str = "kvrouter"
-    """Namespace of everything."""
+    """Namespace of all processes."""
     http_port: int = 0
-    """Port of the HTTP API; 0 takes a free one."""
+    """Port of the HTTP API; 0 chooses a free one."""
     grpc_port: int = 0
-    """Port of the Frontend's gRPC; 0 takes a free one."""
+    """Port of the Frontend's gRPC server; 0 chooses a free one."""
     restarts: bool = False
-    """Whether a part that ends by itself, once all were ready, is started again; else its end is the system's."""
+    """Whether a process that ends by itself after the system was ready is restarted. Otherwise the system ends."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "blocks", "block_size", "stream_interval"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', ' ')} is {getattr(self, name)}, must be 1 or more")
+                raise ValueError(f"{name.replace('_', ' ')} is {getattr(self, name)}: expected 1 or more")
         if not 0 < self.clock < float("inf"):
-            raise ValueError(f"clock factor is {self.clock}, must be above 0 and finite")
+            raise ValueError(f"clock factor is {self.clock}: expected a finite number above 0")
 
 
 class Stack:
-    """A system that runs. Addresses are host:port."""
+    """A running system. Addresses are host:port."""
 
     def __init__(self, options: StackOptions) -> None:
         self.options = options
         self.nats = NatsServer(options.directory / "nats")
         self.etcd = EtcdServer(options.directory / "etcd")
         self.frontend = f"127.0.0.1:{options.grpc_port or free_port()}"
-        """gRPC of the Frontend."""
+        """gRPC address of the Frontend."""
         self.scheduler = f"127.0.0.1:{free_port()}"
-        """gRPC of the Scheduler."""
+        """gRPC address of the Scheduler."""
         self.indexer = f"127.0.0.1:{free_port()}"
-        """gRPC of the Indexer."""
+        """gRPC address of the Indexer."""
         self.http = f"127.0.0.1:{options.http_port or free_port()}"
-        """HTTP of the Frontend."""
+        """HTTP address of the Frontend."""
         self.worker_metrics = [f"127.0.0.1:{free_port()}" for _ in range(options.workers)]
-        """HTTP of each worker, with its metrics."""
+        """HTTP address of each worker's metrics."""
         self.processes: dict[str, ManagedProcess] = {}
         """Services and workers by name."""
         self._ready = False
         self._stopping = False
 
     async def start(self, watchers: asyncio.TaskGroup, say: Callable[[str], None]) -> None:
-        """Starts everything and returns when a request would be served by any of the workers.
+        """Starts all processes and returns when every worker could serve a request.
 
         Raises:
-            StackFailed: it is not so after a minute.
+            StackFailed: the system is not ready after a minute.
             StartFailed, BinaryMissing: nats-server or etcd cannot run.
         """
         say("starting nats-server and etcd")
@@ -120,7 +120,7 @@ class Stack:
         self._ready = True
 
     async def stop(self) -> None:
-        """Stops everything: the services first and together, what they lean on afterwards."""
+        """Stops all services together, then nats-server and etcd, which they depend on."""
         self._stopping = True
         await asyncio.gather(*(process.stop(_STOP_SECONDS) for process in self.processes.values()))
         await asyncio.gather(self.nats.stop(), self.etcd.stop())
@@ -190,7 +190,7 @@ class Stack:
             if not self._stopping:
                 try:
                     await server.start()
-                except StartFailed:  # also where it was stopped meanwhile
+                except StartFailed:  # also raised if it was stopped meanwhile
                     if not self._stopping:
                         raise
 
@@ -221,7 +221,7 @@ class Stack:
             ) from None
 
     async def _missing_workers(self, channel: grpc.aio.Channel) -> str:
-        """Why a request might not be served by each of the workers; empty if it would."""
+        """Returns why a worker might not serve a request; empty if all can."""
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         request = PotentialLoadsRequest()
         request.request.model = self.options.model
@@ -235,7 +235,7 @@ class Stack:
 
 
 async def until_serving(target: str, service: str) -> None:
-    """Returns when a service says by grpc.health that it is ready."""
+    """Returns when a service is ready by grpc.health."""
     async with open_channel(target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
@@ -248,11 +248,11 @@ async def until_serving(target: str, service: str) -> None:
 
 @asynccontextmanager
 async def running_stack(options: StackOptions, say: Callable[[str], None] = lambda _: None) -> AsyncIterator[Stack]:
-    """A system, while the context lasts. The context is cancelled when one of its processes dies for good.
+    """Runs a system while the context lasts. Cancels the context if a process dies and is not restarted.
 
     Raises:
-        ProcessDied: a process ended by itself, and is not to be started again.
-        StackFailed, StartFailed, BinaryMissing: the system did not come up.
+        ProcessDied: a process ended by itself and is not restarted.
+        StackFailed, StartFailed, BinaryMissing: the system did not become ready.
     """
     stack = Stack(options)
     try:
@@ -271,7 +271,7 @@ async def running_stack(options: StackOptions, say: Callable[[str], None] = lamb
 
 
 def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for services: settings meant for other systems, such as a NATS_SERVER, are left out."""
+    """Returns the environment without settings for other systems, such as NATS_SERVER."""
     return {
         name: value
         for name, value in environment.items()
@@ -280,7 +280,7 @@ def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def why_not_free(port: int) -> str:
-    """Why a loopback port cannot be listened on; empty if it can."""
+    """Returns why a loopback port cannot be listened on; empty if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -291,7 +291,7 @@ def why_not_free(port: int) -> str:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The death of a process where there is one: other failures are its consequences."""
+    """Returns the death of a process if there is one, since other failures are its consequences."""
     died = group.subgroup(ProcessDied) or group
     error: BaseException = died
     while isinstance(error, BaseExceptionGroup):

@@ -1,1 +1,1 @@
-"""Traces: the one that is shipped, Mooncake's, and recordings of one's own traffic."""
+"""Traces: the shipped one, other Mooncake traces, and recordings."""

@@ -1,11 +1,11 @@
-"""Reads traces (Mooncake's, and recordings of one's own traffic) and expands their piece ids to tokens.
+"""Reads traces (Mooncake traces and recordings) and expands their piece ids to tokens.
 
     {"timestamp": 1250, "input_length": 700, "output_length": 80, "hash_ids": [3, 17], "piece_tokens": 512}
 
-``timestamp`` is in ms; ``hash_ids`` name the content of the prompt's pieces, in order. ``piece_tokens`` is ours: tokens
-that an id stands for, 512 where it is left out, as in Mooncake's own traces; a recording's pieces are blocks. Equal ids
-stand for equal tokens, so any expansion that is deterministic and gives different pieces different tokens keeps every
-shared prefix, and adds none. ``model`` is ours too: recordings have it, and may be of several.
+``timestamp`` is in milliseconds. ``hash_ids`` identify the content of the prompt's pieces, in order. Two fields extend
+Mooncake's format: ``piece_tokens``, the tokens per piece, 512 by default (the pieces of a recording are blocks), and
+``model``, because a recording may contain several models. Equal ids stand for equal tokens, so any deterministic
+expansion that gives different pieces different tokens keeps every shared prefix and adds none.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from pathlib import Path
 from typing import Any
 
 PIECE_TOKENS = 512
-"""Tokens that one piece id stands for, where a trace does not say."""
+"""Tokens per piece if a trace does not say."""
 MAX_PIECE_TOKENS = 1 << 16
-_MAX_MS = 1e15  # some 30,000 years: also Unix time passes
+_MAX_MS = 1e15  # about 30,000 years, so that Unix time is accepted
 
 _CACHED_PIECES = 16_384  # 2 KiB each: 32 MiB at most
 _TOKEN_BYTES = 2  # ids from 0 to 65,535: within every current vocabulary, and 256 random bits in a block of 16
 
 
 class TraceError(ValueError):
-    """A trace cannot be read; the message names the file, and the line where one is at fault."""
+    """A trace cannot be read; the message names the file and, if possible, the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace."""
+    """A request of a trace."""
 
     index: int
     """Position in the trace, from 0."""
     arrival_ms: float
-    """Arrival, milliseconds after the first request, 0 or more, never less than the request's before it."""
+    """Arrival, milliseconds after the first request; never before the previous request."""
     input_length: int
-    """Tokens of the prompt, 1 or more."""
+    """Tokens of the prompt, at least 1."""
     output_length: int
-    """Tokens that the model answered with, 1 or more."""
+    """Tokens of the output, at least 1."""
     pieces: tuple[int, ...]
-    """Ids of the prompt's pieces, in order, u64 each; the last one may be used in part."""
+    """Ids of the prompt's pieces in order, u64; of the last piece only a part may belong to the prompt."""
     piece_tokens: int = PIECE_TOKENS
-    """Tokens in a piece."""
+    """Tokens per piece."""
 
     def tokens(self) -> array[int]:
-        """The prompt as token ids (array of 32-bit unsigned integers), `input_length` of them."""
+        """Returns the prompt as `input_length` token ids in an array of 32-bit unsigned integers."""
         expanded: array[int] = array("I")
         for piece in self.pieces:
             expanded.extend(piece_tokens(piece, self.piece_tokens))
@@ -65,9 +65,9 @@ class TraceRequest:
 
 @lru_cache(maxsize=_CACHED_PIECES)
 def piece_tokens(piece: int, count: int = PIECE_TOKENS) -> array[int]:
-    """The `count` token ids that a piece id stands for: 16-bit little-endian words of SHAKE-128 over its decimal form.
+    """Returns the `count` token ids of a piece: 16-bit little-endian words of SHAKE-128 over the id's decimal form.
 
-    The array is shared between calls: do not change it.
+    The array is shared between calls and must not be changed.
     """
     words = array("H", hashlib.shake_128(str(piece).encode()).digest(count * _TOKEN_BYTES))
     if sys.byteorder == "big":
@@ -76,13 +76,13 @@ def piece_tokens(piece: int, count: int = PIECE_TOKENS) -> array[int]:
 
 
 def read_trace(path: Path, limit: int | None = None, model: str | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a file (all where it is None), gzip-compressed or not, in order of time.
+    """Returns the first `limit` requests of a file (None for all), gzip-compressed or not, in order of time.
 
-    `model` picks those of one model out of a recording of several.
+    `model` selects the requests of one model from a recording of several.
 
     Raises:
-        TraceError: the file cannot be read, a line breaks the format, there is no request in it, or it has those of
-            several models and none is named.
+        TraceError: the file cannot be read, a line violates the format, no request is left, or the file has requests
+            of several models and none is selected.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
@@ -101,7 +101,7 @@ def read_trace(path: Path, limit: int | None = None, model: str | None = None) -
     widths = {request.piece_tokens for request in read}
     if len(widths) > 1:
         raise TraceError(f"{path}: piece_tokens is {sorted(widths)[:4]}, must be the same in every line")
-    # A recording has its requests in the order of their ends.
+    # A recording has its requests in order of their ends.
     read.sort(key=lambda request: request.arrival_ms)
     first_ms = read[0].arrival_ms
     return [
@@ -110,7 +110,7 @@ def read_trace(path: Path, limit: int | None = None, model: str | None = None) -
 
 
 def read_shipped_trace(limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of the part of the conversation trace that the package ships.
+    """Returns the first `limit` requests of the shipped part of Mooncake's conversation trace.
 
     Raises:
         TraceError: the package is damaged.
@@ -121,7 +121,7 @@ def read_shipped_trace(limit: int | None = None) -> list[TraceRequest]:
 
 
 def _parse(where: str, line: str) -> tuple[str | None, TraceRequest]:
-    """A request, and its model where the line says it."""
+    """Returns a request, and its model if the line has one."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
