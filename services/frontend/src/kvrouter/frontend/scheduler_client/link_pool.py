@@ -78,12 +78,12 @@ class SchedulerLinks:
         return all(self._has_session(name) for name, view in components if view.workers)
 
     def link(self, name: ComponentName, local_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
-        """The link for a request of a component.
+        """Returns the link for a request.
 
         Args:
             name: The component.
             local_hashes: Packed u64, one for each full block of the prompt.
-            conversation_id: Conversation that the request belongs to; empty for none.
+            conversation_id: Conversation of the request; empty for none.
 
         Raises:
             DependencyAway: ``run`` is not running, because the gateway is starting or stopping.

@@ -10,7 +10,7 @@ from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 
 Key = tuple[str, int, int]
-"""(request_id, attempt, stage)"""
+"""(request_id, attempt, stage)."""
 
 
 def key_of(booking: BookingKey) -> Key:
@@ -62,7 +62,7 @@ class LiveBooking:
         return blocks > -(-(self.prompt_tokens + self.output_tokens) // self.block_size)
 
     def to_reassert(self) -> ReassertBooking:
-        """The booking as another Scheduler is told of it."""
+        """Returns the message that re-asserts the booking at another Scheduler."""
         message = ReassertBooking(
             booking=self.key,
             rank=self.rank,
