@@ -61,7 +61,7 @@ async def test_a_worker_that_does_not_fit_its_component_is_refused_in_one_line(
     status, out, errors = await run("kvrouter.mocker", *where, "--model", "m", "--block-size", "16")
     assert status == 1
     cause = cause_of(out + errors)
-    assert "block_size: 32 there, 16 here" in cause
+    assert "block_size: expected 32, this worker has 16" in cause
     assert f"`kvrouter component forget {name}`" in cause
 
 

@@ -214,4 +214,4 @@ async def test_a_second_process_of_the_same_id_makes_the_first_stop(
         async with started(tmp_path, settings):
             status, lines = await first.ended()
     assert status == 1
-    assert "registered by another process" in lines[-1]["cause"]
+    assert "another process registered" in lines[-1]["cause"]
