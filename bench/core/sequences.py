@@ -27,8 +27,8 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import read_answer
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import snapshot
-from kvrouter.scheduler.routing.choice import choose
+from kvrouter.scheduler.routing.decision import decide as decide_on
+from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
@@ -140,8 +140,7 @@ def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> 
     def decide(options: RoutingOptions) -> Callable[[bytes], None]:
         def one(hashes: bytes) -> None:
             prompt = Prompt(tokens, b"", hashes)
-            found = snapshot(pool, prompt, WorkerConstraints(), options, overlaps, now=1.0)
-            choose(pool, prompt, options, found, found.free, rng)
+            decide_on(RequestContext(pool, prompt, WorkerConstraints(), options), overlaps, rng=rng, now=1.0)
 
         return one
 

@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.runtime.errors import AllBusy, NoWorkers
-from kvrouter.scheduler.load.booked_load import Accounting
+from kvrouter.scheduler.load.booked_load import Accounting, RankLoad
 from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.routing.candidate_snapshot import context_of, snapshot
-from kvrouter.scheduler.routing.choice import choose
-from kvrouter.scheduler.workers.candidates import WorkerConstraints, candidates_of, why_unfit
-from kvrouter.scheduler.workers.worker_set import WorkerSet
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, context_of, snapshot
+from kvrouter.scheduler.routing.decision import decide
+from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, candidates_of, why_unfit
+from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
 from kvrouter.v1.events_pb2 import LoadReport
 
 from ..harness import BLOCK, prompt, view, worker
+
+
+class Row(NamedTuple):
+    """A snapshot's columns at one candidate."""
+
+    candidate: Candidate
+    load: RankLoad
+    overlap_blocks: int
+    new_prefill_tokens: int
+    busy: str
+
+
+def rows_of(found: CandidateSnapshot, places: Places) -> list[Row]:
+    return [
+        Row(
+            found.worker_set.candidates[place],
+            found.loads.of(place),
+            int(found.overlap_blocks[place]),
+            int(found.new_prefill_tokens[place]),
+            found.why_busy(place),
+        )
+        for place in places.tolist()
+    ]
+
 
 IDS = st.sets(st.integers(1, 5), max_size=3)
 ROLES = st.sampled_from([Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_PREFILL, Role.ROLE_DECODE])
@@ -112,17 +137,18 @@ def test_every_row_is_what_the_rules_say_of_it(
         report.rank.CopyFrom(Rank(worker_id=rank[0], dp_rank=rank[1]))
         report.incarnation = 3
         pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
-    booking_context, options = prompt(9, tail=3), RoutingOptions(thresholds=thresholds)
-    found = snapshot(pool, booking_context, constraints, options, Overlaps.of(resident), now=now)
-    before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(booking_context, constraints.stage)
+    request = RequestContext(pool, prompt(9, tail=3), constraints, RoutingOptions(thresholds=thresholds))
+    found = snapshot(request, Overlaps.of(resident), now=now)
+    rows = rows_of(found, found.fit)
+    before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(request.prompt, constraints.stage)
     fit = [each for each in pool.candidates if not why_unfit(each, constraints)]
-    assert [row.candidate for row in found.rows] == fit
-    for row in found.rows:
+    assert [row.candidate for row in rows] == fit
+    for row in rows:
         rank = row.candidate.rank
         assert row.load == loads[rank]
         blocks, incarnation = resident.get(rank, (0, 0))
         assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
-        uncached = max(0, booking_context.tokens - row.overlap_blocks * BLOCK)
+        uncached = max(0, request.prompt.tokens - row.overlap_blocks * BLOCK)
         assert row.new_prefill_tokens == (0 if constraints.stage == Stage.STAGE_DECODE else uncached)
         assert bool(row.busy) == bool(
             why_busy(
@@ -133,15 +159,15 @@ def test_every_row_is_what_the_rules_say_of_it(
                 report=pool.reports.of(rank, now),
             )
         )
-    free = [row for row in found.rows if not row.busy]
-    assert list(found.free) == free
+    free = [row for row in rows if not row.busy]
+    assert rows_of(found, found.free) == free
     assert set(found.excluded([row.candidate.rank for row in free])) == {each.rank for each in pool.candidates} - {
         row.candidate.rank for row in free
     }
     if not free:
         assert isinstance(found.refusal("pool"), AllBusy if fit else NoWorkers)
         return
-    context = context_of(found.free, booking_context, options, block_size=BLOCK, previous=None)
+    context = context_of(found, found.free, request)
     assert context.ranks == tuple(row.candidate.rank for row in free)
     columns = {
         "overlap_blocks": [row.overlap_blocks for row in free],
@@ -163,13 +189,15 @@ def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> Non
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     options = RoutingOptions("forecast")
     pool.booked_load.book(("a", 0, 1), (1, 0), prompt(4), 64)
-    found = snapshot(pool, prompt(4), WorkerConstraints(), options, NOT_QUERIED, now=1.0)
-    chosen = choose(pool, prompt(4), options, found, found.free, Random(1))
-    seen = [str(chosen.context), str(found.rows[0])]
+    decision = decide(
+        RequestContext(pool, prompt(4), WorkerConstraints(), options), NOT_QUERIED, rng=Random(1), now=1.0
+    )
+    found = decision.snapshot
+    seen = [str(decision.context), str(rows_of(found, found.fit)[0])]
     pool.booked_load.book(("b", 0, 1), (1, 0), prompt(9, seed=1), 144)
     pool.booked_load.free(("a", 0, 1))
     pool.follow(view(worker(2)))
-    assert [str(chosen.context), str(found.rows[0])] == seen
+    assert [str(decision.context), str(rows_of(found, found.fit)[0])] == seen
 
 
 @pytest.mark.parametrize("ranks", [[(2, 0), (1, 0)], [(1, 0)], [(9, 9), (2, 0), (1, 0), (3, 0)], []])
@@ -198,10 +226,9 @@ def test_avoided_workers_give_way_only_to_others_that_fit(
 def test_a_candidate_that_gave_way_says_why() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     constraints = WorkerConstraints(avoided=frozenset({1}))
-    found = snapshot(pool, prompt(4), constraints, RoutingOptions(), NOT_QUERIED, now=1.0)
-    assert [row.candidate.rank for row in found.free] == [(2, 0)]
+    found = snapshot(RequestContext(pool, prompt(4), constraints, RoutingOptions()), NOT_QUERIED, now=1.0)
+    assert [row.candidate.rank for row in rows_of(found, found.free)] == [(2, 0)]
     assert found.excluded([(2, 0)]) == {(1, 0): "the caller avoids this worker, and another one fits"}
-    alone = snapshot(
-        pool, prompt(4), WorkerConstraints(worker_id=1, avoided=frozenset({1})), RoutingOptions(), NOT_QUERIED, now=1.0
-    )
-    assert [row.candidate.rank for row in alone.free] == [(1, 0)]
+    pinned = WorkerConstraints(worker_id=1, avoided=frozenset({1}))
+    alone = snapshot(RequestContext(pool, prompt(4), pinned, RoutingOptions()), NOT_QUERIED, now=1.0)
+    assert [row.candidate.rank for row in rows_of(alone, alone.free)] == [(1, 0)]

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sized
+from dataclasses import dataclass
 from random import Random
+from typing import cast
 
+from kvrouter.core import Rank
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.routing.decisions import Decided, Decisions
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot
+from kvrouter.scheduler.routing.decision import Decision
+from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1.names import ComponentName
 
 from ..context_maker import context
 from ..harness import POOL
 
 
-def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decided:
+@dataclass
+class Draining:
+    """A snapshot of candidates of which one was excluded."""
+
+    worker_set: Sized
+
+    def excluded(self, weighed: Collection[Rank]) -> dict[Rank, str]:
+        assert weighed
+        return {(1, 5): "draining"}
+
+
+def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decision:
     weighed = context(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
     choice = POLICIES["kv"].decide(weighed, Random(1))
-    return Decided(
+    return Decision(
         decision_id=decisions.next_id(),
         component=POOL,
         request_id=request_id,
@@ -24,8 +41,8 @@ def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2)
         chosen=weighed.ranks[choice.index],
         context=weighed,
         explanation=choice.explanation,
-        excluded=lambda: {(1, 5): "draining"},
-        rows=candidates + 1,
+        snapshot=cast(CandidateSnapshot, Draining(range(candidates + 1))),
+        verdict=choice,
         prompt_blocks=4,
         load_only=False,
         decided_unix_ns=1,

@@ -13,8 +13,8 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import snapshot
-from kvrouter.scheduler.routing.choice import choose
+from kvrouter.scheduler.routing.decision import decide
+from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 
 from ..harness import BLOCK, view, worker
@@ -53,12 +53,13 @@ class Traffic:
         hashes = self.shared + self.rng.randbytes(8 * self.rng.randint(LEAST, MOST))
         prompt = Prompt(len(hashes) // 8 * BLOCK, b"", hashes)
         constraints, overlaps = WorkerConstraints(worker_id=worker_id), Overlaps.of(self.resident)
-        found = snapshot(self.pool, prompt, constraints, self.options, overlaps, now=self.now)
-        chosen = choose(self.pool, prompt, self.options, found, found.free, self.rng)
         key = (str(next(self.numbers)), 0, 1)
-        rank, forecast_ms = chosen.row.candidate.rank, chosen.forecast_ms
-        assert self.pool.booked_load.book(key, rank, prompt, chosen.prefill_tokens, forecast_ms=forecast_ms)
-        self.resident[chosen.row.candidate.rank] = (SHARED, 1)
+        request = RequestContext(self.pool, prompt, constraints, self.options)
+        decision = decide(request, overlaps, rng=self.rng, now=self.now)
+        assert self.pool.booked_load.book(
+            key, decision.rank, prompt, decision.prefill_tokens, forecast_ms=decision.forecast_ms
+        )
+        self.resident[decision.rank] = (SHARED, 1)
         self.running.append(key)
         self.computing.append(key)
         if len(self.computing) > UNDER_WAY:

@@ -17,15 +17,15 @@ from kvrouter.scheduler.policies.interface import Choice, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.candidate_snapshot import snapshot
-from kvrouter.scheduler.routing.choice import Chosen, choose
+from kvrouter.scheduler.routing.decision import Decision, decide
+from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
-_WHOLE = WorkerConstraints()
+_ANYWHERE = WorkerConstraints()
 _STAGE = Stage.STAGE_WHOLE  # read once: an enum lookup goes by name
 
 
@@ -86,45 +86,48 @@ class Router:
         self._options = options
         self._rng = Random(seed)
         self._queued: RequestQueue[int] = RequestQueue()
-        self._prompts: dict[int, Prompt] = {}
+        self._requests: dict[int, RequestContext] = {}
         self._attempts: dict[int, int] = {}
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Returns the rank for a new request; None if it is queued."""
-        chosen = self._choose(prompt, now)
-        if isinstance(chosen.decided, Wait) and self._queued.add(number, chosen.decided, now):
-            self._prompts[number] = prompt
+        request = RequestContext(self.pool, prompt, _ANYWHERE, self._options)
+        decision = self._decide(request, now)
+        if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
+            self._requests[number] = request
             return None
-        return self._book(number, prompt, chosen)
+        return self._book(number, request, decision)
 
     def release(self, now: float) -> Iterator[tuple[int, Rank]]:
         """Yields queued requests that go now, and their ranks. Send each before the next is taken."""
         if not self._queued:
             return
-        chosen: dict[int, Chosen] = {}
+        decisions: dict[int, Decision] = {}
 
-        def decide(number: int) -> Choice | Wait:
-            chosen[number] = self._choose(self._prompts[number], now)
-            return chosen[number].decided
+        def decide_again(number: int) -> Choice | Wait:
+            decision = decisions[number] = self._decide(self._requests[number], now)
+            assert decision.verdict is not None  # noqa: S101 - else there is a refusal
+            return decision.verdict
 
-        for number, _ in self._queued.release(now, decide):
-            yield number, self._book(number, self._prompts.pop(number), chosen[number])
+        for number, _ in self._queued.release(now, decide_again):
+            yield number, self._book(number, self._requests.pop(number), decisions[number])
 
     def next_due(self) -> float:
         """Returns when queued requests must be tried again if nothing happens, seconds."""
         return self._queued.next_due()
 
-    def _choose(self, prompt: Prompt, now: float) -> Chosen:
-        found = snapshot(self.pool, prompt, _WHOLE, self._options, self._overlaps(prompt), now=now)
-        return choose(
-            self.pool, prompt, self._options, found, found.free, self._rng, calibration_error=self._calibration_error
-        )
+    def _decide(self, request: RequestContext, now: float) -> Decision:
+        overlaps = self._overlaps(request.prompt)
+        decision = decide(request, overlaps, rng=self._rng, now=now, calibration_error=self._calibration_error)
+        if decision.verdict is None:
+            raise decision.snapshot.refusal(self.pool.name)
+        return decision
 
-    def _book(self, number: int, prompt: Prompt, chosen: Chosen) -> Rank:
-        key, rank = self._key(number), chosen.row.candidate.rank
+    def _book(self, number: int, request: RequestContext, decision: Decision) -> Rank:
+        key, rank = self._key(number), decision.rank
         self.pool.previous[self._options.mode] = rank
-        prefill_tokens, forecast_ms = chosen.prefill_tokens, chosen.forecast_ms
-        if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=forecast_ms):
+        prompt, prefill_tokens = request.prompt, decision.prefill_tokens
+        if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=decision.forecast_ms):
             raise ValueError(f"request {number} is booked already")
         self.announce(Announcement(key, 0, booked=(rank, prompt, prefill_tokens)))
         return rank

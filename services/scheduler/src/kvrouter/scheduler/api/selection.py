@@ -1,8 +1,8 @@
-"""A selection: the component, the prompt, the overlaps, then choice and booking in one step.
+"""A selection: a request context goes in, a decision comes out, and is booked in the same step.
 
-Nothing is awaited between reading the loads and booking. Requests that come in one moment therefore see each other's
-load, one after another, instead of all going to the rank that was idle. A request that the policy holds is chosen for
-again, and booked, when it can go.
+Between the snapshot of the load and the booking nothing is awaited. Requests that arrive at the same time therefore see
+each other's load, one after the other, and do not all go to the rank that was idle. A request that had better wait is
+queued; once it can go, it is decided again and booked.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 import structlog
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     AllBusy,
-    BadRequest,
     DeadlineExceeded,
     KvRouterError,
     NoWorkers,
     RequestIdReused,
 )
-from kvrouter.scheduler.api.selection_response import answer
+from kvrouter.scheduler.api.selection_response import selection_response
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -36,20 +34,18 @@ from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
-from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Explanation, Wait, rank_label
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
-from kvrouter.scheduler.request.options import RoutingOptions, overridden
-from kvrouter.scheduler.request.prompt import read_prompt
-from kvrouter.scheduler.routing.affinity import Affinity, conversation_of
-from kvrouter.scheduler.routing.candidate_snapshot import CandidateRow, CandidateSnapshot, snapshot
-from kvrouter.scheduler.routing.choice import Chosen, choose
-from kvrouter.scheduler.routing.decisions import Decided, Decisions
-from kvrouter.scheduler.routing.request_context import BookingContext, RequestContext, lease_seconds
-from kvrouter.scheduler.workers.candidates import WorkerConstraints, check_pinned
-from kvrouter.v1.common_pb2 import Role, Stage
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, snapshot
+from kvrouter.scheduler.routing.decision import Decision, decide
+from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.request_context import BookingOptions, RequestContext, RequestReader, lease_seconds
+from kvrouter.scheduler.workers.candidates import check_pinned
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 
 log = structlog.get_logger(component="scheduler")
 
@@ -81,16 +77,14 @@ class Selector:
 
         ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
         """
+        self.reader = RequestReader(pools, thresholds, options, max_prompt_tokens=max_prompt_tokens)
         self._pools = pools
         self._booking_table = booking_table
         self._booking_leases = booking_leases
         self._decisions = decisions
-        self._thresholds = thresholds
         self._indexers = indexers
-        self._options = options
         self._metrics = metrics
         self._indexer_timeout = indexer_timeout_seconds
-        self._max_prompt_tokens = max_prompt_tokens
         self._rng = rng
         self._clock = clock
         self._predictions = predictions
@@ -122,15 +116,13 @@ class Selector:
         code, mode, queued_seconds = "OK", "", 0.0
         try:
             key = checked_key(request.booking) if request.HasField("booking") else None
-            request_context = self.request_context(request.request, None if key is None else stage_of(request.booking))
-            mode = request_context.options.mode
-            booking_context = BookingContext(
-                request_context, request.request, key, session_id, session_token, lease_seconds(request.lease_ms)
-            )
+            booking = BookingOptions(key, session_id, session_token, lease_seconds(request.lease_ms))
+            context = self.reader.read(request.request, None if key is None else stage_of(request.booking), booking)
+            mode = context.options.mode
             if key is None:
-                response = await self._decide(booking_context, request, deadline)
+                response = await self._select(context, request, deadline)
             else:
-                response = await self._book_once(booking_context, key, request, deadline)
+                response = await self._select_once(context, key, request, deadline)
             queued_seconds = response.queued_us / 1e6
             return response
         except KvRouterError as error:
@@ -140,73 +132,88 @@ class Selector:
             self._metrics.selections.labels(mode=mode, code=code).inc()
             self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
-    def request_context(
-        self, request: RoutingRequest, stage: Stage | None, *, needs_worker: bool = True
-    ) -> RequestContext:
-        """Checks a request.
-
-        Args:
-            request: The request.
-            stage: The stage to book; None for prefill at a component of prefill workers, else for the whole request.
-            needs_worker: Whether a mode that takes the worker from the request is to insist on one.
-
-        Raises:
-            KvRouterError: it is refused.
-        """
-        pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
-        if stage is None:
-            stage = Stage.STAGE_PREFILL if pool.role == Role.ROLE_PREFILL else Stage.STAGE_WHOLE
-        # Overrides go over what is set for the model, which goes over what was given at start.
-        in_force = replace(self._options, thresholds=self._thresholds.of(pool.model))
-        options = overridden(in_force, request.overrides)
-        prompt = read_prompt(
-            request,
-            block_size=pool.booked_load.block_size,
-            max_model_len=pool.max_model_len,
-            max_prompt_tokens=self._max_prompt_tokens,
-        )
-        constraints = WorkerConstraints.of(request, stage)
-        if needs_worker and POLICIES[options.mode].needs_worker and constraints.worker_id is None:
-            raise BadRequest(
-                f"mode {options.mode} needs a worker",
-                field="constraints.worker_id",
-                advice="Name the worker, or choose another mode.",
-                known=sorted({candidate.rank[0] for candidate in pool.candidates}),
-            )
-        return RequestContext(pool, prompt, constraints, options)
-
-    async def overlaps(self, request_context: RequestContext, deadline: Deadline, *, constraints: bool) -> Overlaps:
-        """What the ranks hold of the prompt; nothing where that is not wanted."""
-        if not constraints:
+    async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool) -> Overlaps:
+        """Returns what the ranks hold of the prompt; nothing where that is not ``needed``."""
+        if not needed:
             return NOT_QUERIED
         if self._predictions is not None:
-            return self._predictions.overlaps(request_context.pool, request_context.prompt)
+            return self._predictions.overlaps(context.pool, context.prompt)
         return await ask(
             self._indexers,
-            request_context.pool.name,
-            request_context.prompt,
-            block_size=request_context.pool.booked_load.block_size,
+            context.pool.name,
+            context.prompt,
+            block_size=context.pool.booked_load.block_size,
             timeout_seconds=self._indexer_timeout,
             deadline=deadline,
         )
 
-    def snapshot(self, request_context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
-        """Every candidate as it is at this moment."""
-        return snapshot(
-            request_context.pool,
-            request_context.prompt,
-            request_context.constraints,
-            request_context.options,
-            overlaps,
-            now=self._clock(),
-        )
+    def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
+        """Returns every candidate as it is at this moment."""
+        return snapshot(context, overlaps, now=self._clock())
 
-    async def _book_once(
-        self, booking_context: BookingContext, key: Key, request: SelectWorkerRequest, deadline: Deadline
+    def decide(self, context: RequestContext, overlaps: Overlaps) -> Decision:
+        """Decides by the current state.
+
+        Raises:
+            KvRouterError: the request cannot be booked any more, or no rank can take it.
+        """
+        pool = context.pool
+        if self._pools.get(pool.name) is not pool:
+            raise NoWorkers(f"{pool.name} has gone, or has another block size")
+        self._check(context)
+        decision = decide(
+            context,
+            overlaps,
+            rng=self._rng,
+            now=self._clock(),
+            decision_id=self._decisions.next_id(),
+            conversation_rank=self._affinity.rank(pool.name, context.conversation),
+        )
+        if decision.verdict is None:
+            refusal = decision.snapshot.refusal(pool.name)
+            self._record(replace(decision, explanation=Explanation(str(refusal))))
+            raise refusal.untraced()
+        return decision
+
+    def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
+        """Books the rank of a decision made in the same step, if the request names a booking. Returns the response.
+
+        Raises:
+            KvRouterError: it cannot be booked.
+        """
+        pool, key = context.pool, context.booking.key
+        response = selection_response(decision, overlaps)
+        response.sharding_advised = self._is_behind()
+        if key is not None:
+            response.prefill_tokens = decision.prefill_tokens
+            if not self._book(context, key, decision, response):
+                return self._booked_meanwhile(context, key)
+        pool.previous[decision.mode] = decision.rank
+        self._record(decision)
+        return response
+
+    def _book(self, context: RequestContext, key: Key, decision: Decision, response: SelectWorkerResponse) -> bool:
+        """Books a request where the decision sends it. Returns False if its key is booked."""
+        queried_indexer = context.options.queries_indexer and not decision.load_only
+        booking = Booking(
+            key,
+            context.pool,
+            context.prompt if self._predictions is not None else replace(context.prompt, local_hashes=b""),
+            Placement(decision.rank, decision.prefill_tokens),
+            response,
+            audited=queried_indexer and context.constraints.stage != Stage.STAGE_DECODE,
+            session_id=context.booking.session_id,
+            lease_seconds=context.booking.lease_seconds,
+            conversation=context.conversation,
+        )
+        return self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms)
+
+    async def _select_once(
+        self, context: RequestContext, key: Key, request: SelectWorkerRequest, deadline: Deadline
     ) -> SelectWorkerResponse:
-        """The first outcome for a key, however often and however concurrently it is asked for."""
+        """Returns the first outcome for a key, however often and however concurrently it is asked for."""
         while True:
-            repeated = self._repeated(booking_context, key)
+            repeated = self._repeated(context, key)
             if repeated is not None:
                 return repeated
             under_way = self._under_way.get(key)
@@ -215,174 +222,92 @@ class Selector:
             await under_way.wait()
         done = self._under_way[key] = asyncio.Event()
         try:
-            return await self._decide(booking_context, request, deadline)
+            return await self._select(context, request, deadline)
         finally:
             del self._under_way[key]
             done.set()
 
-    def _repeated(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse | None:
+    async def _select(
+        self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline
+    ) -> SelectWorkerResponse:
+        self._check(context)
+        overlaps = await self.overlaps(context, deadline, needed=context.options.queries_indexer)
+        if overlaps.failure:
+            self._metrics.load_only.labels(reason=overlaps.failure).inc()
+
+        # From here to the booking nothing is awaited.
+        decision = self.decide(context, overlaps)
+        if self.queued is None or context.booking.key is None or not isinstance(decision.verdict, Wait):
+            return self.settle(context, overlaps, decision)
+        self._record(replace(decision, chosen=None, explanation=_waiting_reason(decision)))
+        if request.time_left_ms:
+            deadline = deadline.within(request.time_left_ms / 1e3)
+        try:
+            return await self.queued.enqueue(
+                context, overlaps, decision, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
+            )
+        except (AllBusy, DeadlineExceeded) as error:
+            self._record(
+                replace(
+                    decision,
+                    decision_id=self._decisions.next_id(),
+                    decided_unix_ns=time.time_ns(),
+                    explanation=Explanation(str(error)),
+                    chosen=None,
+                )
+            )
+            raise
+
+    def _repeated(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:
         now = self._clock()
-        booking, request_context = self._booking_table.find(key, now), booking_context.request_context
+        booking = self._booking_table.find(key, now)
         if booking is None:
             return None
         if (
-            booking.component != request_context.pool.name
-            or booking.prompt.sequence_hashes != request_context.prompt.sequence_hashes
-            or booking.prompt.tokens != request_context.prompt.tokens
+            booking.component != context.pool.name
+            or booking.prompt.sequence_hashes != context.prompt.sequence_hashes
+            or booking.prompt.tokens != context.prompt.tokens
         ):
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
-        self._booking_leases.own(
-            booking, booking_context.session_id, booking_context.lease_seconds, now, booking_context.session_token
-        )
+        options = context.booking
+        self._booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.session_token)
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(booking.outcome)
         outcome.repeated = True
         return outcome
 
-    async def _decide(
-        self, booking_context: BookingContext, request: SelectWorkerRequest, deadline: Deadline
-    ) -> SelectWorkerResponse:
-        request_context, key = booking_context.request_context, booking_context.key
-        self._check(booking_context)
-        booking_context.overlaps = await self.overlaps(
-            request_context, deadline, constraints=request_context.options.queries_indexer
-        )
-        if booking_context.overlaps.failure:
-            self._metrics.load_only.labels(reason=booking_context.overlaps.failure).inc()
-
-        # From here to the booking nothing is awaited.
-        chosen = self.choose(booking_context)
-        if self.queued is None or key is None or not isinstance(chosen.decided, Wait):
-            return self.settle(booking_context, chosen)
-        self._keep(booking_context, self._decisions.next_id(), None, chosen, _waiting_reason(chosen))
-        if request.time_left_ms:
-            deadline = deadline.within(request.time_left_ms / 1e3)
-        try:
-            return await self.queued.enqueue(
-                booking_context, key, chosen, chosen.decided, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
-            )
-        except (AllBusy, DeadlineExceeded) as error:
-            self._keep(booking_context, self._decisions.next_id(), None, chosen, Explanation(str(error)))
-            raise
-
-    def choose(self, booking_context: BookingContext) -> Chosen:
-        """Chooses by what is known at this moment.
-
-        Raises:
-            KvRouterError: the request cannot be booked any more, or no rank can take it.
-        """
-        request_context, pool = booking_context.request_context, booking_context.request_context.pool
-        if self._pools.get(pool.name) is not pool:
-            raise NoWorkers(f"{pool.name} has gone, or has another block size")
-        self._check(booking_context)
-        found = self.snapshot(request_context, booking_context.overlaps)
-        if not found.free:
-            refusal = found.refusal(pool.name)
-            self._keep(booking_context, self._decisions.next_id(), None, found, Explanation(str(refusal)))
-            raise refusal.untraced()
-        rows = self._affinity.narrowed(pool.name, booking_context.routing, found.free)
-        return choose(pool, request_context.prompt, request_context.options, found, rows, self._rng)
-
-    def settle(
-        self, booking_context: BookingContext, chosen: Chosen, *, queued_seconds: float = 0.0
-    ) -> SelectWorkerResponse:
-        """Books what was chosen in this same step, where the request is to be booked, and answers.
-
-        Raises:
-            KvRouterError: it cannot be booked.
-        """
-        request_context, key, candidate = booking_context.request_context, booking_context.key, chosen.row.candidate
-        pool, decision_id = request_context.pool, self._decisions.next_id()
-        response = answer(booking_context, chosen, decision_id, queued_seconds)
-        response.sharding_advised = self._is_behind()
-        if key is not None:
-            response.prefill_tokens = chosen.prefill_tokens
-            if not self._book(booking_context, key, chosen, response):
-                return self._booked_meanwhile(booking_context, key)
-        pool.previous[request_context.options.mode] = candidate.rank
-        self._keep(booking_context, decision_id, chosen.row, chosen, chosen.decided.explanation, queued_seconds)
-        return response
-
-    def _book(self, booking_context: BookingContext, key: Key, chosen: Chosen, response: SelectWorkerResponse) -> bool:
-        request_context, prompt = booking_context.request_context, booking_context.request_context.prompt
-        queried_indexer = request_context.options.queries_indexer and not booking_context.overlaps.failure
-        booking = Booking(
-            key,
-            request_context.pool,
-            prompt if self._predictions is not None else replace(prompt, local_hashes=b""),
-            Placement(chosen.row.candidate.rank, chosen.prefill_tokens),
-            response,
-            audited=queried_indexer and request_context.constraints.stage != Stage.STAGE_DECODE,
-            session_id=booking_context.session_id,
-            lease_seconds=booking_context.lease_seconds,
-            conversation=conversation_of(booking_context.routing),
-        )
-        return self._booking_leases.book(booking, self._clock(), forecast_ms=chosen.forecast_ms)
-
-    def _booked_meanwhile(self, booking_context: BookingContext, key: Key) -> SelectWorkerResponse:
-        """The outcome at another Scheduler, heard of while the request was decided here."""
-        repeated = self._repeated(booking_context, key)
+    def _booked_meanwhile(self, context: RequestContext, key: Key) -> SelectWorkerResponse:
+        """Returns the outcome at another Scheduler, announced while the request was decided here."""
+        repeated = self._repeated(context, key)
         if repeated is None:
             raise BookingFreed(key[0])
         return repeated
 
-    async def refresh(self, booking_context: BookingContext) -> None:
-        """Asks for the overlaps of a request anew; an answer that cannot be had leaves the old one."""
-        overlaps = await self.overlaps(
-            booking_context.request_context,
-            Deadline.never(),
-            constraints=booking_context.request_context.options.queries_indexer,
-        )
-        if not overlaps.failure:
-            booking_context.overlaps = overlaps
+    def _check(self, context: RequestContext) -> None:
+        booking = context.booking
+        if booking.key is not None:
+            self._booking_leases.check_bookable(booking.key, booking.session_id, booking.session_token)
+        if not context.pool.candidates:
+            raise NoWorkers(f"{context.pool.name} has no live worker")
+        check_pinned(context.pool.candidates, context.constraints)
 
-    def _check(self, booking_context: BookingContext) -> None:
-        pool = booking_context.request_context.pool
-        if booking_context.key is not None:
-            self._booking_leases.check_bookable(
-                booking_context.key, booking_context.session_id, booking_context.session_token
-            )
-        if not pool.candidates:
-            raise NoWorkers(f"{pool.name} has no live worker")
-        check_pinned(pool.candidates, booking_context.request_context.constraints)
-
-    def _keep(
-        self,
-        booking_context: BookingContext,
-        decision_id: int,
-        row: CandidateRow | None,
-        seen: Chosen | CandidateSnapshot,
-        explanation: Explanation,
-        queued_seconds: float = 0.0,
-    ) -> None:
-        request_id, attempt = ("", 0) if booking_context.key is None else booking_context.key[:2]
-        found, context = (seen, None) if isinstance(seen, CandidateSnapshot) else (seen.found, seen.context)
-        decided = Decided(
-            decision_id=decision_id,
-            component=booking_context.request_context.pool.name,
-            request_id=request_id,
-            attempt=attempt,
-            mode=booking_context.request_context.options.mode,
-            chosen=None if row is None else row.candidate.rank,
-            context=context,
-            explanation=explanation,
-            excluded=partial(found.excluded, () if context is None else context.ranks),
-            rows=len(found.worker_set),
-            prompt_blocks=booking_context.request_context.prompt.blocks,
-            load_only=bool(booking_context.overlaps.failure),
-            decided_unix_ns=time.time_ns(),
-            queued_seconds=queued_seconds,
-        )
-        self._decisions.add(decided)
-        if context is not None and log.is_enabled_for(logging.DEBUG):
-            for index in range(len(context.ranks)):
-                formula = explanation.formula(index)
+    def _record(self, decision: Decision) -> None:
+        """Keeps a decision for Explain, and logs its formulas at level debug."""
+        self._decisions.add(decision)
+        if decision.context is not None and log.is_enabled_for(logging.DEBUG):
+            for index in range(len(decision.context.ranks)):
+                formula = decision.explanation.formula(index)
                 if formula:
-                    log.debug("decision.formula", formula=formula, decision=decision_id, request_id=request_id)
+                    log.debug(
+                        "decision.formula",
+                        formula=formula,
+                        decision=decision.decision_id,
+                        request_id=decision.request_id,
+                    )
 
 
-def _waiting_reason(chosen: Chosen) -> Explanation:
-    why = chosen.decided.explanation
-    return replace(why, reason=f"queued for {rank_label(chosen.row.candidate.rank)}: {why.reason}")
+def _waiting_reason(decision: Decision) -> Explanation:
+    why = decision.explanation
+    return replace(why, reason=f"queued for {rank_label(decision.rank)}: {why.reason}")

@@ -1,29 +1,26 @@
-"""The answer to a selection."""
+"""The response to a selection."""
 
 from __future__ import annotations
 
 from kvrouter.scheduler.identifiers import component_message, rank_message
-from kvrouter.scheduler.routing.choice import Chosen
-from kvrouter.scheduler.routing.request_context import BookingContext
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.routing.decision import Decision
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
-def answer(
-    booking_context: BookingContext, chosen: Chosen, decision_id: int, queued_seconds: float
-) -> SelectWorkerResponse:
-    """What a caller is told of a choice."""
-    request_context, candidate = booking_context.request_context, chosen.row.candidate
-    pool = request_context.pool
+def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerResponse:
+    """Returns what a caller learns of a decision that was made from ``overlaps``."""
+    candidate = decision.candidate
     return SelectWorkerResponse(
         rank=rank_message(candidate.rank),
         endpoint=candidate.endpoint,
-        overlap_blocks=chosen.row.overlap_blocks,
-        prompt_blocks=request_context.prompt.blocks,
-        decision_id=decision_id,
-        load_only=bool(booking_context.overlaps.failure),
-        component=component_message(pool.name),
-        mode=request_context.options.mode,
-        queued_us=int(queued_seconds * 1e6),
+        overlap_blocks=decision.overlap_blocks,
+        prompt_blocks=decision.prompt_blocks,
+        decision_id=decision.decision_id,
+        load_only=decision.load_only,
+        component=component_message(decision.component),
+        mode=decision.mode,
+        queued_us=int(decision.queued_seconds * 1e6),
         role=candidate.role,
-        cursor=booking_context.overlaps.cursor(candidate.rank),
+        cursor=overlaps.cursor(candidate.rank),
     )

@@ -132,22 +132,23 @@ class SchedulerService:
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
         """
-        request_context = self._selector.request_context(request.request, None, needs_worker=False)
-        check_pinned(request_context.pool.candidates, request_context.constraints)
-        constraints = request_context.options.overlap_score_weight > 0
-        overlaps = await self._selector.overlaps(request_context, deadline, constraints=constraints)
-        rows = self._selector.snapshot(request_context, overlaps).rows
+        context = self._selector.reader.read(request.request, None, needs_worker=False)
+        check_pinned(context.pool.candidates, context.constraints)
+        needed = context.options.overlap_score_weight > 0
+        overlaps = await self._selector.overlaps(context, deadline, needed=needed)
+        found = self._selector.snapshot(context, overlaps)
+        loads = found.loads
         return GetPotentialLoadsResponse(
             loads=[
                 PotentialLoad(
-                    rank=rank_message(row.candidate.rank),
-                    potential_prefill_tokens=row.load.prefill_tokens + row.new_prefill_tokens,
-                    potential_decode_blocks=row.load.active_blocks,
-                    overlap_blocks=row.overlap_blocks,
-                    busy=bool(row.busy),
-                    active_requests=row.load.requests,
+                    rank=rank_message(found.worker_set.ranks[place]),
+                    potential_prefill_tokens=int(loads.prefill_tokens[place] + found.new_prefill_tokens[place]),
+                    potential_decode_blocks=int(loads.active_blocks[place]),
+                    overlap_blocks=int(found.overlap_blocks[place]),
+                    busy=bool(found.why_busy(place)),
+                    active_requests=int(loads.requests[place]),
                 )
-                for row in rows
+                for place in found.fit.tolist()
             ]
         )
 

@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -26,11 +26,12 @@ from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRoute
 from kvrouter.scheduler.bookings.changes import BookingChange, Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import INTERVAL_S, RequestQueue
 from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
-from kvrouter.scheduler.routing.choice import Chosen
-from kvrouter.scheduler.routing.request_context import BookingContext
+from kvrouter.scheduler.routing.decision import Decision
+from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
 
@@ -49,18 +50,16 @@ _MAX_WAITED_S = 3600.0
 class Decider(Protocol):
     """Chooses and books; see ``kvrouter.scheduler.api.selection``."""
 
-    def choose(self, booking_context: BookingContext) -> Chosen:
-        """Chooses by the current state, or raises KvRouterError."""
+    def decide(self, context: RequestContext, overlaps: Overlaps) -> Decision:
+        """Decides by the current state, or raises KvRouterError."""
         ...
 
-    def settle(
-        self, booking_context: BookingContext, chosen: Chosen, *, queued_seconds: float = 0.0
-    ) -> SelectWorkerResponse:
-        """Books the choice and returns the response, or raises KvRouterError."""
+    def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
+        """Books the decision and returns the response, or raises KvRouterError."""
         ...
 
-    async def refresh(self, booking_context: BookingContext) -> None:
-        """Queries the overlap again. An Indexer's failure raises nothing."""
+    async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool) -> Overlaps:
+        """Queries the overlap. An Indexer's failure raises nothing."""
         ...
 
 
@@ -74,7 +73,9 @@ class Depth(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiter:
-    booking_context: BookingContext
+    request: RequestContext
+    overlaps: Overlaps
+    """The last answer of the Indexer."""
     rank: Rank
     reason: str
     arrived: float
@@ -116,10 +117,9 @@ class QueuedRequests:
 
     async def enqueue(
         self,
-        booking_context: BookingContext,
-        key: Key,
-        chosen: Chosen,
-        wait: Wait,
+        request: RequestContext,
+        overlaps: Overlaps,
+        decision: Decision,
         *,
         arrived_unix_ns: int,
         deadline: Deadline,
@@ -127,10 +127,9 @@ class QueuedRequests:
         """Waits until the request can be dispatched, books it and returns the response.
 
         Args:
-            booking_context: The request.
-            key: Key to book.
-            chosen: The policy's result.
-            wait: The policy's decision.
+            request: The request; it asks for a booking.
+            overlaps: What the ranks hold of its prompt.
+            decision: The decision that it had better wait.
             arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
             deadline: Deadline of its first token.
 
@@ -139,7 +138,9 @@ class QueuedRequests:
             DeadlineExceeded: it could not meet its deadline.
             KvRouterError: no rank can take it any more.
         """
-        pool = booking_context.request_context.pool
+        pool, key, wait = request.pool, request.booking.key, decision.verdict
+        assert key is not None  # noqa: S101 - said above
+        assert isinstance(wait, Wait)  # noqa: S101
         component = self._components.setdefault(pool.name, _Component(RequestQueue(self._max_queued_requests)))
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
@@ -150,15 +151,16 @@ class QueuedRequests:
             now,
             since=now - waited,
             deadline=math.inf if remaining is None else now + remaining,
-            priority=booking_context.routing.priority,
+            priority=request.priority,
         ):
             self._count(component, "full")
             raise AllBusy(
                 RETRY_AFTER_MS, f"no worker has room, and {self._max_queued_requests} requests are queued already"
             )
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
-        rank, reason = chosen.row.candidate.rank, wait.explanation.reason
-        self._waiting[key] = waiting = _Waiter(booking_context, rank, reason, now - waited, now, outcome)
+        self._waiting[key] = waiting = _Waiter(
+            request, overlaps, decision.rank, wait.explanation.reason, now - waited, now, outcome
+        )
         if component.queue.is_late(key, now):
             self._refuse_late(component, key)
         self._wake.set()
@@ -177,11 +179,18 @@ class QueuedRequests:
                 await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / QUERIES_PER_S))
                 if waiting.outcome.done():
                     return _answered(waiting.outcome.result())
-                await self._decider.refresh(waiting.booking_context)
+                await self._refresh(waiting)
         except asyncio.CancelledError:
             if waiting.outcome.done():
                 return _answered(waiting.outcome.result())
             raise
+
+    async def _refresh(self, waiting: _Waiter) -> None:
+        """Queries the overlap again. The last answer stays if the query fails."""
+        needed = waiting.request.options.queries_indexer
+        overlaps = await self._decider.overlaps(waiting.request, Deadline.never(), needed=needed)
+        if not overlaps.failure:
+            waiting.overlaps = overlaps
 
     async def run(self) -> None:
         """Runs passes when they are due, until cancelled."""
@@ -245,7 +254,7 @@ class QueuedRequests:
             released=component.outcomes["room"] + component.outcomes["patience"],
             longest=[
                 QueuedRequest(
-                    request_id=waiting.booking_context.key[0] if waiting.booking_context.key else "",
+                    request_id=waiting.request.booking.key[0] if waiting.request.booking.key else "",
                     rank=rank_message(waiting.rank),
                     age_ms=int((now - waiting.arrived) * 1e3),
                     reason=waiting.reason,
@@ -255,9 +264,7 @@ class QueuedRequests:
         )
 
     def _of(self, name: ComponentName) -> Iterator[_Waiter]:
-        return (
-            waiting for waiting in self._waiting.values() if waiting.booking_context.request_context.pool.name == name
-        )
+        return (waiting for waiting in self._waiting.values() if waiting.request.pool.name == name)
 
     def _depth(self, component: _Component) -> Depth:
         oldest = component.queue.oldest
@@ -275,32 +282,33 @@ class QueuedRequests:
         self._end(component, key, "late", DeadlineExceeded("no worker has room for the request before its deadline"))
 
     def _release(self, component: _Component) -> None:
-        chosen: Chosen
+        decision: Decision
 
         def decide(key: Key) -> Choice | Wait:
-            nonlocal chosen
+            nonlocal decision
             waiting = self._waiting[key]
             try:
-                chosen = self._decider.choose(waiting.booking_context)
+                decision = self._decider.decide(waiting.request, waiting.overlaps)
             except Exception as error:
                 component.queue.remove(key)
                 self._end(component, key, "refused", error)
                 return Wait(0, Explanation(""))
-            waiting.rank, waiting.reason = chosen.row.candidate.rank, chosen.decided.explanation.reason
-            return chosen.decided
+            verdict = decision.verdict
+            assert verdict is not None  # noqa: S101 - else it raises
+            waiting.rank, waiting.reason = decision.rank, verdict.explanation.reason
+            return verdict
 
         now = self._clock()
-        for key, decided in component.queue.release(now, decide):
+        for key, verdict in component.queue.release(now, decide):
             waiting = self._waiting[key]
             try:
-                response = self._decider.settle(
-                    waiting.booking_context, chosen, queued_seconds=now - waiting.queued_from
-                )
+                queued = replace(decision, queued_seconds=now - waiting.queued_from)
+                response = self._decider.settle(waiting.request, waiting.overlaps, queued)
             except Exception as error:
                 component.queue.started(key)
                 self._end(component, key, "refused", error)
             else:
-                self._end(component, key, "patience" if isinstance(decided, Wait) else "room", response)
+                self._end(component, key, "patience" if isinstance(verdict, Wait) else "room", response)
             self._metrics.queued_seconds.observe(now - waiting.queued_from)
 
     def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:

@@ -11,7 +11,6 @@ from hashlib import blake2b
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.changes import Booked, BookingChange, Moved
-from kvrouter.scheduler.routing.candidate_snapshot import CandidateRows
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -30,13 +29,9 @@ class Affinity:
         """Conversations that are remembered."""
         return len(self._ranks)
 
-    def narrowed(self, component: ComponentName, request: RoutingRequest, rows: CandidateRows) -> CandidateRows:
-        """The row of the conversation's rank alone, where it is among the rows; else all rows."""
-        if not request.conversation_id:
-            return rows
-        rank = self._ranks.get((component, conversation_of(request)))
-        at = rows if rank is None else rows.at(rank)
-        return at if len(at) else rows
+    def rank(self, component: ComponentName, conversation: bytes) -> Rank | None:
+        """Returns the rank of a conversation, as ``conversation_of`` names it; None where it has none."""
+        return self._ranks.get((component, conversation)) if conversation else None
 
     def receive(self, change: BookingChange) -> None:
         """Notes the rank of a new booking, or of one that moved."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
-from kvrouter.scheduler.load.booked_load import Loads, RankLoad, new_prefill_tokens
+from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.busy import Load
-from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Amounts, Column, SchedulingContext
-from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.request.options import Thresholds
+from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 
@@ -22,19 +21,6 @@ _Numbers = TypeVar("_Numbers", Column, Amounts)
 
 RETRY_AFTER_MS = 1000
 """When to try again where all are busy: load changes at the pace of requests, and HTTP counts in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateRow:
-    """A candidate that fits the request."""
-
-    candidate: Candidate
-    load: RankLoad
-    """With the blocks of the request."""
-    overlap_blocks: int
-    new_prefill_tokens: int
-    busy: str
-    """Why it counts as busy; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +38,8 @@ class CandidateSnapshot:
     """What they are judged by; None where nobody can be busy."""
     fit: Places
     """Those that fit, busy or not."""
-    free_places: Places
+    free: Places
     """Those of them that are not busy."""
-
-    @property
-    def rows(self) -> CandidateRows:
-        """Those that fit, busy or not, in order of rank."""
-        return CandidateRows(self, self.fit)
-
-    @property
-    def free(self) -> CandidateRows:
-        """Those that the request may go to."""
-        return CandidateRows(self, self.free_places)
-
-    def row(self, place: int) -> CandidateRow:
-        """One candidate."""
-        return CandidateRow(
-            candidate=self.worker_set.candidates[place],
-            load=self.loads.of(place),
-            overlap_blocks=int(self.overlap_blocks[place]),
-            new_prefill_tokens=int(self.new_prefill_tokens[place]),
-            busy=self.why_busy(place),
-        )
 
     def why_busy(self, place: int) -> str:
         """Why a candidate counts as busy; empty if it does not."""
@@ -106,44 +72,12 @@ class CandidateSnapshot:
         return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}")
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateRows:
-    """Some of a survey's candidates, in order of rank."""
-
-    found: CandidateSnapshot
-    places: Places
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> CandidateRow:
-        """One of them."""
-        return self.found.row(int(self.places[index]))
-
-    def __iter__(self) -> Iterator[CandidateRow]:
-        """Each."""
-        return (self.found.row(place) for place in self.places.tolist())
-
-    def at(self, rank: Rank) -> CandidateRows:
-        """That of one rank alone; none if it is not among them."""
-        place = self.found.worker_set.place(rank)
-        return CandidateRows(self.found, self.places[self.places == (-1 if place is None else place)])
-
-
-def snapshot(
-    pool: Pool,
-    prompt: Prompt,
-    constraints: WorkerConstraints,
-    options: RoutingOptions,
-    overlaps: Overlaps,
-    *,
-    now: float,
-) -> CandidateSnapshot:
-    """Looks at every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
-    worker_set, thresholds = pool.worker_set, options.thresholds
+def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> CandidateSnapshot:
+    """Takes a snapshot of every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
+    pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
+    worker_set = pool.worker_set
     fit = free = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
-    loads = pool.booked_load.loads(prompt, constraints.stage)
+    loads = pool.booked_load.loads(request.prompt, constraints.stage)
     judged: Load | None = None
     if thresholds.any_set:
         # Judged without the request, whose blocks would make every rank busy by itself.
@@ -152,21 +86,20 @@ def snapshot(
         )
         free = fit[~judged.above(thresholds)[fit]]
     overlap_blocks = overlaps.on(worker_set)
-    new_tokens = new_prefill_tokens(prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage)
+    new_tokens = new_prefill_tokens(
+        request.prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage
+    )
     return CandidateSnapshot(worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
 
 
 def context_of(
-    rows: CandidateRows,
-    prompt: Prompt,
-    options: RoutingOptions,
-    *,
-    block_size: int,
-    previous: Rank | None,
-    latency_calibration: float = 1.0,
+    found: CandidateSnapshot, places: Places, request: RequestContext, *, calibration_error: float = 1.0
 ) -> SchedulingContext:
-    """The rows as a policy sees them."""
-    found, places = rows.found, rows.places
+    """Returns what a policy sees of a request and of the candidates at ``places``.
+
+    ``calibration_error`` is how wrong the policy's time model is made; a simulation asks what comes of that.
+    """
+    pool, options = request.pool, request.options
     worker_set, loads, ranks = found.worker_set, found.loads, found.worker_set.ranks
     every = len(places) == len(worker_set)
 
@@ -174,11 +107,11 @@ def context_of(
         return column if every else column[places]
 
     return SchedulingContext(
-        prompt_tokens=prompt.tokens,
-        block_size=block_size,
+        prompt_tokens=request.prompt.tokens,
+        block_size=pool.booked_load.block_size,
         overlap_score_weight=options.overlap_score_weight,
         temperature=options.temperature,
-        previous=previous,
+        previous=pool.previous.get(options.mode),
         ranks=ranks if every else tuple(map(ranks.__getitem__, places.tolist())),
         overlap_blocks=take(found.overlap_blocks),
         new_prefill_tokens=take(found.new_prefill_tokens),
@@ -191,5 +124,5 @@ def context_of(
         head_prefill_tokens=take(loads.heads.tokens),
         head_prefill_seconds=take(loads.heads.seconds),
         prefill_requests=take(loads.heads.requests),
-        latency_calibration=latency_calibration,
+        latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
     )

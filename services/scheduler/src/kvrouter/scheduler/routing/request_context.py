@@ -1,16 +1,19 @@
-"""A request on its way to a decision."""
+"""A request on its way to a decision: checked, with all that routing needs of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
-from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.load.pools import Pool, Pools
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import RoutingOptions, overridden
+from kvrouter.scheduler.request.prompt import Prompt, read_prompt
+from kvrouter.scheduler.routing.affinity import conversation_of
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
+from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 DEFAULT_LEASE_SECONDS = 3600.0
@@ -19,34 +22,90 @@ MAX_LEASE_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
+class BookingOptions:
+    """The booking that a request asks for."""
+
+    key: Key | None = None
+    """None chooses a rank without booking it."""
+    session_id: str = ""
+    """Session that is to own the booking; empty for a lease."""
+    session_token: int | None = None
+    """Stream of that session which makes the call; None outside of a stream."""
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    """Lifetime of a booking without a session."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestContext:
     """A request, checked and ready to be decided."""
 
     pool: Pool
+    """The component."""
     prompt: Prompt
     constraints: WorkerConstraints
     options: RoutingOptions
+    booking: BookingOptions = BookingOptions()
+    conversation: bytes = b""
+    """Digest of the conversation; empty for none."""
+    priority: int = 0
+    """Higher goes first among queued requests."""
 
 
-@dataclass(slots=True)
-class BookingContext:
-    """A question with what its booking needs."""
+class RequestReader:
+    """Checks requests against what is registered."""
 
-    request_context: RequestContext
-    routing: RoutingRequest
-    key: Key | None
-    """None chooses without booking."""
-    session_id: str = ""
-    """Session that is to own the booking; empty for a lease."""
-    session_token: int | None = None
-    """Stream of that session which asks; None outside of a stream."""
-    lease_seconds: float = 0.0
-    overlaps: Overlaps = NOT_QUERIED
-    """What the ranks hold of the prompt; the last answer, where it was asked for again."""
+    def __init__(
+        self, pools: Pools, thresholds: ThresholdBoard, options: RoutingOptions, *, max_prompt_tokens: int
+    ) -> None:
+        """``options`` apply unless ``thresholds`` of a model, or a request, override them."""
+        self._pools = pools
+        self._thresholds = thresholds
+        self._options = options
+        self._max_prompt_tokens = max_prompt_tokens
+
+    def read(
+        self,
+        request: RoutingRequest,
+        stage: Stage | None,
+        booking: BookingOptions = BookingOptions(),
+        *,
+        needs_worker: bool = True,
+    ) -> RequestContext:
+        """Checks a request.
+
+        Args:
+            request: The request.
+            stage: The stage to book; None for prefill at a component of prefill workers, else for the whole request.
+            booking: The booking that it asks for.
+            needs_worker: Whether a mode that takes the worker from the request insists on one.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
+        """
+        pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
+        if stage is None:
+            stage = Stage.STAGE_PREFILL if pool.role == Role.ROLE_PREFILL else Stage.STAGE_WHOLE
+        in_force = replace(self._options, thresholds=self._thresholds.of(pool.model))
+        options = overridden(in_force, request.overrides)
+        prompt = read_prompt(
+            request,
+            block_size=pool.booked_load.block_size,
+            max_model_len=pool.max_model_len,
+            max_prompt_tokens=self._max_prompt_tokens,
+        )
+        constraints = WorkerConstraints.of(request, stage)
+        if needs_worker and POLICIES[options.mode].needs_worker and constraints.worker_id is None:
+            raise BadRequest(
+                f"mode {options.mode} needs a worker",
+                field="constraints.worker_id",
+                advice="Name the worker, or choose another mode.",
+                known=sorted({candidate.rank[0] for candidate in pool.candidates}),
+            )
+        return RequestContext(pool, prompt, constraints, options, booking, conversation_of(request), request.priority)
 
 
 def lease_seconds(lease_ms: int) -> float:
-    """The lease that a request asks for, seconds.
+    """Returns the lease that a request asks for, seconds.
 
     Raises:
         BadRequest: it is too long.

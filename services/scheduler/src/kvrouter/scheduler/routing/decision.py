@@ -1,0 +1,180 @@
+"""One decision: what a Scheduler and the simulator do alike with a request, without waiting."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from random import Random
+
+from kvrouter.core import Rank
+from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait
+from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, context_of, snapshot
+from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.workers.candidates import Candidate
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import CandidateTerms
+from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided on a request, and from what. Holds no hashes, since many are kept."""
+
+    decision_id: int
+    component: ComponentName
+    request_id: str
+    """Empty where nothing is booked."""
+    attempt: int
+    mode: str
+    prompt_blocks: int
+    load_only: bool
+    """Whether overlaps were not available."""
+    decided_unix_ns: int
+    snapshot: CandidateSnapshot
+    """Every candidate."""
+    context: SchedulingContext | None
+    """The candidates that were weighed; None where none was left."""
+    verdict: Choice | Wait | None
+    """What the policy said; None where no candidate was left."""
+    explanation: Explanation
+    chosen: Rank | None
+    """Where the request goes; None where it goes nowhere yet."""
+    queued_seconds: float = 0.0
+    """Time that the request was queued before."""
+
+    @property
+    def rank(self) -> Rank:
+        """The rank that the request goes to, or had better wait for."""
+        context, verdict = self._weighed()
+        return context.ranks[verdict.index]
+
+    @property
+    def candidate(self) -> Candidate:
+        """What is registered of that rank."""
+        candidate = self.snapshot.worker_set.candidate(self.rank)
+        assert candidate is not None  # noqa: S101 - the rank is one of these
+        return candidate
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Leading blocks of the prompt that the rank holds."""
+        context, verdict = self._weighed()
+        return int(context.overlap_blocks[verdict.index])
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that the rank has to compute."""
+        context, verdict = self._weighed()
+        tokens = verdict.prefill_tokens
+        return int(context.new_prefill_tokens[verdict.index]) if tokens is None else tokens
+
+    @property
+    def forecast_ms(self) -> float | None:
+        """Forecast time to the first token; None if it is unsuitable for latency calibration.
+
+        A request that had better wait, and goes all the same, finds more on its way than the forecast knows.
+        """
+        return self.verdict.forecast_ms if isinstance(self.verdict, Choice) else None
+
+    def to_message(self) -> DecisionMessage:
+        """As the contract has it, candidates in order of rank."""
+        weighed = [] if self.context is None else [self._terms(index) for index in range(len(self.context.ranks))]
+        excluded = self.snapshot.excluded(() if self.context is None else self.context.ranks)
+        left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in excluded.items()]
+        return self._message(sorted([*weighed, *left_out], key=rank_of))
+
+    def to_short_message(self) -> DecisionMessage:
+        """The same; of the candidates only the chosen one and the cheapest other, where they were weighed."""
+        if self.context is None or self.chosen is None or not len(self.explanation.costs):
+            return self._message([])
+        costs, chosen = self.explanation.costs, self.context.ranks.index(self.chosen)
+        others = sorted(
+            (index for index in range(len(costs)) if index != chosen), key=lambda index: float(costs[index])
+        )
+        return self._message([self._terms(index) for index in (chosen, *others[:1])])
+
+    def _weighed(self) -> tuple[SchedulingContext, Choice | Wait]:
+        assert self.context is not None  # noqa: S101 - a candidate was left
+        assert self.verdict is not None  # noqa: S101
+        return self.context, self.verdict
+
+    def _message(self, candidates: list[CandidateTerms]) -> DecisionMessage:
+        return DecisionMessage(
+            decision_id=self.decision_id,
+            request_id=self.request_id,
+            mode=self.mode,
+            chosen=None if self.chosen is None else rank_message(self.chosen),
+            decided_unix_ns=self.decided_unix_ns,
+            candidates=candidates,
+            reason=self.explanation.reason,
+            prompt_blocks=self.prompt_blocks,
+            load_only=self.load_only,
+            attempt=self.attempt,
+            queued_us=int(self.queued_seconds * 1e6),
+            component=component_message(self.component),
+        )
+
+    def _terms(self, index: int) -> CandidateTerms:
+        assert self.context is not None  # noqa: S101 - only weighed candidates have an index
+        return CandidateTerms(
+            rank=rank_message(self.context.ranks[index]),
+            cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
+            overlap_blocks=int(self.context.overlap_blocks[index]),
+            terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
+            formula=self.explanation.formula(index),
+        )
+
+
+def decide(
+    request: RequestContext,
+    overlaps: Overlaps,
+    *,
+    rng: Random,
+    now: float,
+    decision_id: int = 0,
+    conversation_rank: Rank | None = None,
+    calibration_error: float = 1.0,
+) -> Decision:
+    """Has the request's policy choose among the candidates that fit and are not busy. Changes nothing.
+
+    Args:
+        request: The request.
+        overlaps: What the ranks hold of its prompt.
+        rng: The only source of chance.
+        now: Seconds of the clock that load reports were stamped by.
+        decision_id: Id of the decision.
+        conversation_rank: Rank of the request's conversation; the only candidate where it is one.
+        calibration_error: See ``context_of``.
+    """
+    found = snapshot(request, overlaps, now=now)
+    places = found.free
+    if conversation_rank is not None:
+        place = found.worker_set.place(conversation_rank)
+        places = places[places == place] if place is not None and place in places else places
+    context: SchedulingContext | None = None
+    verdict: Choice | Wait | None = None
+    if len(places):
+        context = context_of(found, places, request, calibration_error=calibration_error)
+        verdict = POLICIES[request.options.mode].decide(context, rng)
+    key = request.booking.key
+    return Decision(
+        decision_id=decision_id,
+        component=request.pool.name,
+        request_id="" if key is None else key[0],
+        attempt=0 if key is None else key[1],
+        mode=request.options.mode,
+        prompt_blocks=request.prompt.blocks,
+        load_only=bool(overlaps.failure),
+        decided_unix_ns=time.time_ns(),
+        snapshot=found,
+        context=context,
+        verdict=verdict,
+        explanation=_NONE_LEFT if verdict is None else verdict.explanation,
+        chosen=None if context is None or verdict is None else context.ranks[verdict.index],
+    )
+
+
+_NONE_LEFT = Explanation("no candidate is left")
