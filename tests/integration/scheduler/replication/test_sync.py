@@ -251,11 +251,12 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
         await quarantined("bad_id", event(scheduler_id="no.subject >"))
         # Blocks of another size: two hashes for as many tokens as one block has.
         await quarantined("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=bytes(16)))
-        await quarantined("invalid_argument", announced(0, prompt_tokens=BLOCK, sequence_hashes=bytes(9)))
-        await quarantined("invalid_argument", announced(1, booking=BookingKey(request_id="y" * 200)))
-        await quarantined("invalid_argument", announced(2, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
-        await quarantined("unknown_event", event(sequence=3))
-        await quarantined("duplicate", event(sequence=3))
+        # No whole number of hashes.
+        await quarantined("invalid_argument", announced(1, prompt_tokens=BLOCK, sequence_hashes=bytes(9)))
+        await quarantined("invalid_argument", announced(2, booking=BookingKey(request_id="y" * 200)))
+        await quarantined("invalid_argument", announced(3, booking=BookingKey(request_id="y", stage=cast(Stage, 77))))
+        await quarantined("unknown_event", event(sequence=4))
+        await quarantined("duplicate", event(sequence=4))
         await quarantined("old_incarnation", event(incarnation=4))
         await client.publish(first.component.sync_state_subject("s0"), b"")
         await reaches(lambda: figure(first, "sync_quarantined_total", reason="state_request"), 1)
