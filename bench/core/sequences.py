@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvrouter.core import Booking, _native, reference
+from kvrouter.core import BookingRequest, _native, reference
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
@@ -87,7 +87,7 @@ def measure(sequences: Any, case: Case, ranks: int, blocks: int, decisions: int)
     for worker in range(ranks):
         sequences.add_rank((worker, 0))
     bookings = [
-        Booking((str(number), 0, 1), (number % ranks, 0), prompt, tokens, number * 7 % tokens)
+        BookingRequest((str(number), 0, 1), (number % ranks, 0), prompt, tokens, number * 7 % tokens)
         for number, prompt in enumerate(case.prompts)
     ]
     gc.collect()
@@ -107,7 +107,9 @@ def answers_agree(case: Case, ranks: int, blocks: int) -> bool:
         for worker in range(ranks):
             sequences.add_rank((worker, 0))
         for number, prompt in enumerate(case.prompts):
-            sequences.book(Booking((str(number), 0, 1), (number % ranks, 0), prompt, blocks * BLOCK_SIZE, number))
+            sequences.book(
+                BookingRequest((str(number), 0, 1), (number % ranks, 0), prompt, blocks * BLOCK_SIZE, number)
+            )
     native, expected = (sequences.loads(case.booking_context[0], blocks * BLOCK_SIZE) for sequences in both)
     return native == expected
 

@@ -44,7 +44,8 @@ pub enum Booked {
     NoMemory,
 }
 
-struct Live<T> {
+struct Live {
+    rank: Name,
     slot: u32,
     /// Bookings before it.
     order: u64,
@@ -55,10 +56,9 @@ struct Live<T> {
     tracked: bool,
     unique: bool,
     pieces: Box<[Piece]>,
-    payload: T,
 }
 
-impl<T> Live<T> {
+impl Live {
     /// Blocks that count for this booking alone.
     fn private_blocks(&self, block_size: u64) -> u128 {
         if !self.tracked {
@@ -97,8 +97,8 @@ struct Order {
     slots: Vec<u32>,
 }
 
-/// Bookings by key, with something of the caller's for each.
-pub struct Sequences<T> {
+/// What bookings, by key, add to the load of their ranks.
+pub struct Sequences {
     block_size: u64,
     max_bookings: usize,
     loads: Vec<Load>,
@@ -106,7 +106,7 @@ pub struct Sequences<T> {
     free_slots: Vec<u32>,
     /// None where the ranks have changed since they were last read.
     order: Option<Order>,
-    bookings: HashMap<Arc<Key>, Live<T>>,
+    bookings: HashMap<Arc<Key>, Live>,
     booked: u64,
     freed: Tombstones<Key>,
     active: ActiveBlocks,
@@ -114,7 +114,7 @@ pub struct Sequences<T> {
     secret: Secret,
 }
 
-impl<T> Sequences<T> {
+impl Sequences {
     /// `block_size` is 1 or more.
     pub fn new(block_size: u64, max_bookings: usize, tombstones: usize) -> Self {
         Self {
@@ -163,28 +163,28 @@ impl<T> Sequences<T> {
     }
 
     /// Forgets a rank. Returns its bookings, in the order in which they were booked.
-    pub fn remove_rank(&mut self, rank: Name) -> Vec<(Arc<Key>, T)> {
+    pub fn remove_rank(&mut self, rank: Name) -> Vec<Arc<Key>> {
         let Some(slot) = self.slots.remove(&rank) else { return Vec::new() };
         self.order = None;
         let keys: Vec<Arc<Key>> =
             self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
-        let gone =
-            keys.into_iter().filter_map(|key| self.free(Arc::clone(&key)).map(|payload| (key, payload))).collect();
+        for key in &keys {
+            self.free(Arc::clone(key));
+        }
         if let Some(load) = self.loads.get_mut(slot as usize) {
             *load = Load::default();
         }
         self.free_slots.push(slot);
-        gone
+        keys
     }
 
     /// Books.
-    pub fn book(&mut self, request: Request<'_>, payload: T) -> Booked {
+    pub fn book(&mut self, request: Request<'_>) -> Booked {
         if self.bookings.contains_key(&request.key) || self.freed.contains(&request.key) {
             return Booked::Known;
         }
-        let Some(slot) = request.rank.and_then(|rank| self.slots.get(&rank).copied()) else {
-            return Booked::UnknownRank;
-        };
+        let Some(rank) = request.rank else { return Booked::UnknownRank };
+        let Some(slot) = self.slots.get(&rank).copied() else { return Booked::UnknownRank };
         if self.bookings.len() >= self.max_bookings {
             return Booked::Full;
         }
@@ -197,6 +197,7 @@ impl<T> Sequences<T> {
         let distinct = distinct.as_ref().map_or(shared, |(hashes, _)| hashes);
         let Some((pieces, gained)) = self.active.add(distinct, slot) else { return Booked::NoMemory };
         let live = Live {
+            rank,
             slot,
             order: self.booked,
             prompt_tokens: request.prompt_tokens,
@@ -206,7 +207,6 @@ impl<T> Sequences<T> {
             tracked: !matches!(request.blocks, Blocks::Untracked),
             unique: matches!(request.blocks, Blocks::Unique),
             pieces,
-            payload,
         };
         self.booked += 1;
         load.shared_blocks += gained;
@@ -223,9 +223,9 @@ impl<T> Sequences<T> {
         self.watermark.observe(self.active.len())
     }
 
-    /// What the caller gave with a live booking.
-    pub fn payload(&self, key: &Key) -> Option<&T> {
-        self.bookings.get(key).map(|live| &live.payload)
+    /// Returns the rank of a live booking.
+    pub fn rank(&self, key: &Key) -> Option<Name> {
+        self.bookings.get(key).map(|live| live.rank)
     }
 
     /// Shared blocks of a live booking.
@@ -263,11 +263,11 @@ impl<T> Sequences<T> {
         true
     }
 
-    /// Releases a booking and remembers its key. Returns what the caller gave with it, if it was live.
-    pub fn free(&mut self, key: Arc<Key>) -> Option<T> {
+    /// Releases a booking and remembers its key. Returns whether it was live.
+    pub fn free(&mut self, key: Arc<Key>) -> bool {
         let live = self.bookings.remove(&key);
         self.freed.put(key);
-        let live = live?;
+        let Some(live) = live else { return false };
         let lost = self.active.release(&live.pieces, live.slot);
         if let Some(load) = self.loads.get_mut(live.slot as usize) {
             load.shared_blocks -= lost;
@@ -280,7 +280,7 @@ impl<T> Sequences<T> {
         if self.bookings.len() * 8 < self.bookings.capacity() {
             self.bookings.shrink_to(self.bookings.len() * 2);
         }
-        Some(live.payload)
+        true
     }
 
     /// Load of every rank, with a prompt added: its blocks, and `tail` private ones.
@@ -345,13 +345,13 @@ mod tests {
         let mut sequences = Sequences::new(1, 10, 10);
         sequences.add_rank((1, 0));
         for name in ["a", "b", "c"] {
-            assert_eq!(sequences.book(request(name, (1, 0), u64::MAX, Blocks::Unique), ()), Booked::Yes);
+            assert_eq!(sequences.book(request(name, (1, 0), u64::MAX, Blocks::Unique)), Booked::Yes);
             assert!(sequences.output_tokens(&key(name), u64::MAX));
         }
         let columns = sequences.loads(&[], 0);
         assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![i64::MAX], vec![i64::MAX]));
         for name in ["a", "b", "c"] {
-            assert!(sequences.free(Arc::new(key(name))).is_some());
+            assert!(sequences.free(Arc::new(key(name))));
         }
         let columns = sequences.loads(&[], 0);
         assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![0], vec![0]));
@@ -361,7 +361,7 @@ mod tests {
     fn slots_are_used_again_without_what_was_there() {
         let mut sequences = Sequences::new(16, 10, 10);
         sequences.add_rank((1, 0));
-        sequences.book(request("a", (1, 0), 48, Blocks::Shared(&[1, 2, 3])), ());
+        sequences.book(request("a", (1, 0), 48, Blocks::Shared(&[1, 2, 3])));
         assert_eq!(sequences.remove_rank((1, 0)).len(), 1);
         assert!(sequences.remove_rank((1, 0)).is_empty());
         sequences.add_rank((2, 0));
@@ -373,22 +373,22 @@ mod tests {
     #[test]
     fn what_is_freed_takes_no_room() {
         let mut sequences = Sequences::new(1, usize::MAX, 10);
-        let bytes = |sequences: &Sequences<()>| {
-            sequences.active.bytes() + sequences.bookings.capacity() * size_of::<(Arc<Key>, Live<()>)>()
+        let bytes = |sequences: &Sequences| {
+            sequences.active.bytes() + sequences.bookings.capacity() * size_of::<(Arc<Key>, Live)>()
         };
         sequences.add_rank((1, 0));
         for number in 0..4000 {
             let hashes: Vec<u64> = (number * 100..number * 100 + 50).collect();
-            sequences.book(request(&number.to_string(), (1, 0), 50, Blocks::Shared(&hashes)), ());
+            sequences.book(request(&number.to_string(), (1, 0), 50, Blocks::Shared(&hashes)));
         }
         let full = bytes(&sequences);
         assert!(full > 4_000_000);
         for number in 1..4000 {
-            assert!(sequences.free(Arc::new(key(&number.to_string()))).is_some());
+            assert!(sequences.free(Arc::new(key(&number.to_string()))));
         }
         // Ids of blocks are kept, 4 bytes each, until none is left.
         assert!(bytes(&sequences) < full / 4, "{} of {full}", bytes(&sequences));
-        assert!(sequences.free(Arc::new(key("0"))).is_some());
+        assert!(sequences.free(Arc::new(key("0"))));
         assert!(bytes(&sequences) < 5000, "{}", bytes(&sequences));
     }
 
@@ -399,7 +399,7 @@ mod tests {
             sequences.add_rank((worker, 0));
         }
         let before = sequences.loads(&[], 0).ranks;
-        sequences.book(request("a", (2, 0), 16, Blocks::Untracked), ());
+        sequences.book(request("a", (2, 0), 16, Blocks::Untracked));
         let columns = sequences.loads(&[], 0);
         assert!(Arc::ptr_eq(&before, &columns.ranks));
         assert_eq!((&*columns.ranks, columns.requests), ([(1, 0), (2, 0), (3, 0)].as_slice(), vec![0, 1, 0]));

@@ -18,13 +18,10 @@ use crate::storage::memory::trim_heap;
 /// Blocks that take some 20 µs to book, to free or to look up, from where giving up the GIL pays.
 const LONG: usize = 512;
 
-/// An object that can be handed on without the GIL.
-type Shared<T> = Arc<Py<T>>;
-
 /// Load that requests in flight put on ranks; see `kvrouter.core.interface.ActiveSequences`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ActiveSequences {
-    sequences: Exclusive<Sequences<Shared<PyAny>>>,
+    sequences: Exclusive<Sequences>,
     ranks: Mutex<Option<Ranks>>,
 }
 
@@ -111,7 +108,7 @@ impl ActiveSequences {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of_rank(rank)) > LONG;
         let gone = self.sequences.with(py, long, |sequences| sequences.remove_rank(rank));
         self.trim_if_due(py);
-        gone.into_iter().map(|(key, _)| Arc::unwrap_or_clone(key)).collect()
+        gone.into_iter().map(Arc::unwrap_or_clone).collect()
     }
 
     fn book(&self, py: Python<'_>, booking: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -133,9 +130,7 @@ impl ActiveSequences {
             Blocks::Shared(&hashes)
         };
         let request = Request { key, rank: rank.extract().ok(), prompt_tokens, prefill_tokens, blocks };
-        let payload = Arc::new(booking.clone().unbind());
-        let given = Arc::clone(&payload); // Keeps a reference, so that the last one is dropped while the GIL is taken.
-        match self.sequences.with(py, hashes.len() > LONG, |sequences| sequences.book(request, given)) {
+        match self.sequences.with(py, hashes.len() > LONG, |sequences| sequences.book(request)) {
             Booked::Yes => Ok(true),
             Booked::Known => Ok(false),
             Booked::UnknownRank => Err(PyKeyError::new_err(rank.unbind())),
@@ -147,9 +142,8 @@ impl ActiveSequences {
         }
     }
 
-    fn booking(&self, py: Python<'_>, key: Key) -> Option<Py<PyAny>> {
-        let booking = self.sequences.with(py, false, |sequences| sequences.payload(&key).cloned());
-        booking.map(|booking| booking.clone_ref(py))
+    fn rank(&self, py: Python<'_>, key: Key) -> Option<Name> {
+        self.sequences.with(py, false, |sequences| sequences.rank(&key))
     }
 
     fn prefill_complete(&self, py: Python<'_>, key: Key) -> bool {
@@ -164,7 +158,7 @@ impl ActiveSequences {
 
     fn free(&self, py: Python<'_>, key: Key) -> bool {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of(&key)) > LONG;
-        let known = self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key))).is_some();
+        let known = self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key)));
         self.trim_if_due(py);
         known
     }

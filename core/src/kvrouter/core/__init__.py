@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrouter.core.interface import (
     ApplySummary,
-    Booking,
+    BookingRequest,
     IndexStats,
     InvalidDump,
     LoadColumns,
@@ -97,7 +97,7 @@ __all__ = [
     "REQUESTED",
     "ActiveSequences",
     "ApplySummary",
-    "Booking",
+    "BookingRequest",
     "EventBatch",
     "IndexStats",
     "InvalidDump",

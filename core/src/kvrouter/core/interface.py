@@ -367,8 +367,8 @@ class LoadColumns(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Booking:
-    """A request's load on a rank."""
+class BookingRequest:
+    """What ``ActiveSequences.book`` counts on a rank. It is read and not kept."""
 
     key: tuple[str, int, int]
     """(request_id, attempt, stage)"""
@@ -404,7 +404,7 @@ class ActiveSequences(Protocol):
         """Forgets a rank. Its bookings are freed; their keys are returned, in the order in which they were booked."""
         ...
 
-    def book(self, booking: Booking) -> bool:
+    def book(self, booking: BookingRequest) -> bool:
         """Books. Returns False, and changes nothing, if the key is booked already or was freed.
 
         A key whose prefill_complete or output_tokens came before the booking is not remembered for that: only frees
@@ -417,8 +417,8 @@ class ActiveSequences(Protocol):
         """
         ...
 
-    def booking(self, key: tuple[str, int, int]) -> Booking | None:
-        """The live booking of a key."""
+    def rank(self, key: tuple[str, int, int]) -> Rank | None:
+        """Returns the rank of a live booking; None if the key is not booked."""
         ...
 
     def prefill_complete(self, key: tuple[str, int, int]) -> bool:

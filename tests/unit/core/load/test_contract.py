@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.core import Booking
+from kvrouter.core import BookingRequest
 from kvrouter.core.interface import Rank
 
 from ..batches import packed
@@ -29,9 +29,9 @@ def booking(
     stage: int = 1,
     track: bool = True,
     unique: bool = False,
-) -> Booking:
+) -> BookingRequest:
     tokens = BLOCK * len(hashes) if tokens is None else tokens
-    return Booking(
+    return BookingRequest(
         (name, attempt, stage), rank, packed(hashes), tokens, tokens if prefill is None else prefill, track, unique
     )
 
@@ -64,12 +64,12 @@ def test_a_booking_counts_until_it_is_freed(sequences_class: type) -> None:
     one = booking("a", [1, 2], 40, prefill=24)
     assert sequences.book(one)
     assert load(sequences) == (3, 24, 1)
-    assert (len(sequences), sequences.booking(one.key)) == (1, one)
+    assert (len(sequences), sequences.rank(one.key)) == (1, ONE)
     assert sequences.prefill_complete(one.key)
     assert load(sequences) == (3, 0, 1)
     assert sequences.free(one.key)
     assert load(sequences) == (0, 0, 0)
-    assert (len(sequences), sequences.booking(one.key)) == (0, None)
+    assert (len(sequences), sequences.rank(one.key)) == (0, None)
 
 
 def test_shared_blocks_count_once_on_a_rank(sequences_class: type) -> None:
@@ -140,7 +140,7 @@ def test_keys_are_requests_attempts_and_stages(sequences_class: type) -> None:
     assert sequences.book(booking("a", [1], stage=2))
     assert not sequences.book(booking("a", [5, 6]))
     assert (len(sequences), load(sequences)[0]) == (3, 1)
-    assert sequences.booking(("a", 0, 1)) == booking("a", [1])
+    assert sequences.rank(("a", 0, 1)) == ONE
 
 
 def test_states_merge_by_maximum(sequences_class: type) -> None:
@@ -222,13 +222,13 @@ def test_a_rank_that_goes_frees_its_bookings(sequences_class: type) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        Booking(("a", 0, 1), ONE, b"1234567", 16, 16),
-        Booking(("a", 0, 1), ONE, b"", -1, 0),
-        Booking(("a", 0, 1), ONE, b"", 0, -1),
+        BookingRequest(("a", 0, 1), ONE, b"1234567", 16, 16),
+        BookingRequest(("a", 0, 1), ONE, b"", -1, 0),
+        BookingRequest(("a", 0, 1), ONE, b"", 0, -1),
     ],
     ids=["hashes", "prompt", "prefill"],
 )
-def test_bookings_make_sense(sequences_class: type, bad: Booking) -> None:
+def test_bookings_make_sense(sequences_class: type, bad: BookingRequest) -> None:
     sequences = with_ranks(sequences_class)
     with pytest.raises((ValueError, OverflowError)):
         sequences.book(bad)
@@ -299,7 +299,7 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
         entry = model.live.get(key)
         if kind == "book":
             prompt_tokens = BLOCK * len(hashes) + tokens % BLOCK
-            one = Booking(key, rank, packed(hashes), prompt_tokens, tokens, track, unique)
+            one = BookingRequest(key, rank, packed(hashes), prompt_tokens, tokens, track, unique)
             if entry is not None or key in model.freed:
                 assert not sequences.book(one)
             elif rank not in model.ranks:

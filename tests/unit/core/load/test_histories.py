@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvrouter.core import Booking, reference
+from kvrouter.core import BookingRequest, reference
 
 from ..batches import packed
 from ..conftest import implementation
@@ -59,11 +59,11 @@ class Histories(RuleBasedStateMachine):
         track: bool,
         unique: bool,
     ) -> None:
-        self.ask("book", Booking(key, rank, packed(prompt), tokens, prefill, track, unique))
+        self.ask("book", BookingRequest(key, rank, packed(prompt), tokens, prefill, track, unique))
 
     @rule(key=KEYS, rank=RANKS, prompt=PROMPTS)
     def book_as_most_do(self, key: tuple[str, int, int], rank: tuple[int, int], prompt: list[int]) -> None:
-        self.ask("book", Booking(key, rank, packed(prompt), 16 * len(prompt) + 3, 16 * len(prompt)))
+        self.ask("book", BookingRequest(key, rank, packed(prompt), 16 * len(prompt) + 3, 16 * len(prompt)))
 
     @rule(key=KEYS, tokens=st.one_of(TOKENS, st.integers(-5, 0)))
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> None:
@@ -78,8 +78,8 @@ class Histories(RuleBasedStateMachine):
         self.ask("free", key)
 
     @rule(key=KEYS)
-    def booking(self, key: tuple[str, int, int]) -> None:
-        self.ask("booking", key)
+    def rank(self, key: tuple[str, int, int]) -> None:
+        self.ask("rank", key)
 
     @rule(rank=RANKS)
     def add_rank(self, rank: tuple[int, int]) -> None:
@@ -96,12 +96,12 @@ class Histories(RuleBasedStateMachine):
     @rule(length=st.integers(1, 7))
     def broken_bytes(self, length: int) -> None:
         self.ask("loads", b"x" * length)
-        self.ask("book", Booking(("broken", 0, 0), (1, 0), b"x" * length, 0, 0))
+        self.ask("book", BookingRequest(("broken", 0, 0), (1, 0), b"x" * length, 0, 0))
 
     @rule(tokens=st.integers(-(2**70), -1))
     def negative_tokens(self, tokens: int) -> None:
-        self.ask("book", Booking(("negative", 0, 0), (1, 0), b"", tokens, 0))
-        self.ask("book", Booking(("negative", 0, 0), (1, 0), b"", 0, tokens))
+        self.ask("book", BookingRequest(("negative", 0, 0), (1, 0), b"", tokens, 0))
+        self.ask("book", BookingRequest(("negative", 0, 0), (1, 0), b"", 0, tokens))
 
     @invariant()
     def equal_loads(self) -> None:
@@ -140,7 +140,7 @@ def test_threads_read_what_is_booked() -> None:
     def use(worker: int) -> None:
         for number in range(60):
             key = (f"{worker} {number}", 0, 1)
-            assert sequences.book(Booking(key, (worker, 0), prompt, 80_000, number))
+            assert sequences.book(BookingRequest(key, (worker, 0), prompt, 80_000, number))
             columns = sequences.loads(prompt, 80_000)
             at = columns.ranks.index((worker, 0))
             assert [column[at] for column in columns[1:]] == [5000, number, 1, 5000]
@@ -172,7 +172,7 @@ def test_many_ranks_that_leave_a_prompt_at_many_depths(seed: int, ranks: int) ->
     for number in range(3 * ranks):
         start, end = sorted(rng.choices(range(41), k=2)) if rng.random() < 0.2 else (0, rng.randrange(41))
         hashes = [*_LONG[start:end], *([rng.randrange(1, 100)] if rng.random() < 0.5 else [])]
-        booking = Booking((str(number), 0, 1), (rng.randrange(ranks), 0), packed(hashes), 16 * len(hashes), 0)
+        booking = BookingRequest((str(number), 0, 1), (rng.randrange(ranks), 0), packed(hashes), 16 * len(hashes), 0)
         live.append(booking.key)
         for one in both:
             one.book(booking)

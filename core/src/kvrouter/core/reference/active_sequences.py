@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvrouter.core.interface import Booking, LoadColumns, Rank
+from kvrouter.core.interface import BookingRequest, LoadColumns, Rank
 from kvrouter.core.reference.hashing import unpack
 
 _Key = tuple[str, int, int]
@@ -17,7 +17,7 @@ _LARGEST = (1 << 63) - 1
 
 @dataclass(slots=True)
 class _Live:
-    booking: Booking
+    booking: BookingRequest
     shared: frozenset[int]
     """Full blocks that count once for all bookings of the rank."""
     prefilled: bool = False
@@ -59,7 +59,7 @@ class ActiveSequences:
         self._loads.pop(rank, None)
         return keys
 
-    def book(self, booking: Booking) -> bool:
+    def book(self, booking: BookingRequest) -> bool:
         """Books."""
         places = unpack(booking.sequence_hashes)
         if booking.prompt_tokens < 0 or booking.prefill_tokens < 0:
@@ -77,10 +77,9 @@ class ActiveSequences:
         self._rank_of[booking.key] = booking.rank
         return True
 
-    def booking(self, key: _Key) -> Booking | None:
-        """The live booking of a key."""
-        live = self._live(key)
-        return live.booking if live else None
+    def rank(self, key: _Key) -> Rank | None:
+        """Returns the rank of a live booking."""
+        return self._rank_of.get(key)
 
     def prefill_complete(self, key: _Key) -> bool:
         """The prompt is computed."""

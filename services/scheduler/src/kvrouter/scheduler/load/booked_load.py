@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from kvrouter.core import ActiveSequences, Booking, LoadColumns, Rank
+from kvrouter.core import ActiveSequences, BookingRequest, LoadColumns, Rank
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
@@ -166,7 +166,7 @@ class BookedLoad:
         Raises:
             TooLarge: the maximum number of bookings is reached.
         """
-        booking = Booking(
+        request = BookingRequest(
             key=key,
             rank=rank,
             sequence_hashes=prompt.sequence_hashes,
@@ -177,7 +177,7 @@ class BookedLoad:
         )
         self._sequences.add_rank(rank)
         try:
-            booked = self._sequences.book(booking)
+            booked = self._sequences.book(request)
             if booked:
                 self._bookings[rank] = self._bookings.get(rank, 0) + 1
                 now = self._clock()
@@ -201,34 +201,34 @@ class BookedLoad:
 
     def prefill_complete(self, key: Key) -> bool:
         """Notes that the prompt is computed. Returns whether the booking is live."""
-        booking = self._sequences.booking(key)
-        if booking is None:
+        rank = self._sequences.rank(key)
+        if rank is None:
             return False
         now = self._clock()
-        self._prefills.leave(booking.rank, key, now)
+        self._prefills.leave(rank, key, now)
         self.latency_calibration.first_token(key, now)
         return self._sequences.prefill_complete(key)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
         """Notes the total number of output tokens so far. Returns whether the booking is live."""
         if not self._accounting.track_output_blocks:
-            return self._sequences.booking(key) is not None
+            return self._sequences.rank(key) is not None
         return self._sequences.output_tokens(key, tokens)
 
     def free(self, key: Key) -> bool:
         """Frees a booking. Returns whether it was live."""
-        booking = self._sequences.booking(key)
-        if booking is None:
+        rank = self._sequences.rank(key)
+        if rank is None:
             return False
         self._sequences.free(key)
-        self._prefills.leave(booking.rank, key, self._clock())
+        self._prefills.leave(rank, key, self._clock())
         self.latency_calibration.forget(key)
-        left = self._bookings[booking.rank] - 1
+        left = self._bookings[rank] - 1
         if left:
-            self._bookings[booking.rank] = left
+            self._bookings[rank] = left
         else:
-            del self._bookings[booking.rank]
-            self._forget_if_idle(booking.rank)
+            del self._bookings[rank]
+            self._forget_if_idle(rank)
         return True
 
     def _forget_if_idle(self, rank: Rank) -> None:
