@@ -1,1 +1,1 @@
-"""The Indexer: keeps who holds which blocks, from the events that workers publish, and answers with facts."""
+"""The Indexer: builds an index of the resident blocks of each rank from events, and answers overlap queries."""

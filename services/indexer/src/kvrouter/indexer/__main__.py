@@ -1,4 +1,4 @@
-"""``python -m kvrouter.indexer``: an Indexer as a process."""
+"""Entry point of the Indexer process: ``python -m kvrouter.indexer``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
 
 def main() -> None:
-    """Reads the options, serves until SIGTERM or SIGINT, and exits."""
+    """Reads the options and serves until SIGTERM or SIGINT."""
     settings = load(IndexerSettings)
 
     async def serve(stopping: asyncio.Event) -> None:

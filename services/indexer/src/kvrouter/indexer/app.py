@@ -1,4 +1,4 @@
-"""Puts an Indexer together."""
+"""Wiring of an Indexer: builds its objects from the settings and runs them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ log = structlog.get_logger(component="indexer")
 
 @asynccontextmanager
 async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[IndexerService]:
-    """An Indexer's object with the tasks that keep it up to date, while the context lasts.
+    """Runs an Indexer for as long as the context is open, and yields its service.
 
-    It answers at once, with NotReady until etcd and NATS are there and a component is restored.
+    The service answers immediately. Its calls raise NotReady until etcd and NATS are reachable and the requested
+    component is restored.
     """
     max_bytes = default_max_index_bytes() if settings.max_index_bytes is None else settings.max_index_bytes
     log.info("index.bounded", max_bytes=max_bytes, is_default=settings.max_index_bytes is None)

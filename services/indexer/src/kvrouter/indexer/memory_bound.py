@@ -1,4 +1,4 @@
-"""How much memory the indexes of a process may take by default."""
+"""Default memory bound of the indexes of a process, from its control groups and the machine's memory."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 INDEX_SHARE = 0.5
-"""Share of the available memory for the indexes. The rest is for dumps, snapshots, pending events and other roles."""
+"""Share of the available memory for the indexes. Dumps, snapshots, pending events and other services need the rest."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def default_max_index_bytes() -> int:
-    """Returns half of the memory that is available to the process; 0, which is no bound, where that is unknown."""
+    """Returns half of the memory available to the process, in bytes; 0 (no bound) if that is unknown."""
     available = [*cgroup_limits(), *_physical_bytes()]
     return int(min(available) * INDEX_SHARE) if available else 0
 
 
 def cgroup_limits(own: Path = _OWN_CGROUPS, mount: Path = _CGROUPS) -> Iterator[int]:
-    """Yields the memory limits of the process's control group and of those above it, bytes.
+    """Yields the memory limits of the process's control group and its ancestors, in bytes.
 
     Args:
-        own: File that names the groups of the process.
-        mount: Where control groups are mounted, version 2 or 1.
+        own: File that lists the control groups of the process.
+        mount: Mount point of control groups, version 1 or 2.
     """
     try:
         lines = own.read_text().splitlines()
@@ -44,7 +44,7 @@ def cgroup_limits(own: Path = _OWN_CGROUPS, mount: Path = _CGROUPS) -> Iterator[
                 limit = (folder / group / file).read_text().strip()
             except OSError:
                 continue
-            if limit.isdigit():  # version 2 says "max" for none
+            if limit.isdigit():  # "max" means no limit in version 2
                 yield int(limit)
 
 

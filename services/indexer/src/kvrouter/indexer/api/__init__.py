@@ -1,1 +1,1 @@
-"""The Indexer's contract: queries, status, operators' calls."""
+"""The Indexer's gRPC API: queries, status and operator calls."""

@@ -1,4 +1,4 @@
-"""Messages that are taken apart or put together as bytes: parsing them would cost far more than all else of a call."""
+"""Builds responses from encoded parts. Parsing the parts would cost far more than the rest of a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
 
 
 def encoded_dump_response(state: bytes) -> bytes:
-    """Returns an encoded DumpResponse around an encoded RankState."""
+    """Returns an encoded DumpResponse that contains an encoded RankState."""
     return b"".join((bytes([_STATE_TAG]), _varint(len(state)), state))
 
 

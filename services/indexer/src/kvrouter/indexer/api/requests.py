@@ -1,4 +1,4 @@
-"""Reads requests: what is asked for, or a typed error that says what to correct."""
+"""Validation and conversion of requests, with typed errors that say what to correct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_MULTIMODAL_HASHES = 4096
 
 
 def scope_of(scope: BlockScope) -> Scope:
-    """What besides its tokens decides whether a block may be shared.
+    """Converts a BlockScope message to the core's Scope.
 
     Raises:
         BadRequest: a name in it is longer than 1,024 bytes.
@@ -20,7 +20,7 @@ def scope_of(scope: BlockScope) -> Scope:
     for field in ("lora_name", "cache_salt", "tenant"):
         if len(getattr(scope, field).encode()) > _MAX_SCOPE_BYTES:
             raise BadRequest(
-                f"scope.{field} is too long", field=f"scope.{field}", advice=f"Use {_MAX_SCOPE_BYTES} bytes at most."
+                f"scope.{field} is too long", field=f"scope.{field}", advice=f"Use at most {_MAX_SCOPE_BYTES} bytes."
             )
     return Scope(scope.lora_name, scope.cache_salt, scope.tenant)
 
@@ -29,9 +29,9 @@ def check_prompt(request: FindMatchesRequest, block_size: int, max_prompt_tokens
     """Checks the prompt of a FindMatches request.
 
     Raises:
-        BadRequest: there is no prompt, or there are too many multimodal hashes.
-        BlockSizeMismatch: the caller reckons with another block size.
-        PromptTooLong: it has more tokens than the limit.
+        BadRequest: the request has no prompt, or more than 4,096 multimodal hashes.
+        BlockSizeMismatch: the request names another block size than the component's.
+        PromptTooLong: the prompt has more than ``max_prompt_tokens`` tokens.
     """
     if request.block_size not in (0, block_size):
         raise BlockSizeMismatch(request.block_size, block_size)
@@ -43,7 +43,7 @@ def check_prompt(request: FindMatchesRequest, block_size: int, max_prompt_tokens
         raise PromptTooLong(tokens, max_prompt_tokens)
     if len(request.multimodal_hashes) > _MAX_MULTIMODAL_HASHES:
         raise BadRequest(
-            f"{len(request.multimodal_hashes)} multimodal hashes",
+            f"expected at most {_MAX_MULTIMODAL_HASHES} multimodal hashes, received {len(request.multimodal_hashes)}",
             field="multimodal_hashes",
-            advice=f"Send {_MAX_MULTIMODAL_HASHES} at most.",
+            advice=f"Send at most {_MAX_MULTIMODAL_HASHES}.",
         )

@@ -1,4 +1,4 @@
-"""The IndexerService: answers from the indexes of the components that this replica follows."""
+"""Implementation of the IndexerService: answers calls from the indexes of this replica's components."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyResponse,
 )
 
-_LONG_PROMPT_TOKENS = 16_384  # hashing more than these is handed to a thread
-_DUMP_CHUNK_BLOCKS = 1024  # what a call on the loop handles at one time
-_MAX_LOAD_BYTES = 1 << 30  # of one rank: some 20 million blocks
+_LONG_PROMPT_TOKENS = 16_384  # longer prompts are hashed in a thread
+_DUMP_CHUNK_BLOCKS = 1024  # bounds the work between two awaits
+_MAX_LOAD_BYTES = 1 << 30  # per rank: about 20 million blocks
 
 
 class IndexerService:
-    """The object of the contract ``kvrouter.runtime.contracts.Indexer``."""
+    """Implements the contract ``kvrouter.runtime.contracts.Indexer``."""
 
     def __init__(
         self, replica: Replica, metrics: IndexerMetrics, budget: MemoryBudget, *, max_prompt_tokens: int
@@ -62,11 +62,11 @@ class IndexerService:
 
     @property
     def ready(self) -> bool:
-        """Whether the components are known and each of them is restored."""
+        """Returns whether the components are known and all of them are restored."""
         return self._replica.ready
 
     async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
-        """The leading blocks of a request that each rank holds.
+        """Returns the overlap of every rank with a prompt, in blocks.
 
         Raises:
             UnknownComponent, NotReady, BlockSizeMismatch, PromptTooLong, BadRequest, DeadlineExceeded.
@@ -74,7 +74,7 @@ class IndexerService:
         return FindMatchesResponse.FromString(await self.find_matches_encoded(request, deadline=deadline))
 
     async def find_matches_encoded(self, request: FindMatchesRequest, *, deadline: Deadline) -> bytes:
-        """As ``find_matches``, encoded."""
+        """Returns the encoded response of ``find_matches``."""
         began = time.perf_counter()
         if deadline.expired:
             raise DeadlineExceeded
@@ -86,7 +86,9 @@ class IndexerService:
         return answer
 
     async def dump(self, request: DumpRequest, *, deadline: Deadline) -> AsyncGenerator[DumpResponse, None]:
-        """The whole index of a component, rank by rank, in chunks; each rank as of the moment it is reached.
+        """Yields the state of ranks in chunks, one rank after the other; without ranks in the request, of all.
+
+        Each rank is dumped as it is when its turn comes, so ranks differ in time.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
@@ -96,7 +98,7 @@ class IndexerService:
                 yield DumpResponse.FromString(response)
 
     async def dump_encoded(self, request: DumpRequest, *, deadline: Deadline) -> AsyncGenerator[bytes, None]:
-        """As ``dump``, encoded."""
+        """Yields the encoded responses of ``dump``."""
         component = self._component(request.component)
         ranks = _chosen(request.ranks)
         if not ranks:
@@ -108,7 +110,7 @@ class IndexerService:
                 yield encoded_dump_response(chunk)
 
     async def get_stats(self, request: GetStatsRequest, *, deadline: Deadline) -> GetStatsResponse:
-        """Figures of the index, its consumer and its ranks, while it is being restored too.
+        """Returns statistics of the index, its consumer and its ranks. Works during a restore too.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
@@ -129,11 +131,11 @@ class IndexerService:
         )
 
     async def load(self, requests: AsyncIterator[LoadRequest], *, deadline: Deadline) -> LoadResponse:
-        """Loads a dump: ranks that come whole replace those of the index, one after the other.
+        """Loads a dump. Each rank replaces that of the index once all its chunks have arrived.
 
         Raises:
             UnknownComponent, NotReady, DeadlineExceeded.
-            BadRequest: a rank does not come whole, is malformed, or the index is ahead of it; ranks before it are
+            BadRequest: a rank is incomplete, malformed, over 1 GiB, or older than the index. Ranks before it are
                 loaded.
         """
         response = LoadResponse()
@@ -146,17 +148,21 @@ class IndexerService:
             chunks.append(request.state.SerializeToString())
             size += len(chunks[-1])
             if size > _MAX_LOAD_BYTES:
-                raise BadRequest(f"a rank of over {_MAX_LOAD_BYTES} bytes", field="state", advice="Load fewer blocks.")
+                raise BadRequest(
+                    f"expected at most {_MAX_LOAD_BYTES} bytes per rank, received more",
+                    field="state",
+                    advice="Load fewer blocks.",
+                )
             if request.state.last:
                 response.blocks += await _load_rank(component, request.state, chunks)
                 response.ranks += 1
                 chunks, size = [], 0
         if chunks:
-            raise BadRequest("the last rank is not whole", field="state.last", advice="Send all parts of each rank.")
+            raise BadRequest("the last rank is incomplete", field="state.last", advice="Send all chunks of each rank.")
         return response
 
     async def resync(self, request: ResyncRequest, *, deadline: Deadline) -> ResyncResponse:
-        """Replaces the state of ranks with what their workers hold.
+        """Replaces the state of ranks by that of their workers; without ranks in the request, of all.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
@@ -173,7 +179,7 @@ class IndexerService:
         return response
 
     async def verify(self, request: VerifyRequest, *, deadline: Deadline) -> AsyncGenerator[VerifyResponse, None]:
-        """Compares the index with the workers' own state, rank by rank.
+        """Yields a comparison of the index with the worker's own state for each rank.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
@@ -189,12 +195,12 @@ class IndexerService:
             yield await component.verify(rank)
 
     async def take_snapshot(self, request: TakeSnapshotRequest, *, deadline: Deadline) -> TakeSnapshotResponse:
-        """Takes a snapshot at once.
+        """Takes a snapshot immediately.
 
         Raises:
             UnknownComponent, BadRequest, DeadlineExceeded.
-            NotReady: the index is not restored, or another replica takes one.
-            DependencyAway: etcd or NATS is away.
+            NotReady: the index is not restored, or another replica is taking a snapshot.
+            DependencyAway: etcd or NATS is unreachable.
         """
         component = self._ready(request.component)
         if component.snapshots is None:
@@ -211,13 +217,13 @@ class IndexerService:
         return TakeSnapshotResponse(stream_sequence=ref.stream_sequence, object_name=ref.object_name, blocks=blocks)
 
     async def reset_states(self, request: ResetStatesRequest, *, deadline: Deadline) -> ResetStatesResponse:
-        """Drops what the transport holds for a component, and refills the index from live workers.
+        """Deletes a component's stream messages and snapshots, and rebuilds its index from live workers.
 
         Raises:
             UnknownComponent, DeadlineExceeded.
-            BadRequest: another replica is live, and the request does not say that this is meant.
+            BadRequest: another replica is live and ``even_if_others_live`` is not set.
             NotReady: a snapshot is being taken.
-            DependencyAway: etcd or NATS is away.
+            DependencyAway: etcd or NATS is unreachable.
         """
         component = self._component(request.component)
         try:

@@ -1,1 +1,1 @@
-"""The index of one component, and what batches, dumps and repairs do to it."""
+"""The index of one component, and how event batches, dumps and repairs change it."""

@@ -1,4 +1,4 @@
-"""Counts of what happened to the events of a component, and of each of its ranks."""
+"""Counts of a component's events by outcome, and the status of each rank."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from kvrouter.v1.indexer_pb2 import EventCounts
 
 @dataclass(slots=True)
 class RankTally:
-    """What is told of one rank beside what the index knows itself."""
+    """Status of one rank, apart from its blocks and cursor."""
 
     drifts: int = 0
-    """Times that its digest differed from the worker's."""
+    """How often its digest differed from the worker's."""
     resynced_unix_ns: int = 0
-    """When its blocks were last dropped or replaced, nanoseconds since 1970; 0 for never."""
+    """Time at which its blocks were last dropped or replaced, nanoseconds since 1970; 0 for never."""
     resync_reason: str = ""
-    """Why."""
+    """Reason of that change; empty for never."""
     verified: bool = False
-    """Whether its state was compared with its worker's, and nothing was lost since."""
+    """Whether its state was compared with the worker's and no event was lost since then."""
     drift_at: tuple[int, int] | None = None
-    """(incarnation, next event id) at which drift was last seen."""
+    """(incarnation, next event id) at which drift was last detected; None for never."""
     lag_seconds: float = 0.0
-    """From publishing to applying, of its newest batch."""
+    """Time from publishing to applying its newest batch."""
     evidence: Evidence = field(default_factory=Evidence)
-    """When the index last learnt about it."""
+    """Times of the newest evidence about it."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the start of the replica; each is explained at ``EventCounts``."""
+    """Counts since the start of the replica. ``EventCounts`` in the contract explains each."""
 
     batches: int = 0
-    """Batches that the index was given."""
+    """Batches given to the index."""
     applied: int = 0
     duplicates: int = 0
     fenced: int = 0
@@ -45,22 +45,22 @@ class Tally:
     rejected: int = 0
     unparsable: int = 0
     evictions: int = 0
-    """Times that a rank was emptied because the index exceeded a bound."""
+    """How often a rank was emptied because the index exceeded a bound."""
     misdirected: int = 0
-    """Messages whose envelope contradicts their subject or the component."""
+    """Messages whose envelope does not match their subject or the component."""
     unconfirmed: int = 0
-    """Events that claim an incarnation or an id which the worker does not confirm; a batch without events counts 1."""
+    """Events with an incarnation or id that the worker does not confirm. A batch without events counts as 1."""
     repairs: int = 0
     drifts: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
 
     def add(self, summary: ApplySummary, *, again: bool = False) -> None:
-        """Counts a batch that could be read.
+        """Counts a batch that could be parsed.
 
         Args:
-            summary: What it did.
-            again: Whether it was applied past a gap: what lies before the gap was counted the first time.
+            summary: Result of applying it.
+            again: Whether it is applied again, past a gap. Its events before the gap are counted already.
         """
         self.batches += not again
         self.applied += summary.applied
@@ -82,7 +82,7 @@ class Tally:
             self.misdirected += 1
 
     def event_counts(self) -> EventCounts:
-        """The counts as the contract has them; misdirected messages are among the rejected."""
+        """Returns the counts as a message. ``rejected`` includes the misdirected messages."""
         return EventCounts(
             applied=self.applied,
             duplicates=self.duplicates,

@@ -1,4 +1,9 @@
-"""Applies the messages of a component's events to its index."""
+"""Applies event messages of a component to its index.
+
+A batch takes one of these ways: it is applied; it is quarantined, if it is invalid or its incarnation or ids are not
+confirmed; it waits in the pending buffer while its rank is under repair; or it triggers a repair, which empties the
+rank and requests a resync.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +27,30 @@ from kvrouter.net.decoding import Quarantine, Undecodable
 log = structlog.get_logger(component="indexer")
 
 _QUARANTINED_MESSAGES = 64
-_QUARANTINED_BYTES = 4096  # of each message: enough to see what it is
+_QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
 class EventIndex(SharedIndex):
-    """An index with the counts of its events and the messages that were quarantined, for one component."""
+    """The index of one component, with the counts of its events and its quarantined messages."""
 
     def __init__(self, component: str, block_size: int, index: PrefixIndex) -> None:
-        """``component`` is its name, for the log."""
+        """Creates an empty index; ``component`` is the name to log."""
         super().__init__(index)
         self.block_size = block_size
         self.tally = Tally()
         self.quarantined: deque[QuarantinedMessage] = deque(maxlen=_QUARANTINED_MESSAGES)
         self.quarantine = Quarantine()
-        """Counts and logs what cannot be decoded; its owner may replace it."""
+        """Counts and logs input that cannot be decoded. The owner may replace it."""
         self.unfit_workers: frozenset[int] = frozenset()
-        """Workers whose registration differs from the component: their events mean something else."""
+        """Workers whose registration does not match the component's descriptor. Their events are refused."""
         self.lag_seconds = 0.0
-        """From publishing to applying, of the newest batch."""
+        """Time from publishing to applying the newest batch."""
         self.on_suspect: Callable[[Rank, str], None] = _nobody
-        """Called from any thread when a rank has to be compared with its worker, with the reason."""
+        """Called with rank and reason when a rank must be compared with its worker; from any thread."""
         self.may_retain: Callable[[Rank], bool] = _never
-        """Whether events after a gap may wait for those that are missing; called from any thread."""
+        """Returns whether events after a gap may wait for the missing ones; called from any thread."""
         self.is_deferred: Callable[[Rank, str], bool] = _never_deferred
-        """Whether a repair for a reason has to wait, as the last such alarms were false; called from any thread."""
+        """Returns whether a repair for a reason backs off after false alarms; called from any thread."""
         self.incarnations = Incarnations()
         self._known = KnownRanks()
         self._pending: PendingBuffers[ReceivedBatch] = PendingBuffers()
@@ -54,15 +59,18 @@ class EventIndex(SharedIndex):
 
     @property
     def pending_bytes(self) -> int:
-        """Memory of the batches that wait, or are kept, while their ranks are repaired."""
+        """Returns the memory of all pending buffers, in bytes."""
         return self._pending.bytes
 
     def rank_tally(self, rank: Rank) -> RankTally:
-        """Returns what was counted of a rank."""
+        """Returns the status of a rank, for reading only."""
         return self._known.view(rank)
 
     def apply(self, messages: Sequence[StreamMessage]) -> None:
-        """Applies messages in order; called from one thread, not the loop's. Never raises for what they contain."""
+        """Applies messages in order. Never raises because of their content.
+
+        Must be called from one thread only, which is not the event loop's.
+        """
         for message in messages:
             batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
             with self.applying():
@@ -74,11 +82,11 @@ class EventIndex(SharedIndex):
     def _refuse(self, message: StreamMessage, refusal: Refusal) -> None:
         self.tally.refuse(refusal)
         self._keep_quarantined(message, refusal)
-        # Who sends one bad message may send thousands: the quarantine logs a subject once.
+        # One faulty publisher may send thousands of invalid messages. The quarantine logs each subject once.
         self.quarantine.reject("nats", message.subject, Undecodable(refusal.reason, refusal.detail))
 
     def _quarantine(self, received: ReceivedBatch, reason: str, detail: str) -> None:
-        """Drops a batch whose claims are not confirmed. The worker's state has whatever is true of it."""
+        """Drops a batch whose incarnation or ids are not confirmed. A resync fetches what is true of it."""
         self.tally.unconfirmed += received.batch.events or 1
         self._keep_quarantined(received.message, Refusal(reason, detail))
 
@@ -96,7 +104,7 @@ class EventIndex(SharedIndex):
                 return
         if not self._is_admitted(received, kept=buffer is not None):
             return
-        # Each round moves the cursor past one gap, and a batch has no more gaps than events, plus one at its end.
+        # Each round moves the cursor past one gap. A batch has at most one gap per event, and one at its end.
         for _ in range(batch.events + 2):
             summary = self._index.apply(batch)
             if summary.unparsable:
@@ -116,10 +124,10 @@ class EventIndex(SharedIndex):
                 break
             again = True
         if not again and repair is None and not summary.fenced and batch.next_event_id < summary.next_event_id:
-            # It came late or twice, or the index applied events that the worker never had.
+            # The batch is late or a duplicate, or the index applied events that the worker never published.
             self._suspect_if_whole(rank)
         self._note_lag(rank, batch)
-        # What an earlier incarnation left in the stream says nothing about the rank of today.
+        # Events of an earlier incarnation are no evidence about the current one.
         if summary.incarnation == batch.incarnation:
             self._known.tally(rank).evidence.heard_at = time.monotonic()
 
@@ -143,7 +151,7 @@ class EventIndex(SharedIndex):
     def _is_admitted(self, received: ReceivedBatch, *, kept: bool) -> bool:
         """Returns whether a batch may be applied, by its incarnation. A batch alone never ends an incarnation.
 
-        One that is ``kept`` while its worker is asked is judged again when the worker has answered.
+        A batch that is ``kept`` in a pending buffer is judged again when its worker has answered.
         """
         batch = received.batch
         rank = batch.rank
@@ -169,19 +177,19 @@ class EventIndex(SharedIndex):
         return False
 
     def _retain(self, received: ReceivedBatch) -> bool:
-        """Keeps events until those that are missing before them are fetched, if they can be. Returns whether it did.
+        """Handles events after a gap without emptying the rank, if possible. Returns whether it did.
 
-        Where the worker did not confirm the last gaps, they are quarantined: the worker is asked a little later, and
-        has them if they are true.
+        Normally the events wait until the missing ones are fetched. If the worker did not confirm the rank's last
+        gaps, they are quarantined instead: a resync follows after the back-off and fetches them if they are true.
         """
         rank = received.batch.rank
         kept = self._pending.get(rank)
         if kept is not None:
-            # It is kept already, and applied again when the worker has answered.
+            # The batch is in the buffer already, and is applied again when the worker has answered.
             kept.retained = True
             return True
         if self.is_deferred(rank, "gap"):
-            self._quarantine(received, "unconfirmed_event", "the worker did not confirm such ids shortly before")
+            self._quarantine(received, "unconfirmed_event", "the worker did not confirm the last ids of this kind")
             self._known.mark_unverified(rank)
             self.on_suspect(rank, "gap")
             return True
@@ -194,7 +202,7 @@ class EventIndex(SharedIndex):
         return True
 
     def _repair(self, rank: Rank, repair: Repair) -> None:
-        """Empties a rank whose blocks may be wrong, and has its worker asked."""
+        """Empties a rank whose blocks may be wrong, and requests a resync."""
         dropped = self._index.reset_rank(rank, repair.incarnation, repair.next_event_id, partial=True)
         self._known.set_partial(rank, True)
         self.tally.repairs += 1
@@ -214,7 +222,7 @@ class EventIndex(SharedIndex):
             tally.drifts += 1
             place = (repair.incarnation, repair.next_event_id)
             if tally.drift_at == place:
-                # The worker's own state was loaded and its digest differs still: fetching it again cannot help.
+                # The digest still differs after the worker's own state was loaded: fetching it again cannot help.
                 self._log.error("rank.drift_persistent", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
                 self.on_suspect(rank, PERSISTENT_DRIFT)
                 return

@@ -1,4 +1,4 @@
-"""Reports ranks that were emptied because the index exceeded a bound."""
+"""Rate-limited log of ranks that were emptied because the index exceeded a bound."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvrouter.core import Rank
 from structlog.typing import FilteringBoundLogger
 
 LOG_SECONDS = 60.0
-"""Evictions of a component are logged at most this often: a full index evicts a rank whenever one stores blocks."""
+"""Minimum interval between log lines of a component. A full index evicts a rank whenever blocks are stored."""
 
 
 class EvictionLog:
-    """Logs the first eviction at once, and later ones with the number of those in between."""
+    """Logs the first eviction immediately; later log lines carry the number of unlogged evictions since the last."""
 
     def __init__(self, log: FilteringBoundLogger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -22,7 +22,7 @@ class EvictionLog:
         self._unlogged = 0
 
     def note(self, rank: Rank, dropped_blocks: int) -> None:
-        """Notes that a rank was emptied."""
+        """Logs or counts the eviction of a rank, which lost ``dropped_blocks`` blocks."""
         now = self._clock()
         if self._logged_at is not None and now - self._logged_at < LOG_SECONDS:
             self._unlogged += 1

@@ -1,9 +1,9 @@
-"""Whether the knowledge about a rank is recent: decided without I/O.
+"""Detection of silent and stale ranks, without I/O.
 
-Every rank publishes at least one message per heartbeat interval. A rank from which several are missing is *silent*: its
-worker, NATS or the stream has stopped, and the index cannot tell which. Its worker is then asked over gRPC, which needs
-no NATS. An event, a heartbeat and such a comparison are evidence. A rank whose evidence is older than several heartbeat
-intervals is *stale*: it is not verified, whatever was compared before.
+Every rank publishes at least one message per heartbeat interval. A rank without a message for several intervals is
+*silent*: its worker, NATS or the stream has stopped, and the index cannot tell which. It is then compared with its
+worker over gRPC, which does not need NATS. Events, heartbeats and comparisons are evidence. A rank whose newest
+evidence is older than several intervals is *stale*, and not verified whatever earlier comparisons found.
 
 Times are seconds of one monotonic clock.
 """
@@ -18,41 +18,45 @@ from kvrouter.core import Rank
 
 _MISSED_HEARTBEATS = 3
 _UNKNOWN_HEARTBEAT_SECONDS = 5.0  # the publisher's default
-_LEAST_LIMIT_SECONDS = 3.0  # a publisher that waits for one lost acknowledgement is not silent
+_LEAST_LIMIT_SECONDS = 3.0  # a publisher may wait that long for a lost acknowledgement
 _MOST_LIMITS = 8
 _JITTER = (0.8, 1.2)
 
 
 @dataclass(slots=True)
 class Evidence:
-    """When the index last learnt about a rank; None for never."""
+    """Times of the newest evidence about a rank; None for never."""
 
     heard_at: float | None = None
-    """Last event or heartbeat of its incarnation."""
+    """Time of the last event or heartbeat of its current incarnation."""
     compared_at: float | None = None
-    """Last comparison with its worker."""
+    """Time of the last comparison with its worker."""
     news_at: float | None = None
-    """Last comparison that found something which the index lacked."""
+    """Time of the last comparison that found something missing in the index."""
 
     @property
     def at(self) -> float | None:
-        """The newest of all."""
+        """Returns the time of the newest evidence; None if there is none."""
         return max((at for at in (self.heard_at, self.compared_at) if at is not None), default=None)
 
 
 def silence_limit(heartbeat_ms: int) -> float:
-    """Returns the seconds without a message after which a rank is silent; ``heartbeat_ms`` is 0 where unknown."""
+    """Returns the time without a message after which a rank is silent, in seconds.
+
+    It is three heartbeat intervals, and at least 3 s. ``heartbeat_ms`` is 0 if the interval is unknown; 5 s are
+    assumed then.
+    """
     interval = heartbeat_ms / 1000 or _UNKNOWN_HEARTBEAT_SECONDS
     return max(_LEAST_LIMIT_SECONDS, _MISSED_HEARTBEATS * interval)
 
 
 def age(at: float | None, now: float) -> float | None:
-    """Returns the seconds since ``at``; None where that is None."""
+    """Returns the seconds since ``at``; None if ``at`` is None."""
     return None if at is None else max(0.0, now - at)
 
 
 def exceeds(at: float | None, now: float, limit: float) -> bool:
-    """Returns whether ``at`` is further back than ``limit`` seconds; a time that never was is not."""
+    """Returns whether ``at`` is more than ``limit`` seconds ago; False if ``at`` is None."""
     return at is not None and now - at > limit
 
 
@@ -64,10 +68,10 @@ class _Schedule:
 
 
 class SilenceWatch:
-    """Chooses the silent ranks to compare with their workers, and when.
+    """Schedules comparisons of silent ranks with their workers.
 
-    A rank is compared once it is silent, and again after its limit for as long as comparisons find news. Where they
-    find none, the time between two doubles, up to eight limits.
+    A rank is compared when it becomes silent, and again after each silence limit while comparisons find something new.
+    When they find nothing, the interval doubles, up to eight silence limits.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -77,18 +81,18 @@ class SilenceWatch:
 
     @property
     def silent(self) -> Collection[Rank]:
-        """The ranks that were silent at the last call of ``due``."""
+        """Returns the ranks that were silent at the last call of ``due``."""
         return self._schedules.keys()
 
     def due(self, limits: Mapping[Rank, float], evidence: Callable[[Rank], Evidence], now: float) -> list[Rank]:
-        """Returns the ranks to compare at once.
+        """Returns the ranks to compare now.
 
         Args:
-            limits: Silence limit, seconds, of every rank whose worker can be asked.
-            evidence: What is known of a rank.
-            now: The time.
+            limits: Silence limit in seconds of every rank whose worker is reachable by address.
+            evidence: Returns the evidence about a rank.
+            now: The current time.
         """
-        # A rank that was never heard of has its limit from when its worker registered.
+        # The limit of a rank without any message counts from the registration of its worker.
         self._known_since = {rank: self._known_since.get(rank, now) for rank in limits}
         schedules = {}
         found = []

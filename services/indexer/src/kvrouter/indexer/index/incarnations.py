@@ -1,9 +1,9 @@
-"""Which incarnation of each rank counts: decided without I/O.
+"""Decides which incarnation of each rank is current, without I/O.
 
-A batch names the incarnation that it belongs to, and anyone who can publish can name any number. So a batch alone never
-ends an incarnation. Two sources do: the worker's registration in etcd, and the worker itself, asked at its registered
-address. The worker's own answer outranks the registration that it was asked under, whether it is higher or lower: a
-worker whose clock was wrong once, or whose record was lost, may begin an incarnation below the last one.
+A batch names its incarnation, and every publisher can name any number, so a batch alone never ends an incarnation. Two
+sources can: the worker's registration in etcd, and the worker's own answer at its registered address. The answer takes
+precedence over the registration that was current when the worker was called, whether it is higher or lower: after a
+wrong clock or a lost record, a worker may start an incarnation that is lower than its last one.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from enum import Enum, auto
 from kvrouter.core import Rank
 
 _MAX_CLAIMS = 16
-"""Unconfirmed incarnations that are remembered of one rank. One that is forgotten is asked about again."""
+"""Maximum number of unconfirmed incarnations to remember per rank. A forgotten one is checked again."""
 
 
 class Verdict(Enum):
-    """What to do with a batch, by its incarnation."""
+    """What to do with a batch because of its incarnation."""
 
     APPLY = auto()
-    """It is the rank's incarnation, or nothing is known that contradicts it."""
+    """The incarnation is the current one, or nothing contradicts it."""
     FENCED = auto()
-    """It belongs to an earlier incarnation."""
+    """The incarnation is an earlier one."""
     UNCONFIRMED = auto()
-    """It claims a later incarnation that neither the registration nor the worker has confirmed."""
+    """The incarnation is a later one that neither registration nor worker has confirmed."""
     REFUTED = auto()
-    """It claims an incarnation that the worker was asked about and is not in."""
+    """The incarnation is one that the worker has denied."""
 
 
 class Incarnations:
-    """The incarnations of one component's ranks. Safe to read from several threads; written under the index's lock."""
+    """The incarnations of a component's ranks. Safe to read from any thread; written under the index's lock."""
 
     def __init__(self) -> None:
         self._registered: dict[Rank, int] = {}
         self._answered: dict[Rank, tuple[int | None, int]] = {}
-        # By rank: the registered incarnation under which the worker was asked, and what it answered.
+        # By rank: (registered incarnation when the worker was called, its answer).
         self._claims: dict[Rank, tuple[int, ...]] = {}
         self._refuted: dict[Rank, tuple[int, ...]] = {}
 
     def register(self, registered: Mapping[Rank, int]) -> None:
-        """Replaces the registrations. An incarnation of 0 is unknown: a worker that does not publish names none."""
+        """Replaces the registered incarnations. 0 is unknown: a worker that publishes no events registers none."""
         self._registered = {rank: incarnation for rank, incarnation in registered.items() if incarnation}
-        # What a worker answered under a registration outlives a lapse of its lease, but not another registration.
+        # A worker's answer stays valid when its lease lapses, but not when it registers another incarnation.
         for rank, (under, _) in list(self._answered.items()):
             if self._registered.get(rank, under) != under:
                 self._answered.pop(rank, None)
 
     def current(self, rank: Rank) -> int | None:
-        """The incarnation that the rank's worker is in; None where neither it nor its registration says."""
+        """Returns the current incarnation of a rank; None if neither worker nor registration names one."""
         registered = self._registered.get(rank)
         answered = self._answered.get(rank)
         if answered is not None and answered[0] == registered:
@@ -57,16 +57,16 @@ class Incarnations:
         return registered
 
     def expected(self) -> dict[Rank, int]:
-        """The incarnation of every registered rank."""
+        """Returns the current incarnation of every registered rank."""
         return {rank: self.current(rank) or registered for rank, registered in list(self._registered.items())}
 
     def judge(self, rank: Rank, incarnation: int, indexed: int | None) -> Verdict:
-        """What to do with a batch.
+        """Returns what to do with a batch.
 
         Args:
-            rank: The rank that it is about.
-            incarnation: The incarnation that it names.
-            indexed: The rank's incarnation in the index; None where the index does not know the rank.
+            rank: The rank of the batch.
+            incarnation: The incarnation that the batch names.
+            indexed: The rank's incarnation in the index; None if the rank is not in the index.
         """
         current = self.current(rank)
         if current is None:
@@ -80,22 +80,22 @@ class Incarnations:
         return Verdict.REFUTED if incarnation in self._refuted.get(rank, ()) else Verdict.UNCONFIRMED
 
     def claim(self, rank: Rank, incarnation: int) -> None:
-        """Notes an unconfirmed incarnation, until the worker is asked."""
+        """Records an unconfirmed incarnation until the worker answers."""
         claims = self._claims.get(rank, ())
         if incarnation not in claims:
             self._claims[rank] = (*claims, incarnation)[-_MAX_CLAIMS:]
 
     def claims(self, rank: Rank) -> tuple[int, ...]:
-        """The unconfirmed incarnations of a rank, oldest first."""
+        """Returns the unconfirmed incarnations of a rank, oldest first."""
         return self._claims.get(rank, ())
 
     def confirm(self, rank: Rank, incarnation: int, claimed: Iterable[int]) -> list[int]:
-        """Takes the worker's own answer. Returns the claims that it refutes.
+        """Records the worker's own answer. Returns the claims that it refutes, in ascending order.
 
         Args:
             rank: The rank.
-            incarnation: The incarnation that the worker is in.
-            claimed: The claims that were known before the worker was asked. What was claimed later may be true.
+            incarnation: The incarnation in the worker's answer.
+            claimed: The claims from before the call to the worker. Later claims may be true.
         """
         self._answered[rank] = (self._registered.get(rank), incarnation)
         requested = set(claimed)
@@ -106,6 +106,6 @@ class Incarnations:
         return refuted
 
     def forget(self, rank: Rank) -> None:
-        """Drops what is known of a rank that is gone, except its registration."""
+        """Drops the answers and claims of a rank that is gone, but not its registration."""
         for known in (self._answered, self._claims, self._refuted):
             known.pop(rank, None)

@@ -1,4 +1,4 @@
-"""What is known of each rank beside its blocks."""
+"""Status of each rank that the prefix index itself does not hold."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from kvrouter.indexer.index.event_counts import RankTally
 
 
 class KnownRanks:
-    """Counts of the ranks, and which of them lack blocks."""
+    """The status of all ranks, and which of them are partial."""
 
     def __init__(self) -> None:
         self._tallies: dict[Rank, RankTally] = {}
         self._partial: set[Rank] = set()
 
     def is_partial(self, rank: Rank) -> bool:
-        """Returns whether blocks of a rank are known to be missing."""
+        """Returns whether blocks of a rank may be missing in the index."""
         return rank in self._partial
 
     def set_partial(self, rank: Rank, partial: bool) -> None:
-        """Notes whether blocks of a rank are missing."""
+        """Sets whether a rank is partial."""
         (self._partial.add if partial else self._partial.discard)(rank)
 
     def view(self, rank: Rank) -> RankTally:
-        """Returns the counts of a rank, to be read: those of an unknown rank are not kept."""
+        """Returns the status of a rank for reading. An unknown rank is not added."""
         return self._tallies.get(rank) or RankTally()
 
     def tally(self, rank: Rank) -> RankTally:
-        """Returns the counts of a rank, to be changed."""
+        """Returns the status of a rank for changes. An unknown rank is added."""
         return self._tallies.setdefault(rank, RankTally())
 
     def mark_unverified(self, rank: Rank) -> None:
-        """Notes that a rank may differ from its worker."""
+        """Marks a rank as not verified."""
         self.tally(rank).verified = False
 
     def forget(self, rank: Rank) -> None:
-        """Drops all that is known of a rank."""
+        """Drops the status of a rank."""
         self._tallies.pop(rank, None)
         self._partial.discard(rank)

@@ -1,4 +1,4 @@
-"""How the ranks of the index follow the registrations of their workers."""
+"""Compares the ranks of the index with the registrations of workers, without I/O."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvrouter.core import Rank
 
 @dataclass(frozen=True, slots=True)
 class NewIncarnation:
-    """A rank is registered with a later incarnation than the index has: it starts empty, at event 0."""
+    """A rank that is registered with a later incarnation than the index has. It starts empty, at event 0."""
 
     rank: Rank
     incarnation: int
 
 
 def new_incarnations(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> list[NewIncarnation]:
-    """Ranks whose blocks belong to a life that is over, or that are not in the index yet.
+    """Returns the ranks that are missing in the index, or there with an earlier incarnation; sorted.
 
     Args:
-        registered: Incarnation by registered rank.
-        indexed: Incarnation by rank of the index.
+        registered: Incarnation of each registered rank.
+        indexed: Incarnation of each rank in the index.
     """
     return [
         NewIncarnation(rank, incarnation)
@@ -31,27 +31,27 @@ def new_incarnations(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]
 
 
 def ahead_of(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> list[Rank]:
-    """Ranks that the index has in a later incarnation than the registered one: one of the two is wrong.
+    """Returns the ranks whose incarnation in the index is later than the registered one; sorted.
 
-    A worker whose clock was ahead once begins an incarnation below its last one when etcd has lost its record.
+    One of the two is wrong. It happens to a worker whose clock was ahead once, when etcd has lost its record.
     """
     return sorted(rank for rank, incarnation in registered.items() if indexed.get(rank, 0) > incarnation)
 
 
 class Departures:
-    """Grants ranks without registration a grace, so that a lease that merely lapsed costs no blocks."""
+    """Gives ranks without a registration a grace period, so that a lapsed lease does not cost their blocks."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace = grace_seconds
         self._gone_since: dict[Rank, float] = {}
 
     def expired(self, indexed: Iterable[Rank], registered: Iterable[Rank], now: float) -> list[Rank]:
-        """Ranks of the index that have had no registration for longer than the grace.
+        """Returns the ranks of the index without a registration for at least the grace period; sorted.
 
         Args:
             indexed: Ranks of the index.
             registered: Ranks that are registered.
-            now: Seconds of a monotonic clock.
+            now: Time by a monotonic clock, in seconds.
         """
         missing = set(indexed) - set(registered)
         self._gone_since = {rank: self._gone_since.get(rank, now) for rank in missing}

@@ -1,4 +1,4 @@
-"""Messages of a component's events, and what is made of them."""
+"""Event messages of a component, in the stages of their processing."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from kvrouter.indexer.index.validation import Refusal
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """A message of the stream."""
+    """A message from the transport."""
 
     subject: str
     sequence: int
-    """Sequence in the stream."""
+    """Sequence in the stream; 0 with Core NATS."""
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBatch:
-    """A message that passed validation, with the batch in it."""
+    """A message that passed validation, with its batch."""
 
     message: StreamMessage
     batch: EventBatch
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of its memory."""
+        """Returns the estimated memory of the batch, in bytes."""
         return self.batch.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedMessage:
-    """A message that was not applied."""
+    """A message that was refused, with the reason."""
 
     subject: str
     sequence: int
     refusal: Refusal
     data: bytes
-    """The first 4,096 bytes."""
+    """At most the first 4,096 bytes."""

@@ -1,4 +1,8 @@
-"""The batches of ranks that wait, or are kept, while the ranks' state is fetched from their workers."""
+"""Pending buffers: keep the batches of ranks that are being resynced, up to a memory bound.
+
+The batches of a *retained* buffer are not applied yet, because events before them are missing. Those of another buffer
+are applied as they arrive, and again after the worker's state was loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ from typing import Generic, Protocol, TypeVar
 from kvrouter.core import Rank
 
 MAX_BYTES = 8 << 20
-"""Memory of the batches that are kept of one rank: some 16 of the largest."""
+"""Maximum memory of one rank's batches: about 16 of the largest size."""
 
 MAX_ALL_BYTES = 256 << 20
-"""Those of all ranks of a component: where thousands come back at once, each could have its most."""
+"""Maximum memory of all ranks' batches. Thousands of ranks may return together, each with a full buffer."""
 
 
 class _Sized(Protocol):
@@ -23,22 +27,25 @@ _M = TypeVar("_M", bound=_Sized)
 
 
 class PendingBuffer(Generic[_M]):
-    """Batches in order. Beyond the bound the oldest go: the state that is fetched contains them most likely."""
+    """Batches of one rank, oldest first. Over the bound the oldest go: the fetched state most likely contains them."""
 
     def __init__(self, *, retained: bool, max_bytes: int = MAX_BYTES) -> None:
-        """``retained`` says that the batches are not applied yet, because events before them are missing."""
+        """Creates an empty buffer of at most ``max_bytes``; ``retained`` is explained in the module docstring."""
         self.retained = retained
         self.dropped = 0
-        """Batches that went for the bound."""
+        """Batches that were dropped because of the bound."""
         self.requested = 0
-        """Oldest batches that came before the worker was asked: its answer knows what they say, or they are untrue."""
+        """Number of leading batches from before the call to the worker. If its state lacks them, they are untrue."""
         self._batches: deque[_M] = deque()
         self.bytes = 0
-        """Memory of the batches that are kept."""
+        """Memory of the batches."""
         self._max_bytes = max_bytes
 
     def add(self, batch: _M, *, crowded: bool = False) -> int:
-        """Keeps a batch; the newest one always stays, and alone where it is ``crowded``. Returns the bytes gained."""
+        """Adds a batch, and drops the oldest ones over the bound. Returns the change of ``bytes``.
+
+        The newest batch always stays. If the buffers of all ranks are ``crowded``, only it stays.
+        """
         before = self.bytes
         self._batches.append(batch)
         self.bytes += batch.memory_bytes
@@ -49,36 +56,36 @@ class PendingBuffer(Generic[_M]):
         return self.bytes - before
 
     def mark_requested(self) -> None:
-        """Notes that the worker is asked now."""
+        """Marks the present batches as older than the call to the worker."""
         self.requested = len(self._batches)
 
     def batches(self) -> list[_M]:
-        """Returns what is kept, oldest first."""
+        """Returns the batches, oldest first."""
         return list(self._batches)
 
 
 class PendingBuffers(Generic[_M]):
-    """The buffers of all ranks that are being repaired."""
+    """The pending buffers of all ranks."""
 
     def __init__(self) -> None:
         self._buffers: dict[Rank, PendingBuffer[_M]] = {}
         self.bytes = 0
-        """Memory of all batches that are kept."""
+        """Memory of all batches."""
 
     def get(self, rank: Rank) -> PendingBuffer[_M] | None:
-        """Returns the buffer of a rank; None if it has none."""
+        """Returns the buffer of a rank; None if there is none."""
         return self._buffers.get(rank)
 
     def open(self, rank: Rank, *, retained: bool) -> PendingBuffer[_M]:
-        """Returns the buffer of a rank, which is made if it has none."""
+        """Returns the buffer of a rank. Creates one if there is none; ``retained`` applies to a new one only."""
         return self._buffers.setdefault(rank, PendingBuffer(retained=retained))
 
     def keep(self, rank: Rank, batch: _M) -> None:
-        """Keeps a batch of a rank that has a buffer."""
+        """Adds a batch to the buffer of its rank, which must exist."""
         self.bytes += self._buffers[rank].add(batch, crowded=self.bytes >= MAX_ALL_BYTES)
 
     def take(self, rank: Rank) -> list[_M]:
-        """Removes the buffer of a rank; returns its batches, oldest first."""
+        """Removes the buffer of a rank. Returns its batches, oldest first; empty if there is none."""
         buffer = self._buffers.pop(rank, None)
         if buffer is None:
             return []

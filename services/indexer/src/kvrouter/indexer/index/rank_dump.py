@@ -1,4 +1,4 @@
-"""A rank's whole state, as dumps, snapshots and workers have it."""
+"""A rank's whole state, as it comes from a dump, a snapshot or a worker."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvrouter.core import Rank
 
 @dataclass(frozen=True, slots=True)
 class RankDump:
-    """A rank's state from elsewhere."""
+    """The whole state of a rank."""
 
     rank: Rank
     cursor: tuple[int, int]
     """(incarnation, next event id)"""
     partial: bool
     chunks: list[bytes]
-    """Encoded RankState, the last one marked."""
+    """Encoded RankState messages; the last one has ``last`` set."""
 
 
 class StaleDump(Exception):
-    """The index knows more than a dump: loading it would lose what does not come again."""
+    """Raised when the index is ahead of a dump: loading the dump would lose events that are not sent again."""
 
     def __init__(self, rank: Rank, cursor: tuple[int, int], known: tuple[int, int]) -> None:
         super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {known}")

@@ -1,10 +1,10 @@
-"""What must happen to a rank after a batch: less, never wrong.
+"""Decides which repair a rank needs after a batch, without I/O. Missing blocks are acceptable, wrong ones are not.
 
-A rank whose history has a hole may claim blocks that its engine has dropped, so its blocks go. What is learnt
-afterwards is true again, only incomplete: the rank is partial until its state is fetched from its worker, its cache is
-cleared, or it starts a new life. A store below a parent that went with the others is skipped: on a partial rank that is
-expected and costs no more blocks, or one hole would keep the rank empty for ever. A refused event may have been a
-removal, so it drops a partial rank too.
+After a gap, a rank may list blocks that its engine has removed, so all its blocks are dropped. Later events are true
+again but incomplete: the rank is partial until its state is fetched from its worker, its cache is cleared, or it starts
+a new incarnation. A stored block whose parent was dropped is skipped. On a partial rank that is expected and causes no
+further repair; otherwise one gap would keep the rank empty forever. A refused event may have been a removal, so it
+empties a partial rank too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from kvrouter.core import ApplySummary
 
 PERSISTENT_DRIFT = "persistent_drift"
-"""Reason of a rank that differed again from its worker's digest right after the worker's state was loaded."""
+"""Reason of a repair when the digest differs again right after the worker's own state was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Drop the rank's blocks and go on from a cursor."""
+    """Drop the rank's blocks and continue from a cursor."""
 
     reason: str
     """One of ``gap``, ``rejected``, ``unknown_parent``, ``drift``."""
@@ -27,15 +27,15 @@ class Repair:
     next_event_id: int
     """Cursor of the emptied rank."""
     reapply: bool
-    """Whether the batch holds events that the cursor leads to, so that it is applied once more."""
+    """Whether the batch contains events from that cursor on, and so must be applied again."""
 
 
 def repair_after(summary: ApplySummary, *, was_partial: bool) -> Repair | None:
-    """The repair that a batch calls for, or None.
+    """Returns the repair that a rank needs after a batch; None if it needs none.
 
     Args:
-        summary: What the batch did.
-        was_partial: Whether blocks of the rank were known to be missing before the batch.
+        summary: Result of applying the batch.
+        was_partial: Whether the rank was partial before the batch.
     """
     if summary.unparsable:
         return None

@@ -1,8 +1,8 @@
-"""A prefix index that several threads use: the request loop queries, one thread applies events, others do long work.
+"""A prefix index shared by threads: the event loop queries it, one thread applies events, others do long work.
 
-Queries and reads take the core's lock alone, and dumps, digests and statistics run beside them. Changes take a lock of
-their own, which covers what is kept beside the index too. Whoever applies events holds it for one message at a time and
-steps back for changes that wait.
+Queries and reads take only the core's own lock; dumps, digests and statistics run concurrently with them. Changes also
+take a lock of this class, which protects the data beside the index too. The thread that applies events takes it for one
+message at a time, and yields to waiting changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP_BACK_SECONDS = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class IndexSize:
-    """Size of the index and of its ranks at one moment."""
+    """Size of the index and its ranks at one moment."""
 
     blocks: int
     memory_bytes: int
@@ -32,7 +32,7 @@ class IndexSize:
 
 
 class SharedIndex:
-    """An index with the lock that orders its changes."""
+    """A prefix index with a lock that serializes its changes."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -42,15 +42,15 @@ class SharedIndex:
 
     @contextmanager
     def applying(self) -> Iterator[PrefixIndex]:
-        """Gives the index to one thread, for the time of one message; not on the loop."""
+        """Yields the index under the lock for changes, for one message. Blocks, so it is not for the event loop."""
         if self._waiting_changes:
-            # The lock is not fair: without a pause the waiting thread seldom gets it.
+            # The lock is not fair: without a pause a waiting thread rarely gets it.
             time.sleep(_STEP_BACK_SECONDS)
         with self._changes:
             yield self._index
 
     async def change(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """Runs a task that may change the index, or what is kept beside it, in a thread; returns its result."""
+        """Runs a task that changes the index or the data beside it in a thread. Returns its result."""
 
         def locked() -> _T:
             with self._changes:
@@ -58,27 +58,30 @@ class SharedIndex:
 
         self._waiting_changes += 1
         try:
-            # One at a time, or waiting changes would take all threads that reads need.
+            # One at a time: otherwise waiting changes would occupy all threads that reads need.
             async with self._turn:
                 return await asyncio.to_thread(locked)
         finally:
             self._waiting_changes -= 1
 
     async def read(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """Runs a task that only reads the index in a thread, beside queries and other reads; returns its result."""
+        """Runs a task that only reads the index in a thread, concurrently with other reads. Returns its result."""
         return await asyncio.to_thread(task, self._index)
 
     async def find_matches(self, local_hashes: bytes) -> bytes:
-        """Returns the encoded FindMatchesResponse for a prompt: at once, unless the index is being changed."""
+        """Returns the encoded FindMatchesResponse for a prompt; uses a thread only while the index is being changed.
+
+        ``local_hashes`` are packed: one little-endian u64 per block.
+        """
         answer = self._index.try_find_matches(local_hashes)
         return await asyncio.to_thread(self._index.find_matches, local_hashes) if answer is None else answer
 
     async def ranks(self) -> list[RankInfo]:
-        """Returns the ranks of the index: cheaper than ``size``, whose cost may grow with the blocks."""
+        """Returns the ranks of the index. Cheaper than ``size``, whose cost may grow with the number of blocks."""
         return await self.read(lambda index: index.ranks())
 
     async def size(self) -> IndexSize:
-        """Returns the size of the index and of its ranks."""
+        """Returns the size of the index and its ranks."""
 
         def read(index: PrefixIndex) -> IndexSize:
             stats = index.stats()
@@ -87,7 +90,7 @@ class SharedIndex:
         return await self.read(read)
 
     async def dump_rank(self, rank: Rank, chunk_blocks: int) -> AsyncIterator[bytes]:
-        """Yields encoded RankState chunks of a rank as of this moment; none if it is unknown."""
+        """Yields a rank's present state as encoded RankState chunks of ``chunk_blocks`` blocks; none if unknown."""
         chunks = await self.read(lambda index: iter(index.dump_rank(rank, chunk_blocks)))
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk

@@ -1,4 +1,4 @@
-"""The index of one component: what dumps, repairs and departures do to it."""
+"""The index of one component, as loads, repairs and departures of workers change it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvrouter.indexer.index.repair import repair_after
 
 @dataclass(frozen=True, slots=True)
 class RepairStart:
-    """Where a rank stands when its worker is about to be asked."""
+    """State of a rank before the call to its worker."""
 
     info: RankInfo | None
-    """None if the index does not know the rank."""
+    """None if the rank is not in the index."""
     claims: tuple[int, ...]
-    """Incarnations that events claimed and nobody has confirmed."""
+    """Incarnations that events named and that are not confirmed."""
 
 
 class IndexState(EventIndex):
-    """An index that is kept true to the workers of its component."""
+    """An index that is kept consistent with the workers of its component."""
 
     async def whole_rank(self, rank: Rank) -> RankDump | None:
-        """Returns a rank's state as of this moment; None if it is unknown."""
+        """Returns the present state of a rank; None if it is not in the index."""
 
         def begin(index: PrefixIndex) -> RankDump | None:
             cursor = index.cursor(rank)
@@ -39,13 +39,13 @@ class IndexState(EventIndex):
         return await self.change(begin)
 
     async def load_rank(self, dump: RankDump) -> int:
-        """Replaces a rank by a dump, unless the index knows more. Returns its entries.
+        """Replaces a rank by a dump, unless the index is ahead of it. Returns the number of entries loaded.
 
-        A dump that lacks blocks leaves the rank in need of its worker's state.
+        A partial dump also requests a resync of the rank.
 
         Raises:
-            StaleDump: the index is ahead of the dump, or as far and complete where the dump is not; or the dump is of
-                an incarnation that the worker is not in.
+            StaleDump: the index is ahead of the dump, or has the same cursor and is complete while the dump is partial;
+                or the dump's incarnation is later than the worker's.
             InvalidDump: the dump cannot be loaded; the index is unchanged.
         """
 
@@ -65,7 +65,7 @@ class IndexState(EventIndex):
         return await self.change(load)
 
     async def begin_repair(self, rank: Rank) -> RepairStart:
-        """Keeps the rank's events from here on, until the repair ends."""
+        """Starts to keep the rank's events in its pending buffer, until the repair ends."""
 
         def begin(index: PrefixIndex) -> RepairStart:
             self._pending.open(rank, retained=False).mark_requested()
@@ -75,7 +75,7 @@ class IndexState(EventIndex):
         return await self.change(begin)
 
     async def apply_fetched(self, rank: Rank, batches: Sequence[bytes]) -> bool:
-        """Applies events that the worker sent again. Returns whether they fitted, without a gap or a fault."""
+        """Applies encoded batches fetched from the worker. Returns whether all applied without a gap or fault."""
 
         def apply(index: PrefixIndex) -> bool:
             for batch in batches:
@@ -93,14 +93,14 @@ class IndexState(EventIndex):
         return await self.change(apply)
 
     async def replace_rank(self, dump: RankDump, reason: str, claims: Sequence[int] = ()) -> int:
-        """Replaces a rank under repair by its worker's state, then applies what was kept. Returns its entries.
+        """Replaces a rank by its worker's state, then applies the pending events. Returns the entries loaded.
 
-        The worker's word outranks the index, its incarnation and its cursor, whether they are higher or lower.
+        The worker's incarnation and cursor replace those of the index, whether they are higher or lower.
 
         Args:
             dump: The worker's answer.
-            reason: Why the worker was asked.
-            claims: Unconfirmed incarnations that were known before it was asked.
+            reason: Reason of the resync.
+            claims: Unconfirmed incarnations from before the call to the worker.
 
         Raises:
             InvalidDump: the answer cannot be loaded; the index is unchanged.
@@ -115,7 +115,7 @@ class IndexState(EventIndex):
             self._finish(dump.rank, reason)
             reached = index.cursor(dump.rank)
             if has_hole and before is not None and reached is not None and before[0] == reached[0] and before > reached:
-                # The bound left a hole between the state and what had been applied beside it.
+                # Batches dropped because of the bound are missing between the worker's state and the former cursor.
                 self.on_suspect(dump.rank, "gap")
             return blocks
 
@@ -124,17 +124,17 @@ class IndexState(EventIndex):
     async def confirm_rank(
         self, rank: Rank, incarnation: int, reason: str, claims: Sequence[int], *, news: bool = True
     ) -> int:
-        """Ends a repair of a rank that its worker confirmed: applies the pending events.
+        """Ends the repair of a rank that its worker confirmed: applies the pending events.
 
         Args:
-            rank: The rank, to which the events that it lacked were applied.
-            incarnation: Its incarnation, by its worker's word.
-            reason: Why the worker was asked.
-            claims: Unconfirmed incarnations that were known before it was asked.
+            rank: The rank. Its missing events are applied already.
+            incarnation: Its incarnation by the worker's answer.
+            reason: Reason of the resync.
+            claims: Unconfirmed incarnations from before the call to the worker.
             news: Whether the worker had events that the index lacked.
 
         Returns:
-            How many claims the worker does not confirm: incarnations, and batches with ids that it has not reached.
+            Number of claims that the worker refutes: incarnations, and batches with ids that it has not reached.
         """
 
         def confirm(_: PrefixIndex) -> int:
@@ -143,7 +143,7 @@ class IndexState(EventIndex):
         return await self.change(confirm)
 
     async def give_up_repair(self, rank: Rank) -> None:
-        """Ends a repair that failed: applies the pending events. A gap among them drops the rank."""
+        """Ends a failed repair: applies the pending events. A gap among them empties the rank."""
 
         def give_up(_: PrefixIndex) -> None:
             self._known.mark_unverified(rank)
@@ -156,7 +156,7 @@ class IndexState(EventIndex):
         await self.change(give_up)
 
     async def mark_unverified(self, ranks: Sequence[Rank]) -> None:
-        """Notes that ranks differ from what is known of their workers."""
+        """Marks ranks as not verified."""
 
         def mark(_: PrefixIndex) -> None:
             for rank in ranks:
@@ -166,12 +166,12 @@ class IndexState(EventIndex):
             await self.change(mark)
 
     async def begin_incarnations(self, incarnations: Sequence[NewIncarnation]) -> None:
-        """Empties ranks whose worker registered a later incarnation than the index has."""
+        """Empties ranks that registered a later incarnation than the index has, and starts them at event 0."""
 
         def begin(index: PrefixIndex) -> None:
             for new in incarnations:
                 rank, cursor = new.rank, index.cursor(new.rank)
-                # The worker may have been asked meanwhile, and be in another one.
+                # A resync may have found another incarnation in the meantime.
                 is_current = self.incarnations.current(rank) in (None, new.incarnation)
                 if is_current and (cursor is None or cursor[0] < new.incarnation):
                     dropped = index.reset_rank(rank, new.incarnation, 0, partial=False)
@@ -185,7 +185,7 @@ class IndexState(EventIndex):
             await self.change(begin)
 
     async def forget(self, ranks: Sequence[Rank]) -> None:
-        """Drops ranks whose worker is gone for good."""
+        """Removes ranks whose worker is gone."""
 
         def drop(index: PrefixIndex) -> None:
             for rank in ranks:
@@ -218,7 +218,7 @@ class IndexState(EventIndex):
         return len(refuted)
 
     def _finish(self, rank: Rank, reason: str, *, news: bool = True) -> int:
-        """Applies what is pending. Returns the batches whose ids the worker had not reached when it was asked."""
+        """Applies the pending events. Returns the number of batches with ids that the worker had not reached."""
         tally = self._known.tally(rank)
         tally.verified = not self._known.is_partial(rank)
         tally.evidence.compared_at = time.monotonic()
@@ -238,12 +238,12 @@ class IndexState(EventIndex):
         return unknown
 
     def _is_ahead(self, received: ReceivedBatch) -> bool:
-        """Returns whether a batch names event ids that its rank has not reached."""
+        """Returns whether a batch names event ids after the cursor of its rank."""
         batch = received.batch
         cursor = self._index.cursor(batch.rank)
         return cursor is not None and batch.incarnation == cursor[0] and batch.reached > cursor[1]
 
     def _take_pending(self, rank: Rank) -> list[ReceivedBatch]:
-        """Ends the buffer of a rank; returns its batches, but for those of workers that became unfit meanwhile."""
+        """Removes the pending buffer of a rank. Returns its batches; none if its worker has become unfit."""
         taken = self._pending.take(rank)
         return [] if rank[0] in self.unfit_workers else taken

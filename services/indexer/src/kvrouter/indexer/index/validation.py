@@ -1,7 +1,7 @@
-"""Which messages of a component's stream are event batches of the component.
+"""Validates the envelope of event messages: format, rank and block size.
 
-The core parses a batch once, and judges its events when it applies them. Validation judges the envelope: whether the
-message can be read, is of the rank whose subject it came on, and counts in blocks of the component's size.
+A valid message can be parsed, belongs to the rank in its subject, and has the component's block size. The core parses a
+batch once, and validates its events when it applies them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Refusal:
     reason: str
     """One of ``unparsable``, ``subject``, ``rank``, ``block_size``, ``unfit_worker``."""
     detail: str
-    """What was found and what was expected, for a person."""
+    """What was expected and what was received, as text."""
 
 
 def rank_of_subject(subject: str) -> Rank | None:
-    """Returns the rank that a subject of events names; None if it names none."""
+    """Returns the rank in a subject of events; None if there is none."""
     match = _RANK_OF_SUBJECT.search(subject)
     return (int(match.group(1), 16), int(match.group(2))) if match else None
 
@@ -34,13 +34,13 @@ def rank_of_subject(subject: str) -> Rank | None:
 def validate(
     subject: str, data: bytes, block_size: int, unfit_workers: Container[int] = frozenset()
 ) -> EventBatch | Refusal:
-    """Returns the batch in a message, or why it is quarantined.
+    """Returns the batch in a message, or the reason to quarantine it.
 
     Args:
-        subject: Subject that the message came on.
-        data: The message.
-        block_size: Tokens per block in the component.
-        unfit_workers: Workers whose registration differs from the component.
+        subject: Subject of the message.
+        data: Content of the message, an encoded EventBatch.
+        block_size: Tokens per block of the component.
+        unfit_workers: Workers whose registration does not match the component's descriptor.
     """
     rank = rank_of_subject(subject)
     try:
@@ -51,6 +51,8 @@ def validate(
         return Refusal("subject", f"expected a subject that names a rank, received {subject!r}")
     if rank[0] in unfit_workers:
         return Refusal(
-            "unfit_worker", f"worker {rank[0]} is registered with properties that its component does not have"
+            "unfit_worker",
+            f"expected a worker that matches its component's descriptor, received events of worker {rank[0]}, "
+            "whose registration differs",
         )
     return batch

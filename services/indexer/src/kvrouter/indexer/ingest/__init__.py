@@ -1,1 +1,1 @@
-"""Reads events: from the stream with JetStream, or as they come with Core NATS."""
+"""Ingest of events: from a stream with JetStream (durable transport), or directly with Core NATS."""

@@ -1,4 +1,4 @@
-"""the Core NATS transport: events over NATS Core, which promises nothing. Gaps are healed from the workers."""
+"""Ingest over the Core NATS transport, which does not retain messages. Missed events are fetched from the workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _TOGETHER = 256
 
 
 class CoreNatsEvents:
-    """Applies the live events of a component's light workers. Beyond the bound messages are dropped, and counted."""
+    """Applies the events that a component's workers publish over Core NATS.
+
+    At most 8,192 messages or 128 MiB wait to be applied. Further messages are dropped and counted.
+    """
 
     def __init__(self, connection: Client, component: ComponentName, state: IndexState) -> None:
         self._connection = connection
@@ -29,15 +32,15 @@ class CoreNatsEvents:
         self._bytes = 0
         self.subscribed = asyncio.Event()
         self.dropped = 0
-        """Messages that came faster than they could be applied."""
+        """Messages that were dropped because the queue was full."""
 
     @property
     def queued(self) -> int:
-        """Messages that wait to be applied."""
+        """Returns the number of messages that wait to be applied."""
         return self._queue.qsize()
 
     async def run(self) -> None:
-        """Subscribes, and applies what comes until cancelled. The subscription outlives NATS's absence."""
+        """Subscribes and applies messages until cancelled. The client renews the subscription after a reconnect."""
         subscription = await self._connection.subscribe(
             self._component.live_wildcard,
             cb=self._take,

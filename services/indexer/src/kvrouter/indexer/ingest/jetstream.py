@@ -1,4 +1,4 @@
-"""A replica's durable pull consumer on a component's stream: the only part of the Indexer that speaks JetStream."""
+"""A replica's durable pull consumer on a component's event stream. It does all JetStream calls of the ingest."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, 
 from nats.js.errors import NotFoundError
 
 AWAY = (nats.errors.Error, TimeoutError, OSError)
-"""What calls raise when NATS is away, or a stream or consumer has gone; looking again is the remedy."""
+"""Errors of calls when NATS is unreachable, or a stream or consumer is gone. Retry after viewing the stream again."""
 
 _FETCH_MESSAGES = 64
-_MESSAGE_BYTES = 1 << 20  # the server's limit; the contract's is half of that
+_MESSAGE_BYTES = 1 << 20  # the server's limit; the contract allows half of it
 _MAX_ACK_PENDING = 4 * _FETCH_MESSAGES
-# Longer than applying what is unacknowledged can take: what is delivered twice is wasted work, though harmless.
+# Longer than it takes to apply all unacknowledged messages. A second delivery is harmless, but wasted work.
 _ACK_WAIT_SECONDS = 60.0
-# A replica that was away for longer starts its consumer anew anyway; the server need not keep it.
+# A replica that was away for longer recreates its consumer anyway, so the server need not keep it.
 _INACTIVE_SECONDS = 600.0
 _CLOSE_SECONDS = 1.0
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class DeliveryLost(Exception):
-    """A message that the consumer gave out did not arrive."""
+    """Raised when a message that the consumer delivered did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Messages in the order of the stream."""
+    """Consecutive messages, in stream order."""
 
     messages: list[Msg]
     applied: int
     """Stream sequence of the last one."""
     pending: int
-    """Messages of the stream that come after it."""
+    """Number of messages in the stream after it."""
 
 
 class DurableConsumer:
-    """Reads the stream of one component for one replica."""
+    """The durable consumer of one replica on the stream of one component."""
 
     def __init__(self, connection: Client, component: ComponentName, replica_id: str) -> None:
         self.connection = connection
-        """The connection to NATS that it uses."""
+        """The connection to NATS."""
         self._js = connection.jetstream()
         self._component = component
         self._durable = f"indexer-{replica_id}"
@@ -63,11 +63,11 @@ class DurableConsumer:
 
     @property
     def reconnected(self) -> bool:
-        """Whether the connection was lost and made again since the consumer was last looked at."""
+        """Returns whether the client reconnected since the last ``view_stream``."""
         return bool(self.connection.stats["reconnects"] != self._reconnects)
 
     async def view_stream(self) -> StreamView:
-        """The stream, which is created where it is missing.
+        """Returns the state of the stream. Creates the stream if it is missing.
 
         Raises:
             AWAY: NATS does not answer.
@@ -78,7 +78,7 @@ class DurableConsumer:
         return StreamView(identity, info.state.last_seq, info.state.first_seq)
 
     async def view(self) -> ConsumerView | None:
-        """The consumer, or None if there is none.
+        """Returns the state of the consumer; None if there is none.
 
         Raises:
             AWAY: NATS does not answer.
@@ -92,11 +92,11 @@ class DurableConsumer:
         return self._seen(info)
 
     def forsake(self) -> None:
-        """Takes the consumer for lost, so that ``view`` finds none."""
+        """Marks the consumer as lost, so that ``view`` returns None and it is recreated."""
         self._lost = True
 
     async def holds(self, sequence: int, fingerprint: int) -> bool | None:
-        """Whether the message at a sequence has that ``hash``; None if it is not in the stream any more.
+        """Returns whether the message at a sequence has this Python ``hash``; None if it is no longer in the stream.
 
         Raises:
             AWAY: NATS does not answer.
@@ -108,7 +108,7 @@ class DurableConsumer:
         return hash(message.data or b"") == fingerprint
 
     async def recreate(self, start_sequence: int) -> ConsumerView:
-        """Makes the consumer anew, so that it begins at a sequence: that of one that exists cannot be changed.
+        """Replaces the consumer by one that starts at a sequence, which an existing consumer cannot change.
 
         Raises:
             AWAY: NATS does not answer.
@@ -140,15 +140,15 @@ class DurableConsumer:
         return self._seen(info)
 
     async def fetch(self, wait_seconds: float) -> Delivery | None:
-        """The next messages, or None if none came in that time.
+        """Returns the next messages; None if none arrived within ``wait_seconds``.
 
         Raises:
-            DeliveryLost: one is missing on the way; the consumer must be made anew.
+            DeliveryLost: a delivery is missing; the consumer must be recreated.
             AWAY: NATS does not answer, or the consumer is gone.
         """
         if self._subscription is None:
-            raise DeliveryLost("there is no consumer")
-        # A request for many lingers until it is full, so a quiet stream is read one by one.
+            raise DeliveryLost("expected a consumer, found none; it is recreated")
+        # The server holds a request for many messages until it is full, so a quiet stream is read one by one.
         count = min(_FETCH_MESSAGES, max(1, self._pending))
         try:
             messages = await self._subscription.fetch(count, timeout=wait_seconds)
@@ -158,17 +158,17 @@ class DurableConsumer:
         try:
             deliveries = [message.metadata for message in messages]
         except (nats.errors.NotJSMessageError, ValueError, IndexError, OverflowError) as error:
-            # Anybody can publish to the inbox that deliveries come to.
-            raise DeliveryLost(f"a message that is no delivery came: {error!r}") from None
+            # Any client can publish to the inbox of the deliveries.
+            raise DeliveryLost(f"expected a delivery, received another message: {error!r}") from None
         for delivery in deliveries:
             if not self._order.follows(delivery.sequence.consumer):
-                raise DeliveryLost(f"after delivery {self._order.last} came {delivery.sequence.consumer}")
+                raise DeliveryLost(f"expected delivery {self._order.last + 1}, received {delivery.sequence.consumer}")
         last = deliveries[-1]
         self._pending = last.num_pending
         return Delivery(messages, last.sequence.stream, last.num_pending)
 
     async def acknowledge(self, delivery: Delivery) -> None:
-        """Tells the server that everything up to the end of a delivery is applied.
+        """Acknowledges all messages up to the end of a delivery, which must be applied.
 
         Raises:
             AWAY: the connection is lost; the next acknowledgement includes this one.
@@ -176,7 +176,7 @@ class DurableConsumer:
         await delivery.messages[-1].ack()
 
     async def close(self) -> None:
-        """Deletes the consumer, which this replica will not use again; NATS does it in time where it is away."""
+        """Deletes the consumer. If NATS is unreachable, the server deletes it after 10 minutes without use."""
         with contextlib.suppress(*AWAY):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._unsubscribe()
@@ -195,20 +195,20 @@ class DurableConsumer:
 
 
 def created_unix_ns(info: StreamInfo) -> int:
-    """Creation time of a stream, nanoseconds since 1970, whole microseconds."""
+    """Returns the creation time of a stream, nanoseconds since 1970 in whole microseconds; 0 if unknown."""
     return _unix_ns(info.created) if info.created else 0
 
 
 def _unix_ns(time: datetime) -> int:
-    # In whole numbers: a float of seconds since 1970 is exact to some 0.2 µs only, and identities are compared.
+    # Integers, because identities are compared and a float of seconds since 1970 is exact to about 0.2 µs only.
     return (time - _EPOCH) // timedelta(microseconds=1) * 1000
 
 
 def heed_cancellation() -> None:
-    """Ends the task if it was cancelled and nobody noticed.
+    """Raises CancelledError if the current task was cancelled and the cancellation was swallowed.
 
-    The NATS client waits with ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that comes in the
-    same turn of the loop as the answer.
+    The NATS client uses ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that arrives in the same
+    iteration of the event loop as the result.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -1,7 +1,7 @@
-"""Where in the stream a replica reads on: decided from its own position and from what the server says.
+"""Decides where a replica continues in the stream, from its own position and the server's state, without I/O.
 
-Truth is per rank (incarnation and event id): a message applied twice changes nothing, and one that is missing shows as
-a gap. So when in doubt the answer is to read from the first message again; the index is kept meanwhile.
+Each rank has its own cursor (incarnation, event id): applying a message twice changes nothing, and a missing message
+shows as a gap. So in any doubt the replica reads from the first message again, and keeps its index meanwhile.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
-    """Which stream it is: a stream that was deleted and made again is another one."""
+    """Identifies a stream. A stream that was deleted and created again is another one."""
 
     name: str
     created_unix_ns: int
-    """Creation time, nanoseconds since 1970, whole microseconds."""
+    """Creation time, nanoseconds since 1970 in whole microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """A stream as the server shows it."""
+    """State of a stream as the server reports it."""
 
     identity: StreamIdentity
     last_sequence: int
     """Sequence of the newest message ever stored."""
     first_sequence: int = 1
-    """Sequence of the oldest message that is still there; one past the last where none is."""
+    """Sequence of the oldest message still stored; one after the last if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerView:
-    """A durable consumer as the server shows it."""
+    """State of a durable consumer as the server reports it."""
 
     created_unix_ns: int
     delivered_stream_sequence: int
-    """Everything up to this stream sequence is given out, or was gone before it could be."""
+    """All messages up to this stream sequence were delivered, or deleted before they could be."""
     pending: int
-    """Messages of the stream that it has not given out."""
+    """Number of messages in the stream that it has not delivered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a replica has applied a stream, and with which consumer."""
+    """How far a replica has applied a stream, and by which consumer."""
 
     identity: StreamIdentity
     applied: int
@@ -52,15 +52,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class ReadOn:
-    """The consumer continues where the replica stands."""
+    """Plan: the consumer continues at the replica's position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """The consumer must be made anew."""
+    """Plan: the consumer must be recreated."""
 
     start_sequence: int
-    """Sequence of its first message, 1 or more."""
+    """Stream sequence at which the new consumer starts, 1 or more."""
     reason: str
 
 
@@ -70,16 +70,14 @@ Plan = ReadOn | Recreate
 def plan(
     position: Position | None, stream: StreamView, consumer: ConsumerView | None, *, same_message: bool | None
 ) -> Plan:
-    """How a replica reads on.
+    """Returns how a replica continues. Must be called while no delivery is in flight.
 
     Args:
-        position: Where it stands; None at its start.
-        stream: The stream.
-        consumer: Its consumer; None if there is none.
-        same_message: Whether the message at ``position.applied`` is the one that was applied; None if it is gone, or
-            none has been.
-
-    It is asked while no delivery is under way.
+        position: Its position; None at its start.
+        stream: State of the stream.
+        consumer: State of its consumer; None if there is none.
+        same_message: Whether the message at ``position.applied`` is the one that was applied; None if it is gone or
+            no message was applied.
     """
     if position is None:
         return Recreate(1, "start")
@@ -94,27 +92,28 @@ def plan(
     if consumer.delivered_stream_sequence > stream.last_sequence:
         return Recreate(position.applied + 1, "consumer is past the end")
     if consumer.delivered_stream_sequence > position.applied:
-        # The server would give them out again, but only when it has waited for their acknowledgement.
+        # The server delivers them again, but only after the acknowledgement timeout.
         return Recreate(position.applied + 1, "messages lost on the way")
     return ReadOn()
 
 
 def is_behind(position: Position, stream: StreamView) -> bool:
-    """Whether messages that the replica would read next are gone, so that a later snapshot is worth a look."""
+    """Returns whether the replica's next messages are gone from the stream, so that a newer snapshot can help."""
     return stream.identity != position.identity or stream.first_sequence > position.applied + 1
 
 
 @dataclass(slots=True)
 class DeliveryOrder:
-    """Watches that no delivery is lost on the way: a consumer numbers what it gives out from 1 on.
+    """Detects lost deliveries by their number: a consumer numbers its deliveries from 1.
 
-    A lost delivery would look like a gap in the events of a rank; the stream still has the message.
+    A lost delivery would show as a gap in a rank's events, although the stream still has the message.
     """
 
     last: int = 0
+    """Number of the last delivery; 0 for none."""
 
     def follows(self, consumer_sequence: int) -> bool:
-        """Notes a delivery; False if one is missing before it, which leaves the count as it was."""
+        """Records a delivery. Returns False, and records nothing, if it is not the next one."""
         if consumer_sequence != self.last + 1:
             return False
         self.last = consumer_sequence
@@ -123,19 +122,19 @@ class DeliveryOrder:
 
 @dataclass(slots=True)
 class CatchUp:
-    """Whether a replica has read all that the stream held when it started."""
+    """Tracks whether a replica has read all messages that the stream contained at its start."""
 
     target: int
-    """Last sequence of the stream at the start."""
+    """Last sequence of the stream at the replica's start."""
     done: bool = False
 
     def reached(self, applied: int, pending: int) -> bool:
-        """True once caught up, and from then on.
+        """Returns whether the replica has caught up. Once True, it stays True.
 
         Args:
             applied: Sequence of the last message applied.
-            pending: Messages of the stream after it. None pending means done even below the target:
-                messages may have expired since.
+            pending: Number of messages in the stream after it. 0 means caught up even below the target, because
+                messages may have expired.
         """
         self.done = self.done or applied >= self.target or pending == 0
         return self.done

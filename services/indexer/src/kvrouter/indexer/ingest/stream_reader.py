@@ -1,4 +1,4 @@
-"""Reads the stream of a component into its index, whatever happens to NATS, the stream or the consumer."""
+"""Reads the stream of a component into its index, and recovers from failures of NATS, stream and consumer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = structlog.get_logger(component="indexer")
 
 _WAIT_SECONDS = 1.0
 _CHECK_SECONDS = 2.0
-"""A stream that is silent for so long is looked at: a consumer that is lost is silent too."""
+"""Time without a message after which stream and consumer are checked: a lost consumer delivers nothing either."""
 _RETRY_SECONDS = (0.2, 2.0)  # first and longest pause
 
 
@@ -28,22 +28,22 @@ class Progress:
     """How far the stream is applied."""
 
     position: Position | None = None
-    """None before the stream was first seen."""
+    """None before the stream was first viewed."""
     last_sequence: int = 0
-    """Last sequence of the stream, when it was last heard of."""
+    """Last sequence of the stream, as NATS last reported it."""
     caught_up: bool = False
-    """Whether everything is applied that the stream held when the replica started."""
+    """Whether all messages that the stream contained at the replica's start are applied."""
     checked_at: float | None = None
-    """When NATS last said how far the stream is, seconds of the monotonic clock; None for never."""
+    """Time of the last report by NATS, seconds of the monotonic clock; None for never."""
 
     @property
     def applied(self) -> int:
-        """Sequence of the last message applied; 0 for none."""
+        """Returns the sequence of the last message applied; 0 for none."""
         return self.position.applied if self.position else 0
 
 
 class Ingest:
-    """The task that keeps one index up to date. ``progress`` tells how far it is."""
+    """Keeps one index up to date with a stream. ``progress`` says how far it is."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Ingest:
         consumer: DurableConsumer,
         later: Callable[[StreamView], Awaitable[Position | None]] | None = None,
     ) -> None:
-        """``later`` loads a snapshot that is further than the index, if there is one, and says where it leaves off."""
+        """Prepares to read; ``later`` loads a snapshot newer than the index and returns its position; None for none."""
         self._state = state
         self._consumer = consumer
         self._later = later
@@ -64,22 +64,22 @@ class Ingest:
         self._log = log.bind(component_name=name)
         self.progress = Progress()
         self.backoff = Backoff(*_RETRY_SECONDS)
-        """Attempts at the stream that failed in a row."""
+        """Counts consecutive failures, and gives the pause before the next attempt."""
         self.recreations = 0
-        """Times that the consumer was made anew."""
+        """How often the consumer was created, the first time included."""
 
     def start_from(self, position: Position) -> None:
-        """Goes on from where a snapshot leaves off; called before ``run``."""
+        """Sets the position of a restored snapshot. Must be called before ``run``."""
         self.progress = Progress(position)
 
     async def run(self) -> None:
         """Reads until cancelled."""
-        # A thread of its own: applying must neither hold up the loop nor wait behind queries.
+        # A separate thread: applying must neither block the loop nor wait for a thread that queries use.
         thread = ThreadPoolExecutor(1, thread_name_prefix="apply")
         try:
             await self._keep_reading(thread)
         finally:
-            # Without waiting for the batch that it may be at, which would hold up the loop.
+            # Waiting for the batch in progress would block the loop.
             thread.shutdown(wait=False)
             await self._consumer.close()
 
@@ -95,7 +95,7 @@ class Ingest:
                 if not backoff.failures:
                     self._log.warning("ingest.delivery_lost", detail=str(error))
                 self._consumer.forsake()
-                # One lost delivery is read again at once; a consumer that loses every delivery is not.
+                # A single lost delivery is read again without a pause; repeated losses back off.
                 pause = backoff.failed()
                 if backoff.failures > 1:
                     await asyncio.sleep(pause)
@@ -109,11 +109,11 @@ class Ingest:
             self._log.info("ingest.restarted", failures=failures)
 
     async def wait_caught_up(self) -> None:
-        """Waits until everything is applied that the stream held when the replica started."""
+        """Waits until all messages that the stream contained at the replica's start are applied."""
         await self._caught_up.wait()
 
     async def _settle(self) -> None:
-        """Makes sure that the consumer gives out what comes after the replica's position."""
+        """Ensures that the consumer's next message is the one after the replica's position."""
         stream = await self._consumer.view_stream()
         position = self.progress.position
         if position is not None and self._later is not None and is_behind(position, stream):
@@ -142,7 +142,7 @@ class Ingest:
         self._advance(position, stream.last_sequence, consumer.pending)
 
     async def _read(self, thread: ThreadPoolExecutor) -> bool:
-        """Reads until the connection was made anew, or nothing has come for a while; True for the latter."""
+        """Reads until the client reconnects (returns False) or no message arrives for 2 s (returns True)."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
@@ -158,7 +158,7 @@ class Ingest:
     async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
         position = self.progress.position
         if position is None:
-            raise DeliveryLost("there is no position yet")
+            raise DeliveryLost("expected a position in the stream before the first delivery, found none")
         messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
         await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, messages)
         self._fingerprint = hash(messages[-1].data)

@@ -1,4 +1,7 @@
-"""All that an Indexer does for one component: its index, the stream that feeds it, and the workers that come and go."""
+"""Everything an Indexer runs for one component: index, ingest, resync, snapshots and stream repair.
+
+Order at the start: restore a snapshot, read the stream to its end, compare ranks with their workers, become ready.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +45,17 @@ class Limits:
     """Bounds of one component's index."""
 
     max_blocks: int = 0
-    """Blocks over all ranks; 0 is no bound."""
+    """Maximum number of blocks, summed over ranks; 0 is no bound."""
     budget: MemoryBudget = field(default_factory=MemoryBudget)
-    """Memory, shared by the components of a process."""
+    """Memory bound, shared by the components of a process."""
     grace_seconds: float = 60.0
-    """How long the blocks of a worker without registration are kept."""
+    """Time for which the blocks of a worker without a registration are kept."""
     compare_seconds: float = 10.0
-    """How long readiness waits for workers to be compared with, once the transport is read."""
+    """Maximum time that readiness waits for comparisons with workers after the transport is read."""
 
 
 class ComponentIndex:
-    """The index of one component. ``run`` keeps it up to date; ``state`` answers."""
+    """The index of one component. ``run`` keeps it up to date; ``state`` answers queries."""
 
     def __init__(
         self,
@@ -64,9 +67,16 @@ class ComponentIndex:
         home: SnapshotHome | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """``slots`` bounds the fetches from workers at one time, over all components of the replica.
+        """Builds the parts of a component's index.
 
-        Without a ``home`` there are no snapshots.
+        Args:
+            name: Name of the component.
+            descriptor: Properties that all its workers share.
+            consumer: Consumer on its stream.
+            limits: Bounds of the index.
+            slots: Bounds concurrent fetches from workers, over all components of the replica.
+            home: Settings for snapshots; None for no snapshots.
+            quarantine: Counts and logs input that cannot be decoded.
         """
         self.name = name
         self.descriptor = descriptor
@@ -81,9 +91,9 @@ class ComponentIndex:
         self.core_nats = CoreNatsEvents(consumer.connection, name, self.state)
         self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
         self.ranks: list[RankInfo] = []
-        """Ranks of the index, about a second old at most."""
+        """Ranks of the index, at most about one second old."""
         self.ready = False
-        """Whether its state is restored, and compared with the workers that answer."""
+        """Whether its state is restored and was compared with the workers that answer."""
         self._compare_seconds = limits.compare_seconds
         self._departures = Departures(limits.grace_seconds)
         self._silence = SilenceWatch()
@@ -92,14 +102,14 @@ class ComponentIndex:
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._changed = asyncio.Event()
         self._transport_read = asyncio.Event()
-        # Where all workers use Core NATS, JetStream need not be there.
+        # If all workers use Core NATS, JetStream is not needed.
         self._stream_requested = asyncio.Event()
         if descriptor.default_transport != Transport.TRANSPORT_CORE_NATS:
             self._stream_requested.set()
 
     @property
     def applied_record(self) -> AppliedRecord | None:
-        """How far the stream is applied; None before the stream was seen."""
+        """Returns how far the stream is applied, as a message; None before the stream was first viewed."""
         position = self.ingest.progress.position
         if position is None:
             return None
@@ -110,14 +120,14 @@ class ComponentIndex:
         )
 
     def position(self) -> Position | None:
-        """How far the stream is applied."""
+        """Returns how far the stream is applied; None before the stream was first viewed."""
         return self.ingest.progress.position
 
     async def verify(self, rank: Rank) -> VerifyResponse:
         """Compares a rank with its worker's own state.
 
-        The worker's is read first and events are awaited until the index is where it was, so that what was on the way
-        does not count as a difference; the cursors tell where it was.
+        The worker's state is read first. The comparison then waits up to 5 s until the index reaches the worker's
+        cursor, so that events in flight do not count as differences.
         """
         worker = await self.resync.worker_dump(rank)
         if worker is not None:
@@ -129,12 +139,15 @@ class ComponentIndex:
         return await asyncio.to_thread(compare, index, worker) if worker else unanswered(rank, index)
 
     async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
-        """Drops stream and snapshots, then the index, which refills from the workers. Returns (messages, snapshots).
+        """Deletes stream messages and snapshots, empties the index, and requests a resync of every rank.
+
+        Returns:
+            How many messages and snapshots were deleted.
 
         Raises:
             OthersLive: other replicas are live.
             LockLost: a snapshot is being taken.
-            One of ``kvrouter.indexer.snapshots.coordinator.AWAY``: etcd or NATS is away.
+            One of ``kvrouter.indexer.snapshots.coordinator.AWAY``: etcd or NATS is unreachable.
         """
         dropped = await self.snapshots.reset(even_if_others_live=even_if_others_live) if self.snapshots else (0, 0)
         await self.state.forget([(info.worker_id, info.dp_rank) for info in await self.state.ranks()])
@@ -143,7 +156,7 @@ class ComponentIndex:
         return dropped
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
-        """Tells which workers are registered, and which are registered but differ from the component."""
+        """Replaces the registered workers by id, and the ids of those that do not match the component's descriptor."""
         self._workers = workers
         self.state.unfit_workers = unfit
         self.state.incarnations.register(self._registered())
@@ -153,7 +166,7 @@ class ComponentIndex:
         self._changed.set()
 
     async def stats(self) -> ComponentStats:
-        """Figures of the component, as of this moment."""
+        """Returns the present statistics of the component."""
         size = await self.state.size()
         progress = self.ingest.progress
         snapshot = self.snapshots.current if self.snapshots else SnapshotRef()
@@ -186,7 +199,7 @@ class ComponentIndex:
             group.create_task(self._keep_stream_working(), name=f"stream of {self.name}")
 
     async def _read_stream(self) -> None:
-        # A stream that is wanted later is not the one that was to be reset.
+        # A reset at start applies to a stream in use at start, not to one that is first needed later.
         at_start = self._stream_requested.is_set()
         await self._stream_requested.wait()
         position = await self.snapshots.restore(may_reset=at_start) if self.snapshots else None
@@ -216,12 +229,12 @@ class ComponentIndex:
         if self._stream_requested.is_set():
             await self.ingest.wait_caught_up()
             if self.snapshots and any(info.partial or not info.next_event_id for info in await self.state.ranks()):
-                # What another replica has kept meanwhile costs no worker anything.
+                # A newer snapshot by another replica may complete these ranks without a call to their workers.
                 await self.snapshots.load_later()
         self._transport_read.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._compare_seconds):
-                while self.resync.waits_for_workers:  # noqa: ASYNC110 - many things change it, and none waits for this
+                while self.resync.waits_for_workers:  # noqa: ASYNC110 - changed in many places
                     await asyncio.sleep(_SETTLE_SECONDS)
         self.ready = True
 
@@ -241,13 +254,13 @@ class ComponentIndex:
                     await self._changed.wait()
 
     async def _ask_about(self, ranks: list[Rank]) -> None:
-        """Has workers asked whose registration contradicts the index."""
+        """Requests a resync of ranks whose registration contradicts the index."""
         await self.state.mark_unverified(ranks)
         for rank in ranks:
             self.resync.request(rank, "incarnation")
 
     def _compare_silent_ranks(self) -> None:
-        """Asks for a comparison of ranks whose heartbeats are missing, once what the transport keeps was read."""
+        """Requests a comparison of silent ranks, once the retained messages of the transport are read."""
         if not self._transport_read.is_set():
             return
         limits = {rank: self._silence_limit(rank) for rank in self.resync.ranks()}
@@ -266,15 +279,15 @@ class ComponentIndex:
         self._silence_logged = bool(silent)
 
     def is_silent(self, rank: Rank) -> bool:
-        """Returns whether no event or heartbeat of a registered rank came for several heartbeat intervals."""
+        """Returns whether a registered rank sent no event or heartbeat for several heartbeat intervals."""
         return rank in self._silence.silent
 
     def is_stale(self, rank: Rank) -> bool:
-        """Returns whether the newest evidence of a rank's state is older than several heartbeat intervals."""
+        """Returns whether the newest evidence about a rank is older than several heartbeat intervals."""
         return exceeds(self.state.rank_tally(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
 
     def is_verified(self, rank: Rank) -> bool:
-        """Returns whether a rank was compared with its worker, nothing was lost since, and the evidence is recent."""
+        """Returns whether a rank was compared with its worker, has missed no event since, and is not stale."""
         return self.state.rank_tally(rank).verified and not self.is_stale(rank)
 
     def _silence_limit(self, rank: Rank) -> float:
@@ -310,7 +323,7 @@ class ComponentIndex:
         )
 
     def _registered(self) -> dict[Rank, int]:
-        """Incarnation by rank, of the workers that report their cache."""
+        """Returns the incarnation by rank of the workers that publish events."""
         return {
             (worker_id, rank.dp_rank): rank.incarnation
             for worker_id, worker in self._workers.items()

@@ -1,4 +1,4 @@
-"""Figures of an Indexer for Prometheus. Counts are read where they are kept, when they are asked for."""
+"""Prometheus metrics of an Indexer. A scrape reads the counts from the objects that own them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class IndexerMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """The figures of each component."""
+        """Returns the metrics of all components."""
         events = CounterMetricFamily(
             "kvrouter_indexer_events", "Events by outcome.", labels=["namespace", "component", "outcome"]
         )
@@ -61,7 +61,7 @@ class IndexerMetrics(Collector):
             "false_alarms": "Alarms raised by events that the workers did not confirm.",
             "live_events_dropped": "Core NATS messages dropped because they arrived faster than they could be applied.",
             "snapshots_taken": "Snapshots taken by this replica.",
-            "snapshots_unusable": "Snapshots that could not be read at a restore.",
+            "snapshots_unusable": "Snapshots that could not be read during a restore.",
             "streams_recreated": "Stopped streams that this replica created again.",
             "consumers_made": "Consumers created on the stream, the first one included.",
         }
@@ -69,12 +69,12 @@ class IndexerMetrics(Collector):
             "ready": "1 when the index is restored.",
             "blocks": "Resident blocks, summed over ranks.",
             "ranks": "Ranks in the index.",
-            "evicted_ranks": "Ranks that were emptied because of a bound and take no blocks since.",
-            "partial_ranks": "Ranks that may hold more blocks than the index has.",
+            "evicted_ranks": "Ranks that were emptied because of a bound and have not been restored since.",
+            "partial_ranks": "Ranks of which blocks may be missing in the index.",
             "memory_bytes": "Estimated memory of the index.",
             "lag_seconds": "Time from publishing to applying the last batch.",
             "pending_messages": "Messages of the stream that are not applied yet.",
-            "unverified_ranks": "Ranks that were not compared with their worker, lost something since, or are stale.",
+            "unverified_ranks": "Ranks that are stale, not compared with their worker, or have missed events since.",
             "resyncs_pending": "Ranks in the resync queue.",
             "resyncs_backing_off": "Ranks whose resync backs off after no answer, a false alarm or persistent drift.",
             "pending_bytes": "Size of the pending buffer; about 256 MiB at most.",
@@ -83,7 +83,7 @@ class IndexerMetrics(Collector):
             "silent_ranks": "Ranks without an event or heartbeat for several heartbeat intervals.",
             "stale_ranks": "Ranks without recent evidence of any kind.",
             "oldest_evidence_seconds": "Age of the newest evidence about the rank for which it is oldest.",
-            "stream_checked_age_seconds": "Age of what is known about the end of the stream; 0 before the first time.",
+            "stream_checked_age_seconds": "Time since NATS reported the end of the stream; 0 before the first report.",
             "stream_stopped": "1 while the stream takes no messages, for example because its disk is full.",
             "quarantined_messages": "Messages in quarantine; 64 at most.",
         }

@@ -1,4 +1,4 @@
-"""One replica: an index for every component of the namespace, and how far each is applied."""
+"""One replica of the Indexer: an index for every component of the namespace, and its applied record in etcd."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nats.aio.client import Client
 log = structlog.get_logger(component="indexer")
 
 _RECORD_SECONDS = 1.0
-"""How often the applied sequence is written to etcd, if it moved."""
+"""Interval of writing the applied sequence to etcd, if it changed."""
 
 
 class Replica:
-    """Starts and ends the indexes of components as these come and go."""
+    """Starts and stops the indexes of components as these appear and disappear."""
 
     def __init__(
         self,
@@ -37,9 +37,17 @@ class Replica:
         home: SnapshotHome | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """``connect`` gives the connection to NATS, once NATS is there; ``fetches`` from workers run at one time.
+        """Prepares a replica.
 
-        Without a ``home`` there are no snapshots.
+        Args:
+            replica_id: Id of this replica.
+            directory: Components and workers of the namespace.
+            connect: Returns the connection to NATS; waits until NATS is reachable.
+            keys: Keys in etcd under this process's lease.
+            limits: Bounds of each component's index.
+            fetches: Maximum number of concurrent fetches from workers.
+            home: Settings for snapshots; None for no snapshots.
+            quarantine: Counts and logs input that cannot be decoded.
         """
         self.id = replica_id
         self.components: dict[ComponentName, ComponentIndex] = {}
@@ -57,11 +65,11 @@ class Replica:
 
     @property
     def ready(self) -> bool:
-        """Whether the components are known and each of them is restored."""
+        """Returns whether the components are known and all of them are restored."""
         return self.known and all(component.ready for component in self.components.values())
 
     async def run(self) -> None:
-        """Follows the components until cancelled."""
+        """Follows the components of the namespace until cancelled."""
         connection = await self._connect()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._record_applied(), name="applied records")
@@ -85,14 +93,14 @@ class Replica:
                 self.components[name].update_workers(view.workers, self._unfit(name))
         self.known = True
         if self._home is not None and self._home.options.reset:
-            # A component that comes later, or comes back, is none that was to be reset.
+            # The reset at start does not apply to components that appear later or again.
             self._home = replace(self._home, options=replace(self._home.options, reset=False))
 
     def _is_same(self, name: ComponentName, view: ComponentView | None) -> bool:
         return view is not None and view.descriptor == self.components[name].descriptor
 
     def _unfit(self, name: ComponentName) -> frozenset[int]:
-        """Workers that registered, but differ from their component."""
+        """Returns the registered workers that do not match the descriptor of their component."""
         ids = (worker_id_of_key(key) for key in self._directory.ignored if key.startswith(name.workers_prefix))
         return frozenset(worker_id for worker_id in ids if worker_id is not None)
 

@@ -1,9 +1,9 @@
-"""Notices that a component's stream takes no messages, and makes it anew.
+"""Detects that a component's stream has stopped, and recreates it.
 
-nats-server stops a stream at its first failed write, such as on a full disk, and leaves it stopped when the disk has
-space again (``kvrouter.net.event_stream.write_error``). A restart of the server would help, and so does a stream of the
-same configuration in its place, which frees the disk space of the former one too. What is lost with the former one are
-messages that a replica has not read yet: they show as gaps, and come from the workers.
+nats-server stops a stream at its first failed write, for example on a full disk, and does not resume it when the disk
+has space again (``kvrouter.net.event_stream.write_error``). A restart of the server helps. Recreating the stream with
+the same configuration helps too, and frees its disk space. Messages that a replica has not read yet are lost: they show
+as gaps, and are fetched from the workers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SERVER_METADATA = "_nats."
 
 
 class StreamRepair:
-    """The stream of one component, for one replica; ``run`` keeps it working.
+    """Repairs the stream of one component; ``run`` checks it.
 
-    One replica acts, under the component's snapshot lock. Where the new stream stops too, because the disk is still
-    full, the pause before the next one doubles, up to five minutes.
+    One replica at a time recreates the stream, under the component's snapshot lock. If the new stream stops too,
+    because the disk is still full, the pause before the next attempt doubles, up to five minutes.
     """
 
     def __init__(self, js: JetStreamContext, name: ComponentName, home: SnapshotHome) -> None:
-        """``home`` says where the lock is, and who asks for it."""
+        """Prepares to check; ``home`` gives the etcd endpoints and the replica id for the lock."""
         self._js = js
         self._name = name
         self._home = home
@@ -51,12 +51,12 @@ class StreamRepair:
         self._next_try = 0.0
         self._log = log.bind(component_name=str(name))
         self.error = ""
-        """Why the stream takes no messages; empty where it does, or where that is not known."""
+        """Why the stream is stopped; empty if it is not, or if that is unknown."""
         self.recreated = 0
-        """Times that it was made anew."""
+        """How often this replica recreated the stream."""
 
     async def run(self, suspect: Callable[[], bool]) -> None:
-        """Looks at the stream for as long as it is ``suspect``, until cancelled."""
+        """Checks the stream every 2 s while ``suspect`` returns True, until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             heed_cancellation()
@@ -77,7 +77,7 @@ class StreamRepair:
                 "stream.stopped",
                 stream=self._name.stream,
                 error=found,
-                consequence="ranks are read from their workers, and the stream is made anew",
+                consequence="ranks are read from their workers, and the stream is recreated",
                 advice="free disk space for JetStream",
             )
         if self.error and not found:
@@ -92,7 +92,7 @@ class StreamRepair:
     async def _recreate(self) -> None:
         options = self._home.options
         async with acquired(self._home.etcd, self._name, self._home.replica_id, options.lock_seconds):
-            # Another replica may have done it in this moment.
+            # Another replica may have recreated it just now.
             if self._unfinished is None and not await write_error(self._js, self._name.stream):
                 return
             if self._unfinished is None:
@@ -107,12 +107,12 @@ class StreamRepair:
             self._log.warning("stream.recreated", stream=self._name.stream)
 
     async def _replace(self, config: StreamConfig) -> None:
-        """Deletes the stream and makes it anew with its limits, also where somebody else makes one at the same time."""
+        """Deletes the stream and creates it with the same limits, even if a publisher creates it at the same time."""
         if await write_error(self._js, self._name.stream):
             with contextlib.suppress(NotFoundError):
                 await self._js.delete_stream(self._name.stream)
         try:
             await self._js.add_stream(config)
         except BadRequestError:
-            # A publisher was quicker, with the default limits.
+            # A publisher has created it first, with the default limits.
             await self._js.update_stream(config)

@@ -1,1 +1,1 @@
-"""Fetches from workers what the index lacks, and compares the two."""
+"""Resync of ranks: fetches missing events or whole states from workers, and compares them with the index."""

@@ -1,4 +1,4 @@
-"""How a rank of the index compares with its worker's own state."""
+"""Compares a rank of the index with its worker's own state, without I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[int, int, int]
 
 
 def copies(chunks: Sequence[bytes]) -> dict[Place, int]:
-    """What encoded RankState chunks say is held: physical copies by place."""
+    """Returns the number of physical copies by place, from encoded RankState chunks."""
     return {
         (block.engine_hash, block.sequence_hash, held.tier): held.copies
         for chunk in chunks
@@ -29,7 +29,10 @@ def copies(chunks: Sequence[bytes]) -> dict[Place, int]:
 
 
 def compare(index: RankDump | None, worker: RankDump) -> VerifyResponse:
-    """Compares a rank; ``index`` is None where the index does not know it."""
+    """Compares a rank of the index with the worker's state; ``index`` is None if the rank is not in the index.
+
+    The response lists at most 1,024 differences, and 32 engine hashes as examples.
+    """
     ours = copies(index.chunks) if index else {}
     theirs = copies(worker.chunks)
     differing = sorted({place for place, _ in ours.items() ^ theirs.items()})
@@ -52,7 +55,7 @@ def compare(index: RankDump | None, worker: RankDump) -> VerifyResponse:
 
 
 def unanswered(rank: Rank, index: RankDump | None) -> VerifyResponse:
-    """What is known of a rank whose worker did not answer."""
+    """Returns the response for a rank whose worker did not answer: its cursor in the index, not compared."""
     answer = VerifyResponse(rank=RankMessage(worker_id=rank[0], dp_rank=rank[1]))
     if index is not None:
         answer.index_cursor.CopyFrom(_cursor(index))

@@ -1,11 +1,11 @@
-"""Keeps the ranks of a component true to their workers: fetches what the index lacks.
+"""Resync: keeps the ranks of a component consistent with their workers.
 
-A rank needs repair after a gap, a refused event, an unknown parent or drift, when its worker registers, and when an
-event claims an incarnation or an id that nobody confirms. The worker is asked for its events from the index's cursor
-on. That settles which of three holds: the index has all, it lacks these events, or the worker is elsewhere (in another
-incarnation, behind the index, or past the events that it keeps), and its whole state is fetched. Meanwhile the rank's
-live events are kept (``kvrouter.indexer.index.pending_buffer``). A worker that does not answer leaves its rank with
-fewer blocks, marked partial, and is tried again.
+A rank needs a resync after a gap, a refused event, an unknown parent or drift, when its worker registers, and when an
+event names an incarnation or an id that is not confirmed. The resync requests the worker's events from the index's
+cursor on. There are three results: there are none, so the index is complete; there are some, which are applied; or the
+cursor does not fit (the worker is in another incarnation, behind the index, or no longer has these events), and the
+worker's whole state is fetched. Meanwhile the rank's events wait in its pending buffer
+(``kvrouter.indexer.index.pending_buffer``). If the worker does not answer, the rank stays partial and is retried.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ log = structlog.get_logger(component="indexer")
 _EVENTS_SECONDS = 5.0
 _STATE_SECONDS = 30.0
 _UNANSWERED = 2
-"""Tries after which a worker that does not answer is not waited for at the start."""
+"""Failed attempts after which readiness no longer waits for a worker."""
 _ALARMS = ("gap", "behind", "incarnation")
-"""Reasons that an event raised and the worker may not confirm."""
+"""Reasons that come from an event, and that the worker may not confirm."""
 _LACK_EVENTS = (*_ALARMS, "registered", "start", "silent")
-"""Reasons that leave the blocks true as far as they go, so that later events alone can complete them."""
+"""Reasons after which the present blocks are still true, so that the missing events alone can complete them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRepair:
-    """A repair that is due or under way."""
+    """A resync that is queued or in progress."""
 
     reason: str
     attempts: int
-    """Tries that failed, or alarms that the worker did not confirm, in a row."""
+    """Consecutive failed attempts or false alarms, whichever is more."""
     under_way: bool
-    """Whether the worker is being asked."""
+    """Whether it is in progress."""
 
 
 class Resync:
-    """The repairs of one component. ``run`` does them."""
+    """Resyncs the ranks of one component. ``run`` processes the queue."""
 
     def __init__(self, name: str, state: IndexState, slots: asyncio.Semaphore) -> None:
-        """``slots`` bounds the repairs at one time, over all components of the replica."""
+        """Attaches to an index; ``slots`` bounds concurrent resyncs over all components of the replica."""
         self._state = state
         self._slots = slots
         self._workers: Mapping[int, WorkerRegistration] = {}
@@ -64,22 +64,22 @@ class Resync:
         self._open = False
         self._log = log.bind(component_name=name)
         self.resyncs = 0
-        """Ranks whose whole state was fetched."""
+        """Number of resyncs that fetched a whole state."""
         self.refetches = 0
-        """Ranks that lacked events, which were fetched."""
+        """Number of resyncs that fetched missing events only."""
         state.on_suspect = self._suspect
         state.may_retain = self._may_retain
         state.is_deferred = self._is_deferred
         self.false_alarms = 0
-        """Alarms that workers did not confirm."""
+        """Number of alarms that workers did not confirm."""
 
     @property
     def backing_off(self) -> int:
-        """Ranks that wait because a try failed, an alarm was false, or their worker contradicts itself."""
+        """Returns the number of ranks in back-off after a failed attempt, a false alarm or persistent drift."""
         return self._resync_queue.backing_off()
 
     def repair_of(self, rank: Rank) -> RankRepair | None:
-        """What is being done about a rank; None if nothing is."""
+        """Returns the queued or running resync of a rank; None if there is none."""
         reason = self._resync_queue.reason(rank)
         if not reason:
             return None
@@ -87,7 +87,7 @@ class Resync:
         return RankRepair(reason, attempts, under_way=self._resync_queue.active(rank))
 
     def forgive(self) -> None:
-        """Ends the back-off of ranks about which no false alarm has come for a while."""
+        """Ends the back-off of ranks without a false alarm for 60 s, and logs them."""
         for rank, reason, count in self._resync_queue.forgive(time.monotonic()):
             if reason != "behind":
                 self._log.info(
@@ -96,19 +96,22 @@ class Resync:
 
     @property
     def pending(self) -> int:
-        """Ranks that wait or are being repaired."""
+        """Returns the number of ranks in the resync queue, those in progress included."""
         return len(self._resync_queue)
 
     @property
     def waits_for_workers(self) -> bool:
-        """Whether a registered rank is neither compared with its worker nor known to be out of reach."""
+        """Returns whether a registered rank is still to be compared with its worker.
+
+        Workers that left two attempts unanswered do not count.
+        """
         return any(
             not self._state.rank_tally(rank).verified and self._resync_queue.failures(rank) < _UNANSWERED
             for rank in self.ranks()
         )
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration]) -> None:
-        """Tells which workers are registered; those that are new, or registered anew, are compared."""
+        """Replaces the registered workers by id. Requests a resync of those that are new or registered again."""
         before, self._workers = self._workers, workers
         self._ranks = [
             (worker_id, rank.dp_rank)
@@ -122,17 +125,17 @@ class Resync:
                 self.request(rank, "registered")
 
     def request(self, rank: Rank, reason: str) -> None:
-        """Asks for a rank's repair."""
+        """Adds a rank to the resync queue."""
         self._resync_queue.add(rank, reason, time.monotonic())
         self._wake.set()
 
     async def repair_now(self, rank: Rank, reason: str) -> bool:
-        """Replaces a rank by its worker's state at once, for an operator. Returns whether the worker answered."""
+        """Resyncs a rank immediately, for an operator. Returns whether the worker answered."""
         async with self._slots:
             return await self._repair(rank, reason, forced=True) is not _Outcome.FAILED
 
     async def worker_dump(self, rank: Rank) -> RankDump | None:
-        """The worker's own state of a rank, to compare with; None where the worker does not answer."""
+        """Returns the worker's own state of a rank, for a comparison; None if the worker does not answer."""
         worker = self._workers.get(rank[0])
         if worker is None or not worker.endpoint:
             return None
@@ -144,7 +147,7 @@ class Resync:
             return None
 
     async def run(self, ready: asyncio.Event) -> None:
-        """Repairs until cancelled, from when ``ready`` is set: what the transport has kept comes first."""
+        """Processes the queue until cancelled. Starts when ``ready`` is set, after the retained messages are read."""
         self._loop = asyncio.get_running_loop()
         await ready.wait()
         self._open = True
@@ -182,7 +185,7 @@ class Resync:
     def _note_false_alarm(self, rank: Rank, reason: str) -> None:
         pause = self._resync_queue.unfounded(rank, reason, time.monotonic())
         self.false_alarms += 1
-        # Messages that come late or twice raise alarms too; they are no news.
+        # Late and duplicate messages raise this alarm too, and are not worth a log line.
         if reason != "behind" and self._resync_queue.false_alarms(rank) == 1:
             self._log.warning(
                 "rank.alarm_unconfirmed",
@@ -232,7 +235,7 @@ class Resync:
                 return _Outcome.POSTPONED
             dump = await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         if not self._is_still(rank, worker):
-            # What has registered meanwhile is asked next; the former process's answer is of no use.
+            # The worker registered again during the call: this answer is of the former process.
             return _Outcome.FAILED
         blocks = await self._state.replace_rank(dump, reason, start.claims)
         self.resyncs += 1
@@ -249,12 +252,12 @@ class Resync:
         return _outcome(reason, founded=reason == "gap" or not same)
 
     def _is_still(self, rank: Rank, worker: WorkerRegistration) -> bool:
-        """Whether the worker that was asked is the one that is registered."""
+        """Returns whether the registration of a rank's worker is still the same incarnation."""
         now = self._workers.get(rank[0])
         return now is not None and _incarnation(now) == _incarnation(worker)
 
     def _suspect(self, rank: Rank, reason: str) -> None:
-        """As ``want``, from any thread."""
+        """Calls ``request`` on the event loop, from any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self.request, rank, reason)
@@ -267,20 +270,20 @@ class Resync:
         return self._open and worker is not None and bool(worker.endpoint) and not self._resync_queue.failing(rank)
 
     def ranks(self) -> list[Rank]:
-        """Registered ranks that report their cache and can be asked."""
+        """Returns the registered ranks that publish events and have an address."""
         return self._ranks
 
 
 class _Outcome(Enum):
-    """How a repair ended."""
+    """Result of a resync."""
 
     REPAIRED = auto()
     UNFOUNDED = auto()
     """The worker does not confirm the reason."""
     POSTPONED = auto()
-    """The worker's state was fetched a moment ago; what waits goes on waiting."""
+    """The worker's state was fetched less than two seconds ago. The resync waits."""
     FAILED = auto()
-    """The worker was not heard."""
+    """The worker did not answer, or its answer could not be used."""
 
 
 def _outcome(reason: str, *, founded: bool) -> _Outcome:

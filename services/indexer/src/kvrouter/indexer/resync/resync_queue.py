@@ -1,14 +1,14 @@
-"""Which ranks need repair, and when each may be tried: decided without I/O.
+"""The resync queue: which ranks need a resync, and when each may be tried. No I/O.
 
-Three things make a rank wait, each with exponential back-off and jitter, so that ranks do not ask in one moment:
+A rank backs off in three cases, exponentially and with jitter, so that ranks do not retry at the same moment:
 
 * its worker did not answer;
-* its worker answered, and what had raised the alarm was not true: events can be forged or come from another life, and
-  must not make the Indexer ask without end. This back-off is per rank and reason, and ends after a quiet time;
-* its worker's own state contradicts its own digest: fetching it again at once cannot help.
+* its worker answered and did not confirm the alarm. Events may be forged or belong to another incarnation, and must not
+  cause endless calls. This back-off is per rank and reason, and ends after 60 s without a false alarm;
+* the worker's state differs from the worker's own digest (persistent drift): fetching it again soon cannot help.
 
-Whole states of one rank are fetched two seconds apart at least: a worker that publishes nonsense all the time costs its
-own rank, not the Indexer.
+The whole state of a rank is fetched at most every two seconds, so that a worker that keeps publishing invalid events
+harms its own rank only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FIRST_PAUSE_SECONDS = 0.25
 _LONGEST_PAUSE_SECONDS = 30.0
 _PERSISTENT_PAUSE_SECONDS = (30.0, 1800.0)
 _QUIET_SECONDS = 60.0
-"""After a back-off has ended, how long without another false alarm until the next one counts as the first."""
+"""Time without a false alarm after the end of a back-off, until the next false alarm counts as the first again."""
 _STATE_SPACING_SECONDS = 2.0
-_REMEMBERED = 4096  # fetches; more only if so many are within that time
+_REMEMBERED = 4096  # fetch times; more only if there are more within that interval
 
 
 @dataclass(slots=True)
@@ -35,54 +35,54 @@ class _Resync:
     due: float
     failures: int = 0
     fresh: bool = False
-    """Whether the worker has registered since its rank was last tried."""
+    """Whether the worker has registered since the last attempt."""
 
 
 @dataclass(slots=True)
 class _FalseAlarms:
-    """Alarms of one rank and reason that its worker did not confirm, in a row."""
+    """Consecutive false alarms of one rank for one reason, and the end of their back-off."""
 
     count: int
     until: float
 
 
 class ResyncQueue:
-    """Ranks that wait for repair. Times are seconds of one monotonic clock."""
+    """Ranks that wait for a resync. Times are seconds of one monotonic clock."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
         self._resyncs: dict[Rank, _Resync] = {}
         self._queue: list[tuple[float, Rank]] = []
-        # A heap of when ranks are due. An entry that its rank's want does not confirm is skipped, and so is one of a
-        # rank under repair, which is queued again when that ends.
+        # A heap of (due, rank). An entry is skipped if the rank's resync is due at another time by now, or if the rank
+        # is under repair; it is queued again when the repair ends.
         self._active: dict[Rank, _Resync] = {}
         self._state_fetched: dict[Rank, float] = {}
         self._false_alarms: dict[tuple[Rank, str], _FalseAlarms] = {}
 
     def __len__(self) -> int:
-        """Ranks that wait or are being repaired, without those whose worker contradicts itself."""
+        """Returns the number of ranks that wait or are under repair, without those with persistent drift."""
         pending = {rank for rank, pending_resync in self._resyncs.items() if pending_resync.reason != PERSISTENT_DRIFT}
         return len(pending | self._active.keys())
 
     def add(self, rank: Rank, reason: str, now: float) -> None:
-        """A rank needs repair: at once, unless it failed before or the reason was a false alarm of late.
+        """Adds a rank: due immediately, unless it is in back-off.
 
-        A rank that waits keeps its first reason, unless the new one is due sooner.
+        A waiting rank keeps its reason, unless the new one is due sooner. The reason ``registered`` ends the back-off.
         """
         due = self._due(rank, reason, now)
         pending_resync = self._resyncs.get(rank)
         if pending_resync is None:
             self._queue_up(rank, _Resync(reason, due, fresh=reason == "registered"))
         elif reason == "registered":
-            # The worker is back: what failed before says nothing.
+            # The worker has started again: earlier failures say nothing about it.
             self._queue_up(rank, _Resync(pending_resync.reason, now, fresh=True))
         elif not pending_resync.failures and due < pending_resync.due:
             self._queue_up(rank, _Resync(reason, due, fresh=pending_resync.fresh))
 
     def take(self, now: float) -> tuple[Rank, str] | None:
-        """The next rank to repair, and why; None if none is due.
+        """Removes and returns the next rank that is due, with its reason; None if none is due.
 
-        ``done``, ``unfounded``, ``postponed`` or ``failed`` must follow.
+        The caller must report the result by ``done``, ``unfounded``, ``postponed`` or ``failed``.
         """
         due = self._next_due()
         if due is None or due > now:
@@ -92,39 +92,39 @@ class ResyncQueue:
         return rank, self._active[rank].reason
 
     def pause(self, now: float) -> float | None:
-        """Seconds until the next rank is due; None if none waits."""
+        """Returns the seconds until the next rank is due; None if no rank waits."""
         due = self._next_due()
         return None if due is None else max(0.0, due - now)
 
     def failing(self, rank: Rank) -> bool:
-        """Whether the last try at a rank failed."""
+        """Returns whether the last attempt at a rank failed."""
         return self.failures(rank) > 0
 
     def failures(self, rank: Rank) -> int:
-        """Tries at a rank that failed in a row."""
+        """Returns the number of consecutive failed attempts at a rank."""
         pending_resync = self._resyncs.get(rank) or self._active.get(rank)
         return pending_resync.failures if pending_resync is not None else 0
 
     def false_alarms(self, rank: Rank) -> int:
-        """The most alarms for one reason that the rank's worker did not confirm, in a row."""
+        """Returns the number of consecutive false alarms of a rank, for the reason that has the most."""
         return max((each.count for (of, _), each in self._false_alarms.items() if of == rank), default=0)
 
     def deferred(self, rank: Rank, reason: str, now: float) -> bool:
-        """Whether a repair for this reason would have to wait, because its last alarms were false."""
+        """Returns whether a rank is in back-off for this reason because of false alarms."""
         alarms = self._false_alarms.get((rank, reason))
         return alarms is not None and now < alarms.until
 
     def active(self, rank: Rank) -> bool:
-        """Whether the rank is being repaired."""
+        """Returns whether a rank is under repair."""
         return rank in self._active
 
     def reason(self, rank: Rank) -> str:
-        """Why the rank waits or is being repaired; empty if it is not."""
+        """Returns why a rank waits or is under repair; empty if neither."""
         pending_resync = self._active.get(rank) or self._resyncs.get(rank)
         return pending_resync.reason if pending_resync is not None else ""
 
     def backing_off(self) -> int:
-        """Ranks that wait because a try failed, an alarm was false, or their worker contradicts itself."""
+        """Returns the number of ranks in back-off after a failed attempt, a false alarm or persistent drift."""
         return sum(
             bool(
                 pending_resync.failures
@@ -135,7 +135,7 @@ class ResyncQueue:
         )
 
     def may_fetch_state(self, rank: Rank, now: float) -> bool:
-        """Whether the whole state of a rank may be fetched again so soon; if so, it counts as fetched."""
+        """Returns whether the whole state of a rank may be fetched now; if so, records the fetch."""
         if len(self._state_fetched) >= _REMEMBERED:
             recent = {each: at for each, at in self._state_fetched.items() if now - at < _STATE_SPACING_SECONDS}
             self._state_fetched = recent
@@ -145,15 +145,15 @@ class ResyncQueue:
         return True
 
     def done(self, rank: Rank) -> None:
-        """A rank was repaired. What was asked for meanwhile stays."""
+        """Ends a successful repair. A request that arrived during the repair stays queued."""
         self._active.pop(rank, None)
         if rank in self._resyncs:
             self._queue_up(rank, self._resyncs[rank])
 
     def unfounded(self, rank: Rank, reason: str, now: float) -> float:
-        """The worker was asked, and did not confirm the reason. Returns the seconds until it is asked for that again.
+        """Ends a repair whose reason the worker did not confirm. Returns the back-off for this reason, in seconds.
 
-        What was asked for meanwhile for the same reason waits as well.
+        A request for the same reason that arrived during the repair backs off too.
         """
         pause = self._note_false_alarm(rank, reason, now)
         pending_resync = self._resyncs.get(rank)
@@ -163,7 +163,7 @@ class ResyncQueue:
         return pause
 
     def failed(self, rank: Rank, now: float) -> None:
-        """A rank was not repaired; it waits for the next try, unless its worker has registered meanwhile."""
+        """Ends a failed repair. The rank backs off, unless its worker has registered during the repair."""
         pending_resync = self._active.pop(rank, None)
         if pending_resync is None:
             return
@@ -176,12 +176,12 @@ class ResyncQueue:
         self._queue_up(rank, pending_resync)
 
     def forgive(self, now: float) -> list[tuple[Rank, str, int]]:
-        """Forgets false alarms that a quiet time has followed. Returns rank, reason and how many there were."""
+        """Drops false alarms that ended at least 60 s ago. Returns (rank, reason, number of false alarms) of each."""
         over = [key for key, each in self._false_alarms.items() if now - each.until >= _QUIET_SECONDS]
         return [(*key, self._false_alarms.pop(key).count) for key in over]
 
     def postponed(self, rank: Rank, now: float) -> None:
-        """A rank needs its worker's whole state, which was fetched a moment ago: it waits for the spacing to end."""
+        """Ends a repair that may not fetch the whole state yet. The rank waits until it may."""
         pending_resync = self._active.pop(rank, None)
         if pending_resync is not None:
             meanwhile = self._resyncs.get(rank)

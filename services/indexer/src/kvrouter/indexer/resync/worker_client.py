@@ -1,4 +1,4 @@
-"""What a worker tells of its own ranks, over gRPC."""
+"""gRPC calls to a worker for the events and states of its ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.worker_pb2 import GetEventsRequest, GetRankStateRequest, GetRankStateResponse
 
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
-_MAX_STATE_BYTES = 1 << 30  # of one rank: some 20 million blocks
-_MAX_PART_BYTES = 4 << 20  # of one message, which takes up to forty times as much while it is parsed
-_MAX_EVENTS_BYTES = 32 << 20  # more than these, and the state is cheaper
+_MAX_STATE_BYTES = 1 << 30  # per rank: about 20 million blocks
+_MAX_PART_BYTES = 4 << 20  # per message; parsing takes up to forty times its size
+_MAX_EVENTS_BYTES = 32 << 20  # above this, the whole state is cheaper
 
 
 class StateTooLarge(Exception):
-    """A worker sends more than any rank can hold."""
+    """Raised when a worker sends more than 1 GiB for one rank."""
 
 
 @asynccontextmanager
 async def worker_at(endpoint: str) -> AsyncIterator[Worker]:
-    """A stub of the worker at ``host:port``."""
+    """Opens a channel to the worker at ``host:port``, and yields its stub."""
     async with open_channel(endpoint, max_message_bytes=_MAX_PART_BYTES) as channel:
         yield cast(Worker, remote(_DESCRIPTOR, channel))
 
 
 async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], deadline: Deadline) -> list[bytes] | None:
-    """The rank's events from a cursor on, as encoded batches; None where only its whole state can help.
+    """Returns the rank's events from a cursor on as encoded batches; None if its whole state must be fetched instead.
+
+    That is so if the worker does not have these events, sends over 32 MiB, or sends events of another rank.
 
     Raises:
         KvRouterError: the worker does not answer.
@@ -62,11 +64,11 @@ async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], dead
 
 
 async def fetch_state(worker: Worker, rank: Rank, deadline: Deadline) -> RankDump:
-    """The rank's whole state. gRPC's flow control bounds what is on the way.
+    """Returns the rank's whole state. gRPC's flow control bounds the data in flight.
 
     Raises:
         KvRouterError: the worker does not answer.
-        StateTooLarge: it sends over 1 GiB.
+        StateTooLarge: the worker sends over 1 GiB.
     """
     chunks: list[bytes] = []
     cursor = Cursor()
@@ -74,11 +76,13 @@ async def fetch_state(worker: Worker, rank: Rank, deadline: Deadline) -> RankDum
     async with aclosing(worker.get_rank_state(GetRankStateRequest(dp_rank=rank[1]), deadline=deadline)) as stream:
         async for response in stream:
             cursor = response.cursor
-            # In a thread, since a chunk takes milliseconds, and encoded at once, since a parsed one takes far more.
+            # In a thread, since it takes milliseconds; encoded immediately, since a parsed chunk takes far more memory.
             chunks.append(await asyncio.to_thread(_as_chunk, rank, response))
             size += len(chunks[-1])
             if size > _MAX_STATE_BYTES:
-                raise StateTooLarge(f"rank {rank} sends over {_MAX_STATE_BYTES} bytes")
+                raise StateTooLarge(
+                    f"expected at most {_MAX_STATE_BYTES} bytes of state for rank {rank}, received more"
+                )
     return RankDump(rank, (cursor.incarnation, cursor.next_event_id), False, chunks)
 
 

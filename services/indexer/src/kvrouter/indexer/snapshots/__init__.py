@@ -1,1 +1,1 @@
-"""Takes snapshots of a component, and restores from them."""
+"""Snapshots of a component's index: taking, storing and restoring them."""

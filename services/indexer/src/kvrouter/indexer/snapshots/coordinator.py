@@ -1,12 +1,13 @@
 """Takes a component's snapshots, and restores from them.
 
-1. content: the state of every rank with its cursor, the stream's identity, and the sequence S that is applied. Ranks
-   are read one after the other, so that queries go on; they may be ahead of S, since events that come twice do no harm;
-2. taken when ``snapshot_rules.is_due``;
-3. by one replica at a time; the pointer moves in a transaction that is fenced by the lock;
-4. the object is read back before the pointer moves; then other objects go; then the stream is purged, one snapshot
-   behind;
-5. restored is the newest snapshot that can be read, else the one before.
+1. A snapshot contains the state of every rank with its cursor, the stream's identity, and the last applied sequence S.
+   Ranks are dumped one after the other, so that queries continue. A rank may be ahead of S, because applying an event
+   twice does no harm.
+2. A snapshot is taken when ``snapshots.rules.is_due`` says so.
+3. One replica at a time takes it. The pointer is replaced in a transaction that the lock fences.
+4. The object is read back before the pointer is replaced. Then other objects are deleted, and then the stream is
+   purged up to what the previous snapshot covers too.
+5. A restore uses the newest snapshot that can be read, otherwise the previous one.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from nats.js.errors import NotFoundError
 log = structlog.get_logger(component="indexer")
 
 AWAY = (*NATS_AWAY, *ETCD_AWAY)
-_CHUNK_BLOCKS = 1024  # read on the loop, chunk by chunk: some 0.2 ms each
+_CHUNK_BLOCKS = 1024  # each is encoded on the loop, in about 0.2 ms
 _RETRY_SECONDS = (0.3, 5.0)  # first and longest pause
 PositionSource: TypeAlias = Callable[[], Position | None]
-"""How far the stream is applied, at the moment of the call."""
+"""Returns how far the stream is applied; None before it was first viewed."""
 
 
 class NothingApplied(Exception):
-    """There is no position in a stream yet that a snapshot could cover."""
+    """Raised when no snapshot can be taken: no stream was viewed, or the newest snapshot covers more."""
 
 
 class OthersLive(Exception):
-    """Other replicas are live, and would keep or write what is being dropped."""
+    """Raised by a reset while other replicas are live, because they would keep or rewrite the deleted state."""
 
     def __init__(self, replicas: list[str]) -> None:
         super().__init__(f"other replicas are live: {', '.join(replicas)}")
@@ -65,26 +66,26 @@ class OthersLive(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOptions:
-    """When snapshots are taken."""
+    """Options of taking snapshots."""
 
     threshold: int = 1_000_000
-    """Messages after the newest snapshot that make one due."""
+    """Number of messages after the newest snapshot that makes the next one due."""
     check_seconds: float = 5.0
-    """Time between looks at whether one is due."""
+    """Interval between checks of whether one is due."""
     lock_seconds: int = 10
-    """Life of the lock of a replica that died while it took one, whole seconds."""
+    """Lease of the lock, whole seconds: the time until the lock of a crashed replica expires."""
     reset: bool = False
-    """Whether the stream's messages and all snapshots are dropped at the start."""
+    """Whether to delete the stream's messages and all snapshots at the start."""
     reset_even_if_others_live: bool = False
-    """Whether that is done although other replicas are live."""
+    """Whether to reset while other replicas are live."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHome:
-    """Where snapshots are told of, by whom, and when."""
+    """What the snapshots of all components share: etcd, this replica's id, and options."""
 
     etcd: str
-    """Endpoints, host:port separated by commas."""
+    """Endpoints of etcd as host:port, separated by commas."""
     replica_id: str
     options: SnapshotOptions = SnapshotOptions()
     quarantine: Quarantine = field(default_factory=Quarantine)
@@ -117,23 +118,23 @@ class Snapshots:
         )
         self._log = log.bind(component_name=str(name))
         self.current = SnapshotRef()
-        """The newest snapshot, as last heard of; empty for none."""
+        """The newest snapshot, as last read from etcd; empty for none."""
         self.unusable = 0
-        """Snapshots that could not be read, since start."""
+        """Number of snapshots that could not be read, since the start."""
         self.taken = 0
         self._ages = SnapshotAges()
         self._pointer_lost = False
         self._known = ""
-        """Name of the newest snapshot that the index contains, or that cannot be used."""
+        """Name of the newest snapshot that is loaded or unusable."""
 
     async def restore(self, *, may_reset: bool = True) -> Position | None:
-        """Loads the newest snapshot that can be used; returns the position it covers, None if there is none.
+        """Loads the newest usable snapshot. Returns the position that it covers; None if there is none.
 
-        Waits for as long as etcd or NATS is away. Where the options ask for a reset and it ``may_reset``, that comes
-        first.
+        Retries while etcd or NATS is unreachable. If the options request a reset and ``may_reset`` is set, it resets
+        instead.
 
         Raises:
-            OthersLive: a reset is asked for while other replicas are live.
+            StartRefused: a reset is requested while other replicas are live.
         """
         backoff = Backoff(*_RETRY_SECONDS)
         while True:
@@ -154,10 +155,10 @@ class Snapshots:
                 await asyncio.sleep(backoff.failed())
 
     async def load_later(self, stream: StreamView | None = None) -> Position | None:
-        """Loads the newest snapshot if it is not known yet; ranks that are further ahead stay as they are.
+        """Loads the newest snapshot if it is not loaded yet. Ranks that are ahead of it stay as they are.
 
-        Returns the position that it covers in ``stream``; None where there is no such snapshot, or it is of another
-        stream. Where etcd or NATS is away there is none: the workers have it all.
+        Returns the position that it covers in ``stream``; None if there is no such snapshot or it belongs to another
+        stream. If etcd or NATS is unreachable it returns None without a retry, since resyncs can replace a snapshot.
         """
         try:
             async with connect(self._etcd) as client:
@@ -178,7 +179,8 @@ class Snapshots:
             messages, snapshots = await self.reset(even_if_others_live=self._options.reset_even_if_others_live)
         except OthersLive as error:
             raise StartRefused(
-                f"--reset-states of {self._name}: {error}. Stop them first, or add --reset-states-even-if-others-live"
+                f"cannot reset the states of {self._name}: {error}. "
+                "Stop them, or add --reset-states-even-if-others-live"
             ) from error
         self._log.warning("snapshot.states_reset", messages=messages, snapshots=snapshots)
 
@@ -219,13 +221,13 @@ class Snapshots:
             try:
                 blocks += await self._state.load_rank(dump)
             except StaleDump:
-                continue  # A later life, or later events, are known already.
+                continue  # The index has a later incarnation or later events already.
             except InvalidDump as error:
                 self._log.error("rank.restore_failed", worker_id=dump.rank[0], dp_rank=dump.rank[1], reason=str(error))
         return blocks
 
     async def keep_taking(self, position: PositionSource) -> None:
-        """Takes snapshots as they fall due, until cancelled."""
+        """Takes snapshots when they are due, until cancelled."""
         while True:
             await asyncio.sleep(self._options.check_seconds)
             heed_cancellation()
@@ -238,30 +240,32 @@ class Snapshots:
                 self._log.warning("snapshot.skipped", reason=repr(error))
 
     async def take(self, position: PositionSource, *, only_if_due: bool = False) -> tuple[SnapshotRef, int]:
-        """Takes a snapshot. Returns it, and the blocks that it contains.
+        """Takes a snapshot. Returns its reference and the number of blocks in it.
 
         Raises:
-            LockLost: another replica takes one, or this one was paused for too long.
-            NothingApplied: no stream was seen yet.
-            InvalidSnapshot: what was written cannot be read back.
-            One of AWAY: etcd or NATS is away.
+            LockLost: another replica is taking one or has just taken it, or this one was paused past its lease.
+            NothingApplied: no stream was viewed yet, or the newest snapshot covers more than this replica has applied.
+            InvalidSnapshot: the written object cannot be read back.
+            One of AWAY: etcd or NATS is unreachable.
         """
         async with acquired(
             self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
         ) as lock:
             before = await read_pointer(lock.client, self._name, self._quarantine)
             if only_if_due and not await self._due():
-                raise LockLost("another replica took one")
+                raise LockLost("another replica has just taken a snapshot")
             at = position()
             if at is None:
-                raise NothingApplied("no stream was seen yet")
+                raise NothingApplied(
+                    "expected a position in the stream, but the stream was not read yet; try again later"
+                )
             if only_if_due and _covers(before.value.current, at):
-                raise NothingApplied("the newest snapshot is further than this replica")
+                raise NothingApplied("the newest snapshot covers more than this replica has applied")
             kept = before.value
             if error := await self._store.drop_stopped():
-                self._log.error("snapshot.store_stopped", error=error, consequence="made anew, snapshots are lost")
+                self._log.error("snapshot.store_stopped", error=error, consequence="recreated, snapshots are lost")
                 kept = SnapshotPointer()
-            # What an attempt that failed has left must not add up.
+            # Objects of failed attempts must not accumulate.
             await self._sweep(lock, kept)
             ref, blocks = await self._write(at)
             reach("snapshot.uploaded")
@@ -303,10 +307,9 @@ class Snapshots:
         return ref, writer.blocks
 
     async def _clean(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
-        """Removes objects that nothing points to, then purges the stream, one snapshot behind.
+        """Deletes objects that the pointer does not name, then purges what both snapshots cover from the stream.
 
-        A holder that is paused here does no harm later: what the previous snapshot covers is covered by every later
-        one.
+        A process that is paused here does no harm when it resumes: later snapshots cover what it purges.
         """
         await self._sweep(lock, pointer)
         reach("snapshot.cleaned")
@@ -318,10 +321,10 @@ class Snapshots:
         reach("snapshot.purged")
 
     async def _sweep(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
-        """Removes every object but those of the pointer.
+        """Deletes every object except those in the pointer.
 
-        The bound is read before the lock is checked: whatever a later holder writes comes after it and stays, however
-        long this one is paused.
+        The last sequence is read before the lock is checked. Whatever the next owner of the lock writes has a later
+        sequence and stays, however long this process is paused.
         """
         written = await self._store.last_sequence()
         await lock.check()
@@ -329,12 +332,12 @@ class Snapshots:
         await self._store.sweep(names, written)
 
     async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
-        """Drops the stream's messages and all snapshots. Returns how many of each.
+        """Deletes the stream's messages and all snapshots. Returns the number of (messages, snapshots).
 
         Raises:
-            OthersLive: other replicas are live.
+            OthersLive: other replicas are live and ``even_if_others_live`` is not set.
             LockLost: a snapshot is being taken.
-            One of AWAY: etcd or NATS is away.
+            One of AWAY: etcd or NATS is unreachable.
         """
         async with acquired(
             self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
@@ -352,7 +355,7 @@ class Snapshots:
                 messages = (await self._js.stream_info(self._name.stream)).state.messages
                 await self._js.purge_stream(self._name.stream)
             except NotFoundError:
-                pass  # Nothing was ever published.
+                pass  # Nothing was published yet.
             return messages, snapshots
 
     async def _due(self) -> bool:
@@ -369,14 +372,14 @@ class Snapshots:
             self._pointer_lost = True
             self._log.warning("snapshot.pointer_lost", name=former.object_name)
         if self._pointer_lost:
-            # Without it a new replica restores nothing, and what the stream has purged is to be had from workers only.
+            # Without it a new replica cannot restore, and must fetch the purged events from the workers.
             return True
         created = info.created.timestamp() if info.created else 0.0
         same = self.current.stream.created_unix_ns == created_unix_ns(info)
         covered = self.current.stream_sequence if same else 0
         if covered > info.state.last_seq:
-            covered = 0  # No snapshot of this stream can cover what was never in it.
-        # What comes after a snapshot is no older than the snapshot: sooner is safe.
+            covered = 0  # The stream was rolled back: a snapshot cannot cover messages that it does not have.
+        # Messages after a snapshot are no older than it, so its age is an upper bound.
         since = self.current.taken_unix_ns / 1e9 if same else created
         return is_due(
             last=info.state.last_seq,
@@ -390,12 +393,12 @@ class Snapshots:
 
 
 def _covers(ref: SnapshotRef, at: Position) -> bool:
-    """Whether a snapshot has all that is applied at a position."""
+    """Returns whether a snapshot covers all that is applied at a position."""
     return ref.stream == _stream(at.identity) and ref.stream_sequence >= at.applied
 
 
 def _bytes_after(info: StreamInfo, sequence: int) -> float:
-    """Size of the messages after a sequence, were all of one size."""
+    """Returns the estimated size of the messages after a sequence, in bytes, from the mean message size."""
     messages = info.state.last_seq - max(sequence, info.state.first_seq - 1)
     return info.state.bytes * messages / max(1, info.state.messages)
 

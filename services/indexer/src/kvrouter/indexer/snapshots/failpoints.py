@@ -1,7 +1,7 @@
-"""Places at which a fault test ends or stops the process, so that a crash comes where it hurts and not by luck.
+"""Failpoints: places in the code at which a fault test kills or pauses the process.
 
-``KVROUTER_FAILPOINT=name`` kills the process with SIGKILL where the name is reached, ``name:pause`` stops it with
-SIGSTOP until somebody continues it. Without that variable nothing happens.
+``KVROUTER_FAILPOINT=name`` kills the process with SIGKILL at the failpoint of that name; ``name:pause`` stops it with
+SIGSTOP until it receives SIGCONT. Without the variable failpoints do nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _VARIABLE = "KVROUTER_FAILPOINT"
 
 
 def reach(name: str) -> None:
-    """The process has come to the place of this name."""
+    """Kills or pauses the process if the environment variable names this failpoint."""
     resync_queue = os.environ.get(_VARIABLE, "")
     if resync_queue == name:
         os.kill(os.getpid(), signal.SIGKILL)

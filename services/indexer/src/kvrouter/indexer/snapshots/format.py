@@ -1,4 +1,4 @@
-"""A snapshot as bytes, and back: a SnapshotHeader, then RankState messages, each preceded by its length as a varint."""
+"""Encoding of snapshots: a SnapshotHeader, then RankState messages, each preceded by its length as a varint."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SEED = 1337
 
 
 class InvalidSnapshot(Exception):
-    """The bytes are no snapshot that can be used; the message says why."""
+    """Raised when bytes are not a usable snapshot; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot that was read."""
+    """A decoded snapshot."""
 
     header: SnapshotHeader
     ranks: list[RankDump]
 
 
 class SnapshotWriter:
-    """Puts a snapshot together, chunk by chunk: each call is short, whatever the size of the index."""
+    """Builds a snapshot chunk by chunk, so that each call is short for an index of any size."""
 
     def __init__(self, header: SnapshotHeader) -> None:
-        """``header`` says component, stream, sequence, time and replica; the rest of it is filled in."""
+        """Starts a snapshot. ``header`` has component, stream, sequence, time and replica; the writer sets the rest."""
         self._header = SnapshotHeader()
         self._header.CopyFrom(header)
         self._header.format_version = FORMAT_VERSION
@@ -40,11 +40,11 @@ class SnapshotWriter:
 
     @property
     def blocks(self) -> int:
-        """Blocks so far."""
+        """Returns the number of blocks added so far."""
         return self._header.blocks
 
     def add(self, chunk: bytes) -> None:
-        """Adds a RankState chunk; those of a rank follow each other, the last one marked."""
+        """Adds an encoded RankState chunk. The chunks of a rank must be consecutive, the last one with ``last`` set."""
         state = RankState.FromString(chunk)
         self._header.blocks += len(state.blocks)
         self._header.ranks += state.last
@@ -54,50 +54,53 @@ class SnapshotWriter:
             self._checksum.update(part)
 
     def parts(self) -> list[bytes]:
-        """Returns the snapshot in pieces: it is by far the largest thing that an Indexer makes, and never copied."""
+        """Returns the snapshot in parts. It is the largest object of an Indexer, so it is never copied into one."""
         self._header.body_checksum = self._checksum.intdigest()
         encoded = self._header.SerializeToString()
         return [_varint(len(encoded)), encoded, *self._body]
 
 
 def decode(data: bytes | bytearray, expected: SnapshotHeader) -> Snapshot:
-    """Reads a snapshot.
+    """Decodes a snapshot.
 
     Args:
-        data: The object.
-        expected: Its component, block_size and hash_scheme must be the snapshot's.
+        data: The encoded snapshot.
+        expected: Header whose component, block_size and hash_scheme the snapshot must have.
 
     Raises:
-        InvalidSnapshot: it is cut short, damaged, of a later version, or of another component.
+        InvalidSnapshot: the snapshot is truncated, damaged, of a later version, or of another component.
     """
     header, body = check(data, expected)
     ranks = list(_ranks(body))
     if len(ranks) != header.ranks:
-        raise InvalidSnapshot(f"{len(ranks)} ranks of {header.ranks}")
+        raise InvalidSnapshot(f"expected {header.ranks} ranks, received {len(ranks)}")
     return Snapshot(header, ranks)
 
 
 def check(data: bytes | bytearray, expected: SnapshotHeader) -> tuple[SnapshotHeader, memoryview]:
-    """Returns the header and the body of a snapshot that is whole and undamaged.
+    """Checks length, version, component and checksum of a snapshot. Returns its header and body.
 
     Raises:
-        InvalidSnapshot: as ``decode``.
+        InvalidSnapshot: the snapshot is truncated, damaged, of a later version, or of another component.
     """
     length, start = _read_varint(data, 0)
     try:
         header = SnapshotHeader.FromString(bytes(data[start : start + length]))
     except DecodeError as error:
-        raise InvalidSnapshot(f"its header cannot be read: {error}") from None
+        raise InvalidSnapshot(f"the header cannot be decoded: {error}") from None
     if header.format_version > FORMAT_VERSION or not header.format_version:
-        raise InvalidSnapshot(f"format version {header.format_version}, this reader knows {FORMAT_VERSION}")
+        raise InvalidSnapshot(
+            f"expected at most format version {FORMAT_VERSION}, received version {header.format_version}; "
+            "upgrade this replica if a later one wrote it"
+        )
     for name in ("component", "block_size", "hash_scheme"):
         if getattr(header, name) != getattr(expected, name):
-            raise InvalidSnapshot(f"{name} is {getattr(header, name)!r}, not {getattr(expected, name)!r}")
+            raise InvalidSnapshot(f"expected {name} {getattr(expected, name)!r}, received {getattr(header, name)!r}")
     body = memoryview(data)[start + length :]
     if len(body) != header.body_bytes:
-        raise InvalidSnapshot(f"{len(body)} bytes of {header.body_bytes}")
+        raise InvalidSnapshot(f"expected {header.body_bytes} bytes after the header, received {len(body)}")
     if xxh3_64(body, seed=_SEED).intdigest() != header.body_checksum:
-        raise InvalidSnapshot("its checksum differs")
+        raise InvalidSnapshot("the checksum differs: the snapshot is damaged")
     return header, body
 
 
@@ -111,13 +114,13 @@ def _ranks(body: memoryview) -> Iterator[RankDump]:
         try:
             state = RankState.FromString(chunks[-1])
         except DecodeError as error:
-            raise InvalidSnapshot(f"a rank cannot be read: {error}") from None
+            raise InvalidSnapshot(f"a rank cannot be decoded: {error}") from None
         if state.last:
             cursor = (state.cursor.incarnation, state.cursor.next_event_id)
             yield RankDump((state.rank.worker_id, state.rank.dp_rank), cursor, state.partial, chunks)
             chunks = []
     if chunks:
-        raise InvalidSnapshot("its last rank is not whole")
+        raise InvalidSnapshot("the last rank is incomplete")
 
 
 def _varint(value: int) -> bytes:
@@ -130,7 +133,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
+    """Returns the number at an offset, and the offset after it."""
     value = 0
     for shift in range(0, 64, 7):
         if at >= len(data):
@@ -140,4 +143,4 @@ def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, in
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise InvalidSnapshot("it is cut short")
+    raise InvalidSnapshot("the snapshot is truncated")

@@ -1,4 +1,4 @@
-"""The part of snapshots that is in etcd: who takes one, where the newest are, and how far replicas have read."""
+"""State of snapshots in etcd: the lock, the pointer to the newest snapshots, and the applied records of replicas."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvrouter.v1.snapshot_pb2 import SnapshotLock, SnapshotPointer
 
 
 class LockLost(Exception):
-    """Another replica holds the lock, or this one's lease ran out: it must not touch the pointer."""
+    """Raised when another replica has the lock, or the lease of this one expired. The pointer must not be changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The pointer as it was read."""
+    """The pointer to the newest snapshots, as read from etcd."""
 
     value: SnapshotPointer
     revision: int
-    """Of its key; 0 where there is none."""
+    """Modification revision of its key; 0 if there is none."""
 
 
 async def read_pointer(client: Any, component: ComponentName, quarantine: Quarantine | None = None) -> Pointer:
-    """The pointer; one that cannot be decoded is quarantined and counts as empty, at its revision.
+    """Returns the pointer. One that cannot be decoded is quarantined, and returned as empty with its revision.
 
     Raises:
-        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is unreachable.
     """
     quarantine = Quarantine() if quarantine is None else quarantine
     key = component.snapshot_key
@@ -49,10 +49,10 @@ async def read_pointer(client: Any, component: ComponentName, quarantine: Quaran
 
 
 async def live_replicas(client: Any, component: ComponentName, quarantine: Quarantine) -> dict[str, AppliedRecord]:
-    """How far each live replica has applied the stream, by its id.
+    """Returns how far each live replica has applied the stream, by replica id.
 
-    A record that cannot be decoded is quarantined. It counts as one that has applied nothing while it is under a lease,
-    for then a replica may be behind it, and as none otherwise.
+    A record that cannot be decoded is quarantined. With a lease it may belong to a live replica, so it counts as one
+    that has applied nothing. Without a lease it is ignored.
     """
     prefix = component.applied_key("x")[:-1]
     records = {}
@@ -70,7 +70,7 @@ async def live_replicas(client: Any, component: ComponentName, quarantine: Quara
 
 
 class AcquiredLock:
-    """The lock while it is held. Writes are fenced: a holder that was paused past its lease writes nothing."""
+    """The acquired snapshot lock. Writes are fenced: a process that was paused past its lease cannot write."""
 
     def __init__(self, client: Any, component: ComponentName, revision: int) -> None:
         self.client = client
@@ -79,20 +79,20 @@ class AcquiredLock:
         self._revision = revision
 
     async def check(self) -> None:
-        """Returns if the lock is still this holder's.
+        """Checks that this process still has the lock.
 
         Raises:
-            LockLost: it is not.
+            LockLost: it does not.
         """
         found = await self.client.get(self._key)
         if found is None or found.create_revision != self._revision:
-            raise LockLost("the snapshot lock is another's")
+            raise LockLost("expected to have the snapshot lock, but its lease expired or another replica has it")
 
     async def move(self, before: Pointer, after: SnapshotPointer | None) -> None:
-        """Replaces the pointer, or deletes it for None.
+        """Replaces the pointer; None deletes it.
 
         Raises:
-            LockLost: the lock is not held any more, or the pointer is not what was read.
+            LockLost: this process no longer has the lock, or the pointer is not ``before``.
         """
         transactions = self.client.transactions
         name = self._component.snapshot_key.encode()
@@ -106,20 +106,20 @@ class AcquiredLock:
             failure=[],
         )
         if not written:
-            raise LockLost("the snapshot lock or the pointer is another's")
+            raise LockLost("the snapshot lock expired, or another replica has changed the pointer")
 
 
 @asynccontextmanager
 async def acquired(
     endpoints: str, component: ComponentName, replica_id: str, ttl_seconds: int, quarantine: Quarantine | None = None
 ) -> AsyncIterator[AcquiredLock]:
-    """The component's snapshot lock, under a lease that is renewed while the context lasts.
+    """Acquires the component's snapshot lock under a lease of ``ttl_seconds``, which is renewed until the context ends.
 
-    A lock under no lease is no replica's; it is quarantined and replaced.
+    A lock key without a lease belongs to no replica. It is quarantined and replaced.
 
     Raises:
-        LockLost: another replica has it.
-        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
+        LockLost: another replica has the lock.
+        One of ``kvrouter.net.etcd.AWAY``: etcd is unreachable.
     """
     key = component.snapshot_lock_key.encode()
     async with connect(endpoints) as client:
@@ -134,7 +134,7 @@ async def acquired(
             )
             found = await client.get(key) if taken else None
             if found is None:
-                raise LockLost("another replica takes a snapshot")
+                raise LockLost("another replica has the snapshot lock; try again later")
             renewing = asyncio.ensure_future(_renew(client, lease.id, ttl_seconds))
             try:
                 yield AcquiredLock(client, component, found.create_revision)
@@ -152,7 +152,7 @@ async def _delete_unleased(client: Any, component: ComponentName, quarantine: Qu
     if found is None or found.lease:
         quarantine.release("etcd", key)
         return
-    quarantine.reject("etcd", key, Undecodable("not_leased", "expected a lock under its holder's lease, received none"))
+    quarantine.reject("etcd", key, Undecodable("not_leased", "expected a lock under a lease, received none"))
     await client.transaction(
         compare=[client.transactions.mod(key.encode()) == found.mod_revision],
         success=[client.transactions.delete(key.encode())],
@@ -163,6 +163,6 @@ async def _delete_unleased(client: Any, component: ComponentName, quarantine: Qu
 async def _renew(client: Any, lease_id: int, ttl_seconds: int) -> None:
     while True:
         await asyncio.sleep(ttl_seconds / 3)
-        # A lease that is lost shows where it matters: in the fenced transaction.
+        # The fenced transaction detects a lost lease.
         with contextlib.suppress(*AWAY):
             await client.refresh_lease(lease_id)

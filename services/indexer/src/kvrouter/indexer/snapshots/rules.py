@@ -1,4 +1,4 @@
-"""When a snapshot is due, and what may be purged behind it: decided without I/O."""
+"""Decides when a snapshot is due and which messages may be purged after it, without I/O."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ def is_due(
     bytes_after: float,
     retention_bytes: int,
 ) -> bool:
-    """Whether a snapshot is due.
+    """Returns whether a snapshot is due: by the number, age or size of the messages after the newest snapshot.
+
+    Half of the stream's retention makes one due, so that no message expires before a snapshot covers it.
 
     Args:
         last: Last sequence of the stream.
-        covered: Sequence that the newest snapshot covers; 0 for none.
-        threshold: Messages after the snapshot that make one due.
-        oldest_age_seconds: Age of the oldest message after the snapshot, or more.
-        retention_seconds: Age at which the stream drops messages; 0 for never. At half of it a snapshot is due, so that
-            nothing expires unseen.
+        covered: Last sequence that the newest snapshot covers; 0 for none.
+        threshold: Number of messages after the snapshot above which the next one is due.
+        oldest_age_seconds: Upper bound on the age of the oldest message after the snapshot.
+        retention_seconds: Age at which the stream deletes messages; 0 for never.
         bytes_after: Size of the messages after the snapshot.
-        retention_bytes: Size at which the stream drops messages; 0 or less for never. As with age.
+        retention_bytes: Size at which the stream deletes messages; 0 or less for never.
     """
     if last <= covered:
         return False
@@ -40,7 +41,7 @@ def is_due(
 
 
 class SnapshotAges:
-    """How old snapshots are, whatever the clocks say that took them."""
+    """Age of the newest snapshot, robust against wrong clocks of the replicas that take snapshots."""
 
     def __init__(self) -> None:
         self._name: str | None = None
@@ -48,20 +49,20 @@ class SnapshotAges:
         self._taken_here = ""
 
     def note_taken(self, name: str, now: float) -> None:
-        """Notes a snapshot that this replica has taken; ``now`` is seconds of a monotonic clock."""
+        """Records a snapshot that this replica has taken; ``now`` is the time by a monotonic clock, in seconds."""
         self._name, self._seen_at, self._taken_here = name, now, name
 
     def of(self, name: str, taken_unix: float, now_unix: float, now: float) -> float:
-        """Returns the age of the newest snapshot, seconds.
+        """Returns the age of the newest snapshot, in seconds.
 
-        It is the time since this replica took it or saw it first. One that another replica took may be older, as the
-        wall clock says; where that says the future, one of two clocks is wrong, and it is not believed.
+        It is the time since this replica took the snapshot or first read of it. The wall clock may show that another
+        replica's snapshot is older. A time in the future means a wrong clock, and is ignored.
 
         Args:
-            name: The snapshot; empty for none.
-            taken_unix: When it was taken, seconds since 1970 by the clock of the replica that took it.
-            now_unix: The time by the wall clock of this replica.
-            now: The time by its monotonic clock, seconds.
+            name: Name of the snapshot; empty for none.
+            taken_unix: Time of the snapshot by the clock of the replica that took it, seconds since 1970.
+            now_unix: Time by this replica's wall clock, seconds since 1970.
+            now: Time by this replica's monotonic clock, seconds.
         """
         if name != self._name:
             self._name, self._seen_at = name, now
@@ -70,10 +71,10 @@ class SnapshotAges:
 
 
 def purge_up_to(previous: SnapshotRef, current: SnapshotRef, applied: Iterable[AppliedRecord]) -> int:
-    """The last sequence that nobody needs: what both snapshots cover and every live replica has applied.
+    """Returns the last sequence that may be purged: covered by both snapshots and applied by every live replica.
 
-    The current one covers less than the previous where a replica that lagged was told to take it. 0 where there are
-    not two, or one of them or a replica speaks of another stream.
+    The current snapshot covers less than the previous one if an operator had a lagging replica take it. Returns 0 if
+    there are not two snapshots, or if one of them or a replica's record refers to another stream.
     """
     stream = current.stream
     if previous.stream != stream:

@@ -1,4 +1,4 @@
-"""Snapshots as objects in NATS, each under a name of its own."""
+"""Storage of snapshots in a NATS object store, one object per snapshot."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 _TRANSFER_SECONDS = 60.0
 _PIECE_SECONDS = 10.0
 _PIECE_BYTES = 1 << 20  # the server's limit of a message
-_WRITTEN_BYTES = 128 << 10  # what the library puts into one
+_WRITTEN_BYTES = 128 << 10  # the client library's message size
 _TOGETHER = 32
 _GONE = (NotFoundError, ObjectNotFoundError, BucketNotFoundError)
 
 
 class SnapshotStore:
-    """The objects of one component. Every call raises ``kvrouter.indexer.ingest.jetstream.AWAY`` where NATS is away."""
+    """The snapshots of one component.
+
+    Every call raises one of ``kvrouter.indexer.ingest.jetstream.AWAY`` if NATS is unreachable.
+    """
 
     def __init__(self, js: JetStreamContext, component: ComponentName) -> None:
         self._js = js
@@ -44,16 +47,16 @@ class SnapshotStore:
         self._stream = f"OBJ_{self._bucket}"
 
     async def put(self, name: str, parts: Sequence[bytes]) -> None:
-        """Writes an object that consists of these parts."""
+        """Writes an object whose content is these parts, concatenated."""
         store = await self._made()
         async with asyncio.timeout(_TRANSFER_SECONDS):
             await store.put(name, io.BufferedReader(_Parts(parts), _WRITTEN_BYTES))
 
     async def get(self, name: str) -> bytearray:
-        """Reads an object.
+        """Returns the content of an object.
 
         Raises:
-            InvalidSnapshot: it is not there, or not as it was written.
+            InvalidSnapshot: the object is missing, incomplete or damaged.
         """
         try:
             store = await self._js.object_store(self._bucket)
@@ -63,7 +66,10 @@ class SnapshotStore:
         except BadObjectMetaError as error:
             raise InvalidSnapshot(f"the object is damaged: {error!r}") from None
         if not (isinstance(info.chunks, int) and isinstance(info.nuid, str) and info.nuid.isalnum()):
-            raise InvalidSnapshot(f"the object's metadata has chunks {info.chunks!r} and nuid {info.nuid!r}")
+            raise InvalidSnapshot(
+                "expected object metadata with a number of chunks and an alphanumeric nuid, "
+                f"received chunks {info.chunks!r} and nuid {info.nuid!r}"
+            )
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):
                 data = await self._pieces(
@@ -72,14 +78,14 @@ class SnapshotStore:
         except _GONE:
             raise InvalidSnapshot("the object is gone") from None
         except TimeoutError:
-            # NATS told of the object a moment ago: its pieces are what is missing.
+            # NATS has just returned the metadata, so it is reachable and the pieces are missing.
             raise InvalidSnapshot("pieces of the object are missing") from None
         if info.digest != await asyncio.to_thread(_digest, data):
             raise InvalidSnapshot("the object is damaged: its digest differs")
         return data
 
     async def _pieces(self, subject: str, count: int) -> bytearray:
-        """An object's content. The client library's own way, a push consumer, takes four times as long."""
+        """Reads an object's content. A push consumer, which the client library uses, takes four times as long."""
         content = bytearray()
         if not count:
             return content
@@ -101,16 +107,16 @@ class SnapshotStore:
             await subscription.unsubscribe()
 
     async def last_sequence(self) -> int:
-        """Returns the sequence of the newest message in the bucket; 0 where there is none."""
+        """Returns the sequence of the newest message in the bucket; 0 if there is none."""
         try:
             return (await self._js.stream_info(self._stream)).state.last_seq
         except _GONE:
             return 0
 
     async def drop_stopped(self) -> str:
-        """Deletes the bucket if its stream takes no messages any more. Returns why it does not; empty if it does.
+        """Deletes the bucket if its stream is stopped. Returns why it is stopped; empty if it is not.
 
-        Nothing could be written, and nothing removed, until NATS is restarted.
+        A stopped stream accepts no writes or deletions until NATS is restarted.
         """
         error = await write_error(self._js, self._stream)
         if error:
@@ -127,11 +133,11 @@ class SnapshotStore:
         return len(info.state.subjects or {})
 
     async def sweep(self, keep: Collection[str], up_to: int) -> None:
-        """Removes every message up to a sequence but those of the objects to keep.
+        """Purges every message up to a sequence, except those of the objects to keep.
 
-        Purges the messages: deleting an object, as the client library does it, leaves a message behind, and one that
-        was abandoned while it was written has pieces that no object names. Messages after ``up_to`` stay, so that a
-        caller that was paused removes nothing that was written meanwhile.
+        The client library's deletion is not enough: it leaves a message behind, and it does not find the pieces of an
+        object whose upload was interrupted. Messages after ``up_to`` stay, so that a caller that was paused does not
+        delete what was written meanwhile.
         """
         if not up_to:
             return
@@ -160,12 +166,12 @@ class SnapshotStore:
             try:
                 return await self._js.create_object_store(self._bucket)
             except APIError:
-                # Another replica made it in this moment.
+                # Another replica has created it at the same time.
                 return await self._js.object_store(self._bucket)
 
 
 class _Parts(io.RawIOBase):
-    """Reads parts as one file."""
+    """File-like reader over parts."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self._parts = iter(parts)
@@ -176,7 +182,7 @@ class _Parts(io.RawIOBase):
         return True
 
     def readinto(self, to: WriteableBuffer) -> int:
-        """Fills a buffer with what comes next; returns the bytes written to it, 0 at the end."""
+        """Copies the next bytes to a buffer. Returns their number, 0 at the end."""
         while not self._left:
             part = next(self._parts, None)
             if part is None:
@@ -190,5 +196,5 @@ class _Parts(io.RawIOBase):
 
 
 def _digest(data: bytearray) -> str:
-    """As object stores note it."""
+    """Returns the digest in the form of a NATS object's metadata."""
     return f"SHA-256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()}"
