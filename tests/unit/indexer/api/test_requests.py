@@ -11,7 +11,7 @@ from kvrouter.v1.worker_pb2 import BlockRecord
 
 def test_component_names() -> None:
     assert component_name(Component(namespace="a", name="b")) == ComponentName("a", "b")
-    with pytest.raises(BadRequest, match="not a name"):
+    with pytest.raises(BadRequest, match="expected a name"):
         component_name(Component(namespace="a", name="b.c"))
     with pytest.raises(BadRequest):
         component_name(Component())
