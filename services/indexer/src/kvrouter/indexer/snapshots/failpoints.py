@@ -14,8 +14,8 @@ _VARIABLE = "KVROUTER_FAILPOINT"
 
 def reach(name: str) -> None:
     """Kills or pauses the process if the environment variable names this failpoint."""
-    resync_queue = os.environ.get(_VARIABLE, "")
-    if resync_queue == name:
+    requested = os.environ.get(_VARIABLE, "")
+    if requested == name:
         os.kill(os.getpid(), signal.SIGKILL)
-    if resync_queue == f"{name}:pause":
+    if requested == f"{name}:pause":
         os.kill(os.getpid(), signal.SIGSTOP)
