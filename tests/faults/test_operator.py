@@ -146,7 +146,7 @@ async def test_what_cannot_be_done_says_why(rig: Rig) -> None:
     for arguments, expected, words in (
         (("status", "faults/nothing"), 1, "nothing"),
         (("verify", "pool"), 2, "namespace/component"),
-        (("resync", "--rank", "first"), 2, "not a rank"),
+        (("resync", "--rank", "first"), 2, "expected WORKER_ID"),
         (("resync", "--rank", "77"), 1, "out of reach: 1"),
         (("verify", "--rank", "77"), 1, "no answer"),
     ):
