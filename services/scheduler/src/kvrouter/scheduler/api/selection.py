@@ -1,8 +1,8 @@
 """A selection: a request context goes in, a decision comes out, and is booked in the same step.
 
 Between the snapshot of the load and the booking nothing is awaited. Requests that arrive at the same time therefore see
-each other's load, one after the other, and do not all go to the rank that was idle. A request that had better wait is
-queued; once it can go, it is decided again and booked.
+each other's load, one after the other, and do not all go to the rank that was idle. A request that the policy lets wait
+is queued. Once a rank has room, it is decided again and booked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = structlog.get_logger(component="scheduler")
 
 
 class Selector:
-    """Chooses ranks and books on them."""
+    """Chooses a rank for a request and books it."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Selector:
     ) -> None:
         """``predictions`` replace Indexers in approximate mode. ``max_queued_requests`` 0: no request is queued.
 
-        ``is_behind`` tells whether callers had better spread their requests over other Schedulers as well.
+        ``is_behind`` returns whether this Scheduler is overloaded, so that callers should shard their requests.
         """
         self.reader = RequestReader(pools, thresholds, options, max_prompt_tokens=max_prompt_tokens)
         self._pools = pools
@@ -96,18 +96,19 @@ class Selector:
             if max_queued_requests
             else None
         )
-        """Those that the policy holds; ``run`` must be running. None where nothing is held."""
+        """The request queue, whose ``run`` must be running; None if requests are not queued."""
 
     async def select(
         self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline, session_token: int | None = None
     ) -> SelectWorkerResponse:
-        """Chooses a rank, and books it where the request names a booking.
+        """Chooses a rank, and books it if the request names a booking.
 
         Args:
             request: The request.
-            session_id: Session that is to own the booking; empty for a lease.
-            deadline: The caller's.
-            session_token: Stream of the session that asks; once another stream holds the session, nothing is booked.
+            session_id: Session that will own the booking; empty for a lease.
+            deadline: The caller's deadline.
+            session_token: The session's stream that carries the call. If another stream has opened the session since,
+                nothing is booked.
 
         Raises:
             KvRouterError: the request is refused, or no rank can take it.
@@ -133,7 +134,7 @@ class Selector:
             self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool) -> Overlaps:
-        """Returns what the ranks hold of the prompt; nothing where that is not ``needed``."""
+        """Returns the overlaps of the prompt; none if they are not ``needed``."""
         if not needed:
             return NOT_QUERIED
         if self._predictions is not None:
@@ -148,11 +149,11 @@ class Selector:
         )
 
     def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
-        """Returns every candidate as it is at this moment."""
+        """Returns a snapshot of every candidate at this moment."""
         return snapshot(context, overlaps, now=self._clock())
 
     def decide(self, context: RequestContext, overlaps: Overlaps) -> Decision:
-        """Decides by the current state.
+        """Decides from the current state.
 
         Raises:
             KvRouterError: the request cannot be booked any more, or no rank can take it.
@@ -193,7 +194,7 @@ class Selector:
         return response
 
     def _book(self, context: RequestContext, key: Key, decision: Decision, response: SelectWorkerResponse) -> bool:
-        """Books a request where the decision sends it. Returns False if its key is booked."""
+        """Books a request on the decided rank. Returns False if its key is already booked."""
         queried_indexer = context.options.queries_indexer and not decision.load_only
         booking = Booking(
             key,
@@ -211,7 +212,7 @@ class Selector:
     async def _select_once(
         self, context: RequestContext, key: Key, request: SelectWorkerRequest, deadline: Deadline
     ) -> SelectWorkerResponse:
-        """Returns the first outcome for a key, however often and however concurrently it is asked for."""
+        """Returns the first outcome for a key, however many calls request it, at once or later."""
         while True:
             repeated = self._repeated(context, key)
             if repeated is not None:

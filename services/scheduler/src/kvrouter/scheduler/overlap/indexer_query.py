@@ -1,6 +1,6 @@
-"""How many leading blocks of a prompt each rank holds: asked of an Indexer, and never waited for long.
+"""Queries an Indexer for the leading blocks of a prompt that each rank holds.
 
-An Indexer that is missing, late or failing costs the overlap of that request, not the request.
+The time is bounded. If no Indexer answers in time, the request is routed by load alone.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from numpy.typing import NDArray
 log = structlog.get_logger(component="scheduler")
 
 IndexerSource = Callable[[ComponentName], Indexer | None]
-"""The Indexer to ask about a component; None where none is live."""
+"""Returns the Indexer to query for a component; None if none is live."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlaps:
-    """The answer, or the reason why there is none: entry i of each column speaks of the i-th rank."""
+    """Overlaps by rank, or the reason why there are none. Entry i of each column belongs to the i-th rank."""
 
     worker_ids: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     dp_ranks: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     blocks: Column = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Leading blocks in device memory, those of the prompt at most."""
+    """Leading blocks in device memory, at most those of the prompt."""
     incarnations: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """Life of the cache that they belong to."""
+    """Incarnation of the cache that the blocks belong to."""
     next_event_ids: Sequence[int] = ()
-    """Event that the Indexer awaits next; empty where the blocks are predicted."""
+    """Id of the next event that the Indexer expects from the rank; empty if the blocks are predicted."""
     failure: str = ""
-    """``no_indexer``, ``timeout``, or the code of the Indexer's error; empty where none was wanted, or one answered."""
+    """``no_indexer``, ``timeout``, or the code of the Indexer's error; empty if none was queried, or one answered."""
 
     @classmethod
     def of(cls, held: Mapping[Rank, tuple[int, int]]) -> Overlaps:
-        """From the blocks of each rank, and the life of its cache."""
+        """Returns the overlaps of ranks, from (blocks, incarnation) by rank."""
         return cls(
             np.array([worker_id for worker_id, _ in held], np.uint64),
             np.array([dp_rank for _, dp_rank in held], np.uint32),
@@ -58,10 +58,10 @@ class Overlaps:
         )
 
     def on(self, worker_set: WorkerSet) -> Column:
-        """Leading blocks that each candidate holds: those of its registered incarnation, where that is known.
+        """Returns the leading blocks that each candidate holds, of its registered incarnation where that is known.
 
-        Blocks of an earlier one are gone. Those of a later one are of a worker that is about to register, or of a claim
-        that nobody has confirmed: less is predicted, never too much.
+        Blocks of an earlier incarnation are gone. A later one belongs to a worker that is about to register, or is
+        unconfirmed. Both count as 0, so the overlap is never overestimated.
         """
         if not len(self.blocks):
             return worker_set.zeros
@@ -73,7 +73,7 @@ class Overlaps:
         return self.blocks[sources] * alive
 
     def cursor(self, rank: Rank) -> Cursor | None:
-        """How far a rank's events were applied; None where none are."""
+        """Returns how far a rank's events were applied; None if the rank is not in the answer."""
         if not self.next_event_ids:
             return None
         for source in np.flatnonzero((self.worker_ids == rank[0]) & (self.dp_ranks == rank[1])).tolist():
@@ -82,7 +82,7 @@ class Overlaps:
 
 
 NOT_QUERIED = Overlaps()
-"""Where overlaps do not matter."""
+"""Overlaps of a request for which no Indexer is queried."""
 
 
 async def ask(
@@ -94,15 +94,15 @@ async def ask(
     timeout_seconds: float,
     deadline: Deadline,
 ) -> Overlaps:
-    """The overlap of every rank. Never raises for what the Indexer does.
+    """Returns the overlap of every rank. Errors of the Indexer are returned as ``failure``, never raised.
 
     Args:
-        indexers: Where to find one.
+        indexers: Finds an Indexer.
         component: The component.
-        prompt: The prompt; without a full block nothing needs asking.
+        prompt: The prompt; without a full block no query is sent.
         block_size: Tokens per block.
-        timeout_seconds: Longest time to wait.
-        deadline: The caller's, kept to as well.
+        timeout_seconds: Maximum time to wait.
+        deadline: The caller's deadline, which applies as well.
     """
     if not prompt.blocks:
         return NOT_QUERIED
@@ -123,14 +123,14 @@ async def ask(
     except KvRouterError as error:
         return Overlaps(failure=error.code.name.lower())
     except Exception:
-        # The Indexer may be an object in this process: what is wrong with it must not fail a request either.
+        # The Indexer may be an object in this process. Its defects must not fail a request either.
         log.exception("indexer.failed", component_name=str(component))
         return Overlaps(failure="internal")
     return read_answer(response, prompt.blocks)
 
 
 def read_answer(response: FindMatchesResponse, prompt_blocks: int) -> Overlaps:
-    """An Indexer's answer to a prompt of so many blocks."""
+    """Returns the overlaps in an Indexer's answer, at most ``prompt_blocks`` for each rank."""
     worker_ids, dp_ranks, blocks = response.worker_ids, response.dp_ranks, response.device_blocks
     incarnations, event_ids = response.incarnations, response.next_event_ids
     count = min(map(len, (worker_ids, dp_ranks, blocks, incarnations, event_ids)))

@@ -1,4 +1,4 @@
-"""The Indexers that are registered, as one that fails over."""
+"""The registered Indexers behind one interface, with failover."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RemoteIndexers:
         self._avoided: set[str] = set()
 
     def __call__(self, component: ComponentName) -> Indexer | None:
-        """The Indexers of a component, as one; None where none is ready."""
+        """Returns the ready Indexers of a component as one; None if there are none."""
         endpoints = [
             registration.endpoint
             for _, registration in sorted(self._directory.services("indexer").items())
@@ -38,7 +38,7 @@ class RemoteIndexers:
         return cast(Indexer, _Failover(self, endpoints)) if endpoints else None
 
     def stub(self, endpoint: str) -> Indexer:
-        """A stub of the Indexer at an address."""
+        """Returns a stub of the Indexer at an address."""
         stub = self._stubs.get(endpoint)
         if stub is None:
             channel = self._channels[endpoint] = open_channel(endpoint)
@@ -46,18 +46,18 @@ class RemoteIndexers:
         return stub
 
     def preferred(self, endpoints: list[str]) -> list[str]:
-        """The addresses, those last that failed when they were last asked."""
+        """Returns the addresses, with those whose last call failed at the end."""
         return sorted(endpoints, key=lambda endpoint: endpoint in self._avoided)
 
     def note(self, endpoint: str, *, answered: bool) -> None:
-        """Remembers how a call went."""
+        """Records whether the last call to an address was answered."""
         if answered:
             self._avoided.discard(endpoint)
         else:
             self._avoided.add(endpoint)
 
     async def run(self) -> None:
-        """Closes the channels of Indexers that are gone; at the end, all of them."""
+        """Closes the channels of Indexers that unregistered; on exit, all channels."""
         try:
             async for directory in self._directory.changes():
                 live = {registration.endpoint for registration in directory.services("indexer").values()}
@@ -73,17 +73,17 @@ class RemoteIndexers:
 
 
 class _Failover:
-    """Asks one Indexer after another, those that worked last first, within one deadline."""
+    """Queries one Indexer after another within one deadline, those first whose last call was answered."""
 
     def __init__(self, indexers: RemoteIndexers, endpoints: list[str]) -> None:
         self._indexers = indexers
         self._endpoints = endpoints
 
     async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
-        """The first answer.
+        """Returns the first answer.
 
         Raises:
-            KvRouterError: what the last one said.
+            KvRouterError: every Indexer failed; this is the last one's error.
         """
         last: KvRouterError | None = None
         for endpoint in self._indexers.preferred(self._endpoints):
@@ -96,7 +96,7 @@ class _Failover:
             else:
                 return response
             finally:
-                # Also when the caller's patience ended, which cancels the call.
+                # Also if the caller's timeout cancels the call.
                 self._indexers.note(endpoint, answered=answered)
         assert last is not None  # noqa: S101 - there is one endpoint at least
         raise last.untraced()

@@ -1,7 +1,7 @@
-"""What ranks hold as far as this Scheduler can tell by itself: the approximate mode, without events.
+"""Predicted blocks, used instead of an Indexer where workers send no events (approximate mode).
 
-A rank that a request was booked on is taken to hold the request's blocks for a while. A worker that restarts holds
-nothing of what its earlier life did.
+A rank is assumed to hold the blocks of each request booked on it, for ``ttl_seconds``. A new incarnation of a rank
+starts without blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvrouter.v1.names import ComponentName
 
 @dataclass(frozen=True, slots=True)
 class PredictionLimits:
-    """How much is predicted, and for how long."""
+    """Bounds of the predicted blocks."""
 
     ttl_seconds: float = 120.0
-    """Time for which a block counts as held after the last request that had it."""
+    """Time for which a block is predicted after the last request that used it."""
     max_blocks: int = 1 << 20
-    """Blocks, over all ranks of a component, above which the least recently used go."""
+    """Maximum number of blocks over all ranks of a component; above it the least recently used are evicted."""
     prune_ratio: float = 0.8
-    """Share of ``max_blocks`` that is left then."""
+    """Share of ``max_blocks`` that remains after an eviction."""
 
 
 @dataclass(slots=True)
@@ -34,11 +34,11 @@ class _Prediction:
     block_size: int
     index: PredictedIndex = field(repr=False)
     incarnations: dict[Rank, int] = field(default_factory=dict)
-    """Life of each rank that its blocks belong to."""
+    """Incarnation of each rank that its blocks belong to."""
 
 
 class Predictions:
-    """Predicted overlaps of every component. ``clock`` tells seconds."""
+    """Predicts overlaps for every component. ``clock`` returns seconds."""
 
     def __init__(self, limits: PredictionLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -46,17 +46,17 @@ class Predictions:
         self._predicted: dict[ComponentName, _Prediction] = {}
 
     def __len__(self) -> int:
-        """Blocks that are taken to be held, over all ranks."""
+        """Returns the number of predicted blocks over all ranks."""
         return sum(len(each.index) for each in self._predicted.values())
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
-        """Leading blocks of a prompt that each rank is taken to hold."""
+        """Returns the leading blocks of a prompt that each rank is predicted to hold."""
         predicted = self._of(pool)
         found = predicted.index.overlaps(prompt.local_hashes, self._clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
 
     def receive(self, change: BookingChange) -> None:
-        """Records what a new booking, or one that moved, brings to the cache of its rank."""
+        """Records the blocks of a new or moved booking for its rank."""
         if not isinstance(change, Booked | Moved):
             return
         booking = change.booking
@@ -65,7 +65,7 @@ class Predictions:
             self.record(booking.pool, booking.rank, candidate.incarnation, booking.prompt)
 
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
-        """A request was booked on a rank, in that life of it."""
+        """Records the blocks of a request booked on a rank. A new incarnation drops the rank's earlier blocks."""
         predicted = self._of(pool)
         if predicted.incarnations.get(rank, incarnation) != incarnation:
             predicted.index.remove_rank(rank)
@@ -73,7 +73,7 @@ class Predictions:
         predicted.index.record(rank, prompt.local_hashes, self._clock())
 
     def expire(self) -> None:
-        """Drops what is too old."""
+        """Drops blocks older than ``ttl_seconds``."""
         now = self._clock()
         for predicted in self._predicted.values():
             predicted.index.expire(now)

@@ -1,4 +1,4 @@
-"""How requests are routed, and what one request may change about it."""
+"""Routing options, and the overrides that a request may contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.v1.common_pb2 import RoutingOverrides
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
 MAX_WEIGHT = 1e9
-"""Highest weight: far above any use, and low enough that costs stay exact to a block."""
+"""Maximum weight: far above any useful value, and low enough that costs stay exact to one block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Thresholds:
     decode_blocks: float | None = None
     """Share of its KV blocks that are active, 0 to 1."""
     prefill_tokens: int | None = None
-    """Prefill tokens booked and not done."""
+    """Prefill tokens that are booked and not yet computed."""
 
     def over(self, below: Thresholds) -> Thresholds:
-        """These, and those of ``below`` where these are off."""
+        """Returns these thresholds, with those of ``below`` where one is off."""
         return Thresholds(
             below.decode_blocks if self.decode_blocks is None else self.decode_blocks,
             below.prefill_tokens if self.prefill_tokens is None else self.prefill_tokens,
@@ -33,7 +33,7 @@ class Thresholds:
 
     @property
     def any_set(self) -> bool:
-        """Whether either is on."""
+        """Whether at least one threshold is on."""
         return self.decode_blocks is not None or self.prefill_tokens is not None
 
     @classmethod
@@ -56,7 +56,7 @@ class Thresholds:
         return cls(decode, prefill)
 
     def to_message(self) -> BusyThresholds:
-        """As the contract has them."""
+        """Returns the thresholds as a message."""
         return BusyThresholds(
             active_decode_blocks_threshold=self.decode_blocks, active_prefill_tokens_threshold=self.prefill_tokens
         )
@@ -109,10 +109,10 @@ class ThresholdUpdate:
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
-    """How a request is routed."""
+    """Options by which a request is routed."""
 
     mode: str = "kv"
-    """Policy by name."""
+    """Name of the policy."""
     overlap_score_weight: float = 1.0
     """Weight of prefill blocks against decode blocks, 0 or more."""
     temperature: float = 0.0
@@ -122,12 +122,12 @@ class RoutingOptions:
 
     @property
     def queries_indexer(self) -> bool:
-        """Whether overlaps matter."""
+        """Whether the decision uses overlaps, so that an Indexer is queried."""
         return POLICIES[self.mode].uses_overlap and self.overlap_score_weight > 0
 
 
 def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingOptions:
-    """The options for one request.
+    """Returns the options for one request: the defaults with its overrides.
 
     Raises:
         BadRequest: an override is out of range, or names an unknown mode.

@@ -1,4 +1,4 @@
-"""The prompt of a routing request: checked, and as the hashes that everything else goes by."""
+"""The prompt of a routing request, checked and converted to block hashes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Prompt:
     """A prompt as blocks."""
 
     tokens: int
-    """Tokens, 1 or more."""
+    """Number of tokens, at least 1."""
     local_hashes: bytes = field(repr=False)
     """Packed little-endian u64, one for each full block."""
     sequence_hashes: bytes = field(repr=False)
-    """The same blocks, each with all before it."""
+    """Packed little-endian u64: the sequence hash of each full block."""
 
     @property
     def blocks(self) -> int:
-        """Full blocks."""
+        """Number of full blocks."""
         return len(self.sequence_hashes) // 8
 
 
 def read_prompt(
     request: RoutingRequest, *, block_size: int, max_model_len: int = 0, max_prompt_tokens: int = 1 << 32
 ) -> Prompt:
-    """The prompt of a request.
+    """Returns the prompt of a request.
 
     Args:
-        request: With token ids, or with local hashes and the number of tokens.
+        request: A request with token ids, or with local hashes and the number of tokens.
         block_size: Tokens per block of the component.
         max_model_len: Most tokens in prompt and output together; 0 for no limit.
         max_prompt_tokens: Most tokens in the prompt, whatever the model allows.
@@ -44,7 +44,7 @@ def read_prompt(
     Raises:
         BadRequest: there is no prompt, or the number of hashes or tokens does not fit.
         BlockSizeMismatch: the hashes were made with another block size.
-        PromptTooLong: there are more tokens than may be, or no token could be generated after the prompt.
+        PromptTooLong: the prompt exceeds a limit, or leaves no room for an output token.
     """
     if request.block_size not in (0, block_size):
         raise BlockSizeMismatch(request.block_size, block_size)

@@ -1,7 +1,7 @@
-"""Which rank a conversation is at: its next request goes there, while the rank is healthy and not busy.
+"""Conversation affinity: the next request of a conversation goes to the rank of the previous one.
 
-The rank that a request of the conversation was booked on last is the one that has its blocks. Where that rank is gone,
-busy or not allowed, the policy chooses among all, and the conversation stays at its choice.
+That rank has the conversation's blocks. If it is gone, busy or not allowed, the policy chooses among all candidates,
+and the conversation stays with that choice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Key = tuple[ComponentName, bytes]
 
 
 class Affinity:
-    """The ranks of the conversations heard of last, ``capacity`` of them."""
+    """The ranks of the ``capacity`` most recent conversations."""
 
     def __init__(self, capacity: int) -> None:
         """A ``capacity`` of 0 remembers none."""
@@ -26,21 +26,21 @@ class Affinity:
         self._ranks: OrderedDict[_Key, Rank] = OrderedDict()
 
     def __len__(self) -> int:
-        """Conversations that are remembered."""
+        """Returns the number of conversations."""
         return len(self._ranks)
 
     def rank(self, component: ComponentName, conversation: bytes) -> Rank | None:
-        """Returns the rank of a conversation, as ``conversation_of`` names it; None where it has none."""
+        """Returns the rank of a conversation (the digest from ``conversation_of``); None if it has none."""
         return self._ranks.get((component, conversation)) if conversation else None
 
     def receive(self, change: BookingChange) -> None:
-        """Notes the rank of a new booking, or of one that moved."""
+        """Records the rank of a new or moved booking."""
         if isinstance(change, Booked | Moved):
             booking = change.booking
             self.note(booking.component, booking.conversation, booking.rank)
 
     def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
-        """A request was booked on a rank, of a conversation as ``conversation_of`` names it."""
+        """Records the rank of a conversation (the digest from ``conversation_of``)."""
         if not conversation:
             return
         key = (component, conversation)
@@ -51,9 +51,9 @@ class Affinity:
 
 
 def conversation_of(request: RoutingRequest) -> bytes:
-    """The digest of a request's conversation, 16 bytes; empty where it is of none."""
+    """Returns the 16-byte digest of a request's conversation; empty if it has none."""
     if not request.conversation_id:
         return b""
-    # A digest, so that an id of any length takes as much memory; tenants name their conversations independently.
+    # A digest bounds the memory for ids of any length. It includes the tenant: tenants choose ids independently.
     tenant, conversation = request.scope.tenant.encode(), request.conversation_id.encode()
     return blake2b(len(tenant).to_bytes(8, "little") + tenant + conversation, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The candidates of one request as columns, each with what speaks for and against it."""
+"""Load and overlap of all candidates at the moment of a decision, as columns."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 _Numbers = TypeVar("_Numbers", Column, Amounts)
 
 RETRY_AFTER_MS = 1000
-"""When to try again where all are busy: load changes at the pace of requests, and HTTP counts in seconds."""
+"""Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateSnapshot:
-    """All candidates of a request at one moment: entry i of each column speaks of the candidate at place i."""
+    """All candidates of a request at one moment. Entry i of each column belongs to candidate i."""
 
     worker_set: WorkerSet
     constraints: WorkerConstraints
     thresholds: Thresholds
     loads: Loads
-    """With the blocks of the request."""
+    """Loads, the request's own blocks included."""
     overlap_blocks: Column
     new_prefill_tokens: Column
     judged: Load | None
-    """What they are judged by; None where nobody can be busy."""
+    """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
-    """Those that fit, busy or not."""
+    """Candidates that satisfy the constraints, busy or not."""
     free: Places
-    """Those of them that are not busy."""
+    """Candidates of ``fit`` that are not busy."""
 
     def why_busy(self, place: int) -> str:
-        """Why a candidate counts as busy; empty if it does not."""
+        """Returns why a candidate is busy; empty if it is not."""
         return "" if self.judged is None else self.judged.why(self.thresholds, place)
 
     def excluded(self, weighed: Collection[Rank] = ()) -> dict[Rank, str]:
-        """Those that were not weighed, and why."""
+        """Returns the candidates that are not in ``weighed``, each with the reason."""
         left_out = set(self.worker_set.ranks).difference(weighed)
         return {
             candidate.rank: why_unfit(candidate, self.constraints)
@@ -58,12 +58,12 @@ class CandidateSnapshot:
         }
 
     def _why_avoided(self, candidate: Candidate, place: int) -> str:
-        """Why a candidate that fits gave way to others; empty if it did not."""
+        """Returns why a fitting candidate was avoided; empty if it was not."""
         gave_way = candidate.rank[0] in self.constraints.avoided and place not in self.fit
         return "the caller avoids this worker, and another one fits" if gave_way else ""
 
     def refusal(self, component: object) -> KvRouterError:
-        """Why none is left."""
+        """Returns the error to raise if no candidate is left."""
         if len(self.fit):
             return AllBusy(RETRY_AFTER_MS)
         if not len(self.worker_set):
@@ -73,14 +73,14 @@ class CandidateSnapshot:
 
 
 def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> CandidateSnapshot:
-    """Takes a snapshot of every registered rank. ``now`` is seconds of the clock that load reports were stamped by."""
+    """Takes a snapshot of every registered rank. ``now``: seconds, by the clock that stamps load reports."""
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
     fit = free = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
     loads = pool.booked_load.loads(request.prompt, constraints.stage)
     judged: Load | None = None
     if thresholds.any_set:
-        # Judged without the request, whose blocks would make every rank busy by itself.
+        # Without the request itself: its own blocks could make every rank busy.
         judged = Load.of(
             pool.booked_load.active_blocks(), loads.prefill_tokens, worker_set.total_blocks, pool.reports.columns(now)
         )
@@ -95,9 +95,9 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
 def context_of(
     found: CandidateSnapshot, places: Places, request: RequestContext, *, calibration_error: float = 1.0
 ) -> SchedulingContext:
-    """Returns what a policy sees of a request and of the candidates at ``places``.
+    """Returns the input of a policy: the request and the candidates at ``places``.
 
-    ``calibration_error`` is how wrong the policy's time model is made; a simulation asks what comes of that.
+    ``calibration_error`` multiplies the latency calibration, so that a simulation can study a wrong time model.
     """
     pool, options = request.pool, request.options
     worker_set, loads, ranks = found.worker_set, found.loads, found.worker_set.ranks

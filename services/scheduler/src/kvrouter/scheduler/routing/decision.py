@@ -1,4 +1,4 @@
-"""One decision: what a Scheduler and the simulator do alike with a request, without waiting."""
+"""One decision, taken without I/O. The Scheduler and the simulator share it."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided on a request, and from what. Holds no hashes, since many are kept."""
+    """The decision on a request with its inputs. It contains no hashes, because many decisions are kept."""
 
     decision_id: int
     component: ComponentName
     request_id: str
-    """Empty where nothing is booked."""
+    """Empty if nothing is booked."""
     attempt: int
     mode: str
     prompt_blocks: int
     load_only: bool
-    """Whether overlaps were not available."""
+    """Whether the decision had no overlaps, because no Indexer answered."""
     decided_unix_ns: int
     snapshot: CandidateSnapshot
     """Every candidate."""
     context: SchedulingContext | None
-    """The candidates that were weighed; None where none was left."""
+    """Input of the policy; None if no candidate was left."""
     verdict: Choice | Wait | None
-    """What the policy said; None where no candidate was left."""
+    """Result of the policy; None if no candidate was left."""
     explanation: Explanation
     chosen: Rank | None
-    """Where the request goes; None where it goes nowhere yet."""
+    """The rank that the request is sent to; None if it is queued or refused."""
     queued_seconds: float = 0.0
-    """Time that the request was queued before."""
+    """Time that the request spent in the queue."""
 
     @property
     def rank(self) -> Rank:
-        """The rank that the request goes to, or had better wait for."""
+        """The rank that the request is sent to or waits for."""
         context, verdict = self._weighed()
         return context.ranks[verdict.index]
 
     @property
     def candidate(self) -> Candidate:
-        """What is registered of that rank."""
+        """The candidate of that rank."""
         candidate = self.snapshot.worker_set.candidate(self.rank)
         assert candidate is not None  # noqa: S101 - the rank is one of these
         return candidate
@@ -75,19 +75,19 @@ class Decision:
     def forecast_ms(self) -> float | None:
         """Forecast time to the first token; None if it is unsuitable for latency calibration.
 
-        A request that had better wait, and goes all the same, finds more on its way than the forecast knows.
+        If the policy chose to wait and the request is sent anyway, more work is ahead of it than the forecast assumes.
         """
         return self.verdict.forecast_ms if isinstance(self.verdict, Choice) else None
 
     def to_message(self) -> DecisionMessage:
-        """As the contract has it, candidates in order of rank."""
+        """Returns the decision as a message, with candidates in order of rank."""
         weighed = [] if self.context is None else [self._terms(index) for index in range(len(self.context.ranks))]
         excluded = self.snapshot.excluded(() if self.context is None else self.context.ranks)
         left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in excluded.items()]
         return self._message(sorted([*weighed, *left_out], key=rank_of))
 
     def to_short_message(self) -> DecisionMessage:
-        """The same; of the candidates only the chosen one and the cheapest other, where they were weighed."""
+        """Returns the message with two candidates: the chosen one and the cheapest other, if they have costs."""
         if self.context is None or self.chosen is None or not len(self.explanation.costs):
             return self._message([])
         costs, chosen = self.explanation.costs, self.context.ranks.index(self.chosen)
@@ -138,15 +138,15 @@ def decide(
     conversation_rank: Rank | None = None,
     calibration_error: float = 1.0,
 ) -> Decision:
-    """Has the request's policy choose among the candidates that fit and are not busy. Changes nothing.
+    """Lets the request's policy choose among the candidates that fit and are not busy. Changes no state.
 
     Args:
         request: The request.
         overlaps: What the ranks hold of its prompt.
         rng: The only source of chance.
-        now: Seconds of the clock that load reports were stamped by.
+        now: Seconds, by the clock that stamps load reports.
         decision_id: Id of the decision.
-        conversation_rank: Rank of the request's conversation; the only candidate where it is one.
+        conversation_rank: Rank of the request's conversation; if it is a candidate, it is the only one.
         calibration_error: See ``context_of``.
     """
     found = snapshot(request, overlaps, now=now)

@@ -1,4 +1,4 @@
-"""A request on its way to a decision: checked, with all that routing needs of it."""
+"""The request context: a checked request with everything that a decision needs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 DEFAULT_LEASE_SECONDS = 3600.0
 MAX_LEASE_SECONDS = 24 * 3600.0
-"""Longest lease: a caller that forgets its bookings does not bind load for ever."""
+"""Maximum lease. It bounds the load of bookings that a caller never frees."""
 
 
 @dataclass(frozen=True, slots=True)
 class BookingOptions:
-    """The booking that a request asks for."""
+    """The booking that a request requests."""
 
     key: Key | None = None
-    """None chooses a rank without booking it."""
+    """Key of the booking; None to choose a rank without booking it."""
     session_id: str = ""
-    """Session that is to own the booking; empty for a lease."""
+    """Session that will own the booking; empty for a lease."""
     session_token: int | None = None
-    """Stream of that session which makes the call; None outside of a stream."""
+    """The session's stream that carries the call; None for a call outside a stream."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """Lifetime of a booking without a session."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """A request, checked and ready to be decided."""
+    """A checked request, ready for a decision."""
 
     pool: Pool
     """The component."""
@@ -48,11 +48,11 @@ class RequestContext:
     conversation: bytes = b""
     """Digest of the conversation; empty for none."""
     priority: int = 0
-    """Higher goes first among queued requests."""
+    """Priority among queued requests; higher goes first."""
 
 
 class RequestReader:
-    """Checks requests against what is registered."""
+    """Checks requests against the registered components."""
 
     def __init__(
         self, pools: Pools, thresholds: ThresholdBoard, options: RoutingOptions, *, max_prompt_tokens: int
@@ -76,8 +76,8 @@ class RequestReader:
         Args:
             request: The request.
             stage: The stage to book; None for prefill at a component of prefill workers, else for the whole request.
-            booking: The booking that it asks for.
-            needs_worker: Whether a mode that takes the worker from the request insists on one.
+            booking: The requested booking.
+            needs_worker: Whether to refuse a request without a worker in a mode that takes the worker from the request.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
@@ -105,7 +105,7 @@ class RequestReader:
 
 
 def lease_seconds(lease_ms: int) -> float:
-    """Returns the lease that a request asks for, seconds.
+    """Returns the requested lease in seconds.
 
     Raises:
         BadRequest: it is too long.

@@ -1,4 +1,4 @@
-"""Which ranks a request may go to, and why not to the others."""
+"""Candidates, the constraints of a request, and the reason why a candidate does not satisfy them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _WHOLE = _ROLES[Stage.STAGE_WHOLE]
 
 
 def serves(role: Role, stage: Stage) -> bool:
-    """Whether a worker, or a component, with that role can run that stage."""
+    """Returns whether a worker or component of a role can run a stage."""
     return role in _ROLES.get(stage, _WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A rank of a live worker, as it is registered."""
+    """A registered rank of a live worker."""
 
     rank: Rank
     endpoint: str
     role: Role
     incarnation: int
-    """Life of its cache."""
+    """Incarnation of its cache."""
     total_blocks: int
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: int
-    """0 if unknown."""
+    """Tokens that the engine computes in one step at most; 0 if unknown."""
     draining: bool
     labels: Mapping[str, str]
     lora_names: frozenset[str]
 
 
 def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...]:
-    """Every rank of the workers, in order of rank."""
+    """Returns every rank of the workers, in order of rank."""
     candidates = [
         Candidate(
             rank=(worker.worker_id, rank.dp_rank),
@@ -67,33 +67,33 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
 
 @dataclass(frozen=True, slots=True)
 class WorkerConstraints:
-    """What a request asks of its rank."""
+    """Constraints of a request on the rank that serves it."""
 
     stage: Stage = Stage.STAGE_WHOLE
     worker_id: int | None = None
-    """The only worker that will do."""
+    """The required worker; None for any."""
     dp_rank: int | None = None
-    """The only rank that will do."""
+    """The required rank; None for any."""
     allowed: frozenset[int] = frozenset()
-    """Workers that will do; empty for all."""
+    """Allowed workers; empty allows all."""
     excluded: frozenset[int] = frozenset()
-    """Workers that will not do."""
+    """Excluded workers."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that the worker must carry."""
     lora_name: str = ""
     """Adapter that the worker must serve; empty for the base model."""
     avoided: frozenset[int] = frozenset()
-    """Workers that will do only where no other fits."""
+    """Workers to use only if no other fits."""
 
     @property
     def anywhere(self) -> bool:
-        """Whether any rank will do that serves the stage."""
+        """Whether every rank that serves the stage fits."""
         named = self.worker_id is not None or self.dp_rank is not None
         return not (named or self.allowed or self.excluded or self.labels or self.lora_name)
 
     @classmethod
     def of(cls, request: RoutingRequest, stage: Stage) -> WorkerConstraints:
-        """What a request says."""
+        """Returns the constraints of a request."""
         constraints = request.constraints
         return cls(
             stage=stage,
@@ -108,10 +108,10 @@ class WorkerConstraints:
 
 
 def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints) -> None:
-    """Accepts a request whose pinned worker and rank, if it has any, are registered.
+    """Checks that the worker and rank that a request names, if any, are registered.
 
     Raises:
-        UnknownWorker: they are not.
+        UnknownWorker: one of them is not registered.
     """
     if constraints.worker_id is None:
         return
@@ -124,7 +124,7 @@ def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints
 
 
 def why_unfit(candidate: Candidate, constraints: WorkerConstraints) -> str:
-    """Why a request cannot go to a rank, whatever its load; empty if it can."""
+    """Returns why a candidate does not satisfy the constraints, whatever its load; empty if it does."""
     worker_id, dp_rank = candidate.rank
     if constraints.worker_id is not None and worker_id != constraints.worker_id:
         return "another worker is named"

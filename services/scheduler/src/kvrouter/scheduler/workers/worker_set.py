@@ -1,4 +1,4 @@
-"""The ranks of a component, and what is registered of them, as columns."""
+"""The live ranks of a component with their registered properties, as columns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
 
 Mask = NDArray[np.bool_]
-"""Whether, for each candidate."""
+"""One boolean for each candidate."""
 
 Places = NDArray[np.intp]
-"""Candidates, by their places in the worker set, in ascending order."""
+"""Indexes of candidates in the worker set, ascending."""
 
 
 class WorkerSet:
-    """Entry i of each column speaks of ``candidates[i]``. It never changes: other registrations make another one."""
+    """Immutable set of candidates. Entry i of each column belongs to ``candidates[i]``."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         """``candidates`` are in order of rank."""
@@ -45,20 +45,20 @@ class WorkerSet:
         self._sources: tuple[tuple[bytes, bytes], Places] | None = None
 
     def __len__(self) -> int:
-        """Candidates."""
+        """Returns the number of candidates."""
         return len(self.candidates)
 
     def place(self, rank: Rank) -> int | None:
-        """Where a rank is; None if it is not registered."""
+        """Returns the index of a rank; None if it is not registered."""
         return self._place_of.get(rank)
 
     def candidate(self, rank: Rank) -> Candidate | None:
-        """What is registered of a rank; None if it is not registered."""
+        """Returns the candidate of a rank; None if it is not registered."""
         place = self.place(rank)
         return None if place is None else self.candidates[place]
 
     def fit(self, constraints: WorkerConstraints) -> Places:
-        """Those that a request can go to, whatever their load: those for whom ``why_unfit`` has no reason."""
+        """Returns the candidates that satisfy a request's constraints, whatever their load (see ``why_unfit``)."""
         serving, places = self._that_serve(constraints.stage)
         if constraints.anywhere:
             return places
@@ -78,16 +78,16 @@ class WorkerSet:
         return np.flatnonzero(mask)
 
     def preferred(self, places: Places, avoided: Collection[int]) -> Places:
-        """Returns the places without those of avoided workers; all of the places where nothing else is left."""
+        """Returns the candidates without those of avoided workers; all candidates if none would remain."""
         if not avoided:
             return places
         others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
         return others if len(others) else places
 
     def sources(self, worker_ids: NDArray[np.uint64], dp_ranks: NDArray[np.uint32]) -> Places:
-        """Where each candidate is in another list of ranks; -1 where it is not.
+        """Returns the index of each candidate in another list of ranks; -1 if it is not listed.
 
-        The last answer is kept: an Indexer lists the same ranks until one comes or goes.
+        The last result is cached: an Indexer lists the same ranks until one joins or leaves.
         """
         key = (worker_ids.tobytes(), dp_ranks.tobytes())
         if self._sources is None or self._sources[0] != key:
