@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrouter.net.varint import encode_varint
 from kvrouter.v1.indexer_pb2 import DumpResponse
 
 _STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
@@ -9,13 +10,4 @@ _STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
 
 def encoded_dump_response(state: bytes) -> bytes:
     """Returns an encoded DumpResponse that contains an encoded RankState."""
-    return b"".join((bytes([_STATE_TAG]), _varint(len(state)), state))
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return b"".join((bytes([_STATE_TAG]), encode_varint(len(state)), state))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 from kvrouter.indexer.index.rank_dump import RankDump
+from kvrouter.net.varint import encode_varint
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
 from xxhash import xxh3_64
@@ -48,7 +49,7 @@ class SnapshotWriter:
         state = RankState.FromString(chunk)
         self._header.blocks += len(state.blocks)
         self._header.ranks += state.last
-        for part in (_varint(len(chunk)), chunk):
+        for part in (encode_varint(len(chunk)), chunk):
             self._header.body_bytes += len(part)
             self._body.append(part)
             self._checksum.update(part)
@@ -57,7 +58,7 @@ class SnapshotWriter:
         """Returns the snapshot in parts. It is the largest object of an Indexer, so it is never copied into one."""
         self._header.body_checksum = self._checksum.intdigest()
         encoded = self._header.SerializeToString()
-        return [_varint(len(encoded)), encoded, *self._body]
+        return [encode_varint(len(encoded)), encoded, *self._body]
 
 
 def decode(data: bytes | bytearray, expected: SnapshotHeader) -> Snapshot:
@@ -121,15 +122,6 @@ def _ranks(body: memoryview) -> Iterator[RankDump]:
             chunks = []
     if chunks:
         raise InvalidSnapshot("the last rank is incomplete")
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:

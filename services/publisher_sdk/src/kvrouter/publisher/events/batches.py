@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrouter.net.varint import encode_varint
 from kvrouter.publisher.events.rank_state import NumberedEvent
 from kvrouter.v1.events_pb2 import KvEventBatch
 
@@ -20,14 +21,5 @@ def encode_batch(head: KvEventBatch, events: Sequence[NumberedEvent]) -> bytes:
     """
     parts = [head.SerializeToString()]
     for event in events:
-        parts += (_EVENTS_TAG, _varint(len(event.encoded)), event.encoded)
+        parts += (_EVENTS_TAG, encode_varint(len(event.encoded)), event.encoded)
     return b"".join(parts)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
