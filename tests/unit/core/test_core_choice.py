@@ -64,7 +64,7 @@ def test_the_native_core_on_request_is_all_of_it() -> None:
 def test_anything_else_is_refused() -> None:
     shown = start("fast")
     assert shown.returncode != 0
-    assert "KVROUTER_CORE is 'fast': use native, reference or auto" in shown.stderr
+    assert "expected KVROUTER_CORE to be native, reference or auto, received 'fast'" in shown.stderr
 
 
 @pytest.mark.skipif(shutil.which("cargo") is None, reason="no Rust toolchain: the core cannot be built")

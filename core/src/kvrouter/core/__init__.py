@@ -1,8 +1,8 @@
-"""Hashing, prefix index and active sequences: what is done per block.
+"""The core: hashing, prefix index and active sequences, the library for work per block.
 
-``KVROUTER_CORE`` chooses the implementation: ``native`` (Rust; importing fails unless all of it is built),
-``reference`` (plain Python), or ``auto``, the default: name by name, the Rust one where it is built. Services start on
-the reference only if it is named.
+The environment variable ``KVROUTER_CORE`` selects the implementation: ``native`` is Rust, and the import fails unless
+all of it is built; ``reference`` is plain Python; ``auto``, the default, takes the Rust one of each name if it is built
+and otherwise the Python one. Services start with the reference only if ``KVROUTER_CORE`` selects it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _NAMES = (
 
 
 def _choose(requested: str) -> dict[str, tuple[str, Any]]:
-    """Name → (implementation, object).
+    """Returns name → (implementation, object).
 
     Raises:
-        ImportError: the native core is requested, and lacks a name.
-        ValueError: there is no such implementation.
+        ImportError: the native core is requested and is not built, or lacks a name.
+        ValueError: ``requested`` is not ``native``, ``reference`` or ``auto``.
     """
     from kvrouter.core import reference
 
     if requested not in ("auto", "native", "reference"):
-        raise ValueError(f"KVROUTER_CORE is {requested!r}: use native, reference or auto")
+        raise ValueError(f"expected KVROUTER_CORE to be native, reference or auto, received {requested!r}")
     native: Any = None
     if requested != "reference":
         try:
@@ -58,14 +58,16 @@ def _choose(requested: str) -> dict[str, tuple[str, Any]]:
         if hasattr(native, name):
             chosen[name] = ("native", getattr(native, name))
         elif requested == "native":
-            raise ImportError(f"KVROUTER_CORE is native, and the native core has no {name}: build it, or use auto")
+            raise ImportError(
+                f"KVROUTER_CORE is native, but the native core has no {name}: build it, or set KVROUTER_CORE=auto"
+            )
         else:
             chosen[name] = ("reference", getattr(reference, name))
     return chosen
 
 
 REQUESTED = os.environ.get("KVROUTER_CORE") or "auto"
-"""What was requested: "native", "reference" or "auto"."""
+"""The requested implementation: "native", "reference" or "auto"."""
 
 _chosen = _choose(REQUESTED)
 
@@ -76,7 +78,7 @@ IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.valu
 """"native" if all of the core is native, else "reference"."""
 
 if TYPE_CHECKING:
-    # Type checkers see the reference, to whose interface the native core is held.
+    # Type checkers see the reference. Tests check that the native core has the same interface.
     from kvrouter.core.reference import (
         ActiveSequences,
         EventBatch,

@@ -1,28 +1,30 @@
-"""What the core does: the interface that the Rust core and the Python reference both have.
+"""The interface of the core, which the Rust core and the Python reference both implement.
 
-Hashes travel packed: ``bytes`` of little-endian u64, or any contiguous buffer of bytes or of unsigned 64-bit integers.
-Whatever takes them raises TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
+Hashes are passed packed: ``bytes`` of little-endian u64, or any contiguous buffer of bytes or of unsigned 64-bit
+integers. Functions that take them raise TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
 
-The prefix index, in terms that every implementation must keep:
+Rules of the prefix index for every implementation:
 
-- A rank holds *entries*: engine hash → (place, copies in each tier). The *place* of a block is its sequence hash: the
-  chain of local hashes from the start of the sequence. Two engine hashes may have one place; both then hold it.
-- ``stored`` gives a chain of blocks places below its parent's place (or at the root). An engine hash that the rank
-  holds at another place moves: all copies at the old place are released first. Its children keep their places. Held at
-  the same place, the copies in that tier rise by one (COUNTED) or stay at one (SET).
-- ``removed`` lowers the copies in the tier by one (COUNTED), or to none (SET); an entry without copies in any tier is
-  gone. Removing what is not held is counted and changes nothing. Blocks may go in any order, parents before children.
-- ``cleared`` drops every entry in the tier, or in all tiers for TIER_UNSPECIFIED. The latter leaves nothing to be
-  missing: the rank is partial no more.
-- The overlap of a rank to a tier is the number of leading blocks of the prompt whose places it holds in that tier or in
-  a faster one. A hole ends it.
-- In stores and removals TIER_UNSPECIFIED reads as TIER_DEVICE. A copy counting other than SET reads as COUNTED.
-- An event is rejected that names no change or an unknown tier; a store of no blocks, of unlike numbers of engine and
-  local hashes, with an engine hash twice or equal to the parent's, or to a depth past u32; a removal of no blocks; more
-  than ``MAX_EVENT_BLOCKS`` blocks; and event id 2^64 - 1, which the cursor cannot pass: it stays there. A removal may
-  name a hash twice: two copies. Unknown fields are ignored.
-- A batch that says ``next_event_id`` above the id after its last event (or above the cursor, in a heartbeat) reports
-  events that were lost: a gap. One below is ignored.
+- A rank has *entries*: engine hash → (place, copies in each tier). The *place* of a block is its sequence hash. Two
+  engine hashes of a rank may have the same place. The block at the place is then resident while either of them is.
+- ``stored`` puts a chain of blocks below the place of its parent, or at the start of a sequence. If the rank has an
+  engine hash at another place, the engine hash moves: all its copies at the old place are released first, and its
+  children keep their places. At the same place, its copies in the tier increase by one (COUNTED) or stay one (SET).
+- ``removed`` decreases the copies in the tier by one (COUNTED) or to zero (SET). An entry without copies in any tier is
+  dropped. The removal of a block that is not resident is counted, and changes nothing. Blocks may be removed in any
+  order, also parents before children.
+- ``cleared`` drops every entry in the tier, or in all tiers for TIER_UNSPECIFIED. After the latter no block can be
+  missing, so the rank is no longer partial.
+- The overlap of a rank to a tier is the number of leading blocks of the prompt that are resident on the rank in that
+  tier or a faster one. The first block that is missing ends it.
+- In ``stored`` and ``removed``, TIER_UNSPECIFIED means TIER_DEVICE. A copy counting other than SET means COUNTED.
+- These events are rejected: an event without a change, with an unknown tier, or with more than ``MAX_EVENT_BLOCKS``
+  blocks; a ``stored`` without blocks, with different numbers of engine and local hashes, with the same engine hash
+  twice, with an engine hash equal to the parent's, or with a depth above u32; a ``removed`` without blocks; and event
+  id 2^64 - 1, because the cursor cannot pass it. A ``removed`` may name a hash twice, for two copies. Unknown fields
+  are ignored.
+- If the ``next_event_id`` of a batch is above the id after its last event, or in a heartbeat above the cursor, events
+  were lost: a gap. A lower ``next_event_id`` is ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Rank = tuple[int, int]
 """(worker_id, dp_rank)"""
 
 MAX_EVENT_BLOCKS = 1 << 16
-"""Blocks in one event at most; a batch under 512 KiB cannot hold more."""
+"""Maximum number of blocks in one event. A batch under 512 KiB cannot contain more."""
 
 TokenBuffer = bytes | bytearray | memoryview | Sequence[int]
 """Token ids: a list or array of ints, or a contiguous buffer of 32-bit integers (``bytes`` are little-endian u32)."""
@@ -46,114 +48,113 @@ class Scope:
     """What besides its tokens decides whether a block may be shared."""
 
     lora_name: str = ""
-    """LoRA adapter; empty for the base model."""
+    """Name of the LoRA adapter; empty for the base model."""
     cache_salt: str = ""
-    """Salt that keeps a client's cache apart; empty for none."""
+    """Salt that separates a client's cache from others; empty for none."""
     tenant: str = ""
-    """Tenant whose cache is kept apart; empty for none."""
+    """Tenant whose cache is separate from others; empty for none."""
 
 
 class RefusedBatch(ValueError):
-    """A message is not the event batch that it should be."""
+    """Raised when a message is not an event batch, or is of another rank or block size than expected."""
 
     def __init__(self, reason: Literal["unparsable", "rank", "block_size"], detail: str) -> None:
-        """``reason`` is a label for metrics; ``detail`` says what was expected and what was received."""
+        """Creates the error: ``reason`` is a label for metrics; ``detail`` says what was expected and received."""
         super().__init__(detail)
         self.reason = reason
 
 
 class EventBatch(Protocol):
-    """An event batch that was parsed and validated as a whole; ``PrefixIndex.apply`` judges its events.
+    """A parsed event batch with a valid envelope. ``PrefixIndex.apply`` validates its events.
 
-    Made by ``EventBatch(data, rank=None, block_size=None)`` from an encoded KvEventBatch. Raises RefusedBatch if the
-    bytes are none, or if the batch is of another rank or block size than those given.
+    Constructor: ``EventBatch(data, rank=None, block_size=None)`` with an encoded KvEventBatch. Raises RefusedBatch if
+    the bytes cannot be parsed, or if the batch has another rank or block size than the arguments.
     """
 
     @property
     def rank(self) -> Rank:
-        """The rank whose events these are."""
+        """Returns the rank of the events."""
         ...
 
     @property
     def incarnation(self) -> int:
-        """The rank's incarnation."""
+        """Returns the rank's incarnation."""
         ...
 
     @property
     def next_event_id(self) -> int:
-        """Id of the event after the batch, as the batch names it."""
+        """Returns the id of the event after the batch, as the batch states it."""
         ...
 
     @property
     def reached(self) -> int:
-        """The higher of ``next_event_id`` and the id after the highest in the batch, 2^64 - 1 at most."""
+        """Returns the higher of ``next_event_id`` and the highest event id plus one, at most 2^64 - 1."""
         ...
 
     @property
     def events(self) -> int:
-        """Number of events; 0 in a heartbeat."""
+        """Returns the number of events; 0 in a heartbeat."""
         ...
 
     @property
     def clears_all(self) -> bool:
-        """Whether an event clears every tier."""
+        """Returns whether an event clears every tier."""
         ...
 
     @property
     def published_unix_ns(self) -> int:
-        """When it was published, nanoseconds since 1970; 0 if unknown."""
+        """Returns the time of publication, nanoseconds since 1970; 0 if unknown."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of the memory of the parsed batch with its encoded form."""
+        """Returns the estimated memory of the parsed batch and its encoded form, in bytes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ApplySummary:
-    """What one batch did to the index."""
+    """The result of applying one batch."""
 
     worker_id: int
-    """The rank's worker; 0 if the batch could not be parsed."""
+    """Worker id of the rank; 0 if the batch could not be parsed."""
     dp_rank: int
-    """The rank."""
+    """Data-parallel rank; 0 if the batch could not be parsed."""
     applied: int = 0
-    """Events applied; the cursor moved by these and by ``rejected`` and ``unknown_parents``. Events of a rank over
-    bound, and the one that took it there, count here."""
+    """Events applied. The cursor moved past these, ``rejected`` and ``unknown_parents``. Events of an evicted rank, and
+    the event that caused the eviction, count as applied."""
     stored_blocks: int = 0
-    """Blocks in the stores that were applied, held before or not; without those of a rank over bound."""
+    """Blocks in the applied ``stored`` events, resident before or not; without those of an evicted rank."""
     removed_blocks: int = 0
-    """Blocks in the removals that were applied and were held."""
+    """Blocks in the applied ``removed`` events that were resident."""
     duplicates: int = 0
-    """Events below the cursor, dropped."""
+    """Events below the cursor. They are dropped."""
     fenced: int = 0
-    """Events of an older incarnation, dropped; a batch without events counts 1."""
+    """Events of an earlier incarnation. They are dropped. A batch without events counts as 1."""
     gap: tuple[int, int] | None = None
-    """(id expected, id found) where ids were missing: that event and the rest of the batch are *not* applied, and the
-    cursor stays before them. Where only next_event_id shows that ids are missing, it is the id found, and all events of
-    the batch are applied."""
+    """(expected id, received id) if ids are missing. That event and the rest of the batch are *not* applied, and the
+    cursor stays at the expected id. If only next_event_id shows the gap, it is the received id, and all events of the
+    batch are applied."""
     unknown_parents: int = 0
-    """Stores whose parent is not held: skipped, the cursor moves on, the rank is partial from then on. Blocks that they
-    name are released where they were held: they are somewhere else, and it is not known where."""
+    """``stored`` events whose parent is not resident. They are skipped, the cursor moves on, and the rank is partial.
+    Copies of the blocks that they name are released, because these blocks are now at an unknown place."""
     unknown_removals: int = 0
-    """Removed blocks that were not held."""
+    """Removed blocks that were not resident."""
     rejected: tuple[str, ...] = ()
-    """Why events were refused (at most 16 reasons): they are skipped, the cursor moves on, the rank is partial."""
+    """Reasons of rejected events, at most 16. The events are skipped, the cursor moves on, and the rank is partial."""
     unparsable: str = ""
-    """Why the batch as a whole could not be read; nothing of it was applied."""
+    """Why the batch could not be parsed; nothing of it was applied. Empty if it could."""
     next_event_id: int = 0
     """The rank's cursor after the batch."""
     incarnation: int = 0
     """The rank's incarnation after the batch."""
     new_incarnation: bool = False
-    """Whether the batch began a new incarnation of a rank that was known, so that older blocks were dropped."""
+    """Whether the batch started a new incarnation of a known rank, so that the rank's older blocks were dropped."""
     digest_differs: bool = False
-    """Whether the batch carries a digest, ends at the rank's cursor, and the digest is not that of the index. Left
-    unchecked (False) after a gap, for partial ranks, and for batches with events unless the index was made with
-    check_digests."""
+    """Whether the batch has a digest, ends at the rank's cursor, and its digest differs from the index's. Not checked
+    (False) after a gap, for partial ranks, and for batches with events unless the index has ``check_digests`` set."""
     evicted_blocks: int | None = None
-    """Entries dropped because the rank took the index over a bound, and was emptied; None if it did not."""
+    """Entries dropped because the rank was evicted; None if it was not."""
 
 
 class RankInfo(NamedTuple):
@@ -164,13 +165,13 @@ class RankInfo(NamedTuple):
     incarnation: int
     next_event_id: int
     blocks: int
-    """Entries held: (engine hash, tier) pairs."""
+    """Number of entries: (engine hash, tier) pairs."""
     memory_bytes: int
-    """Estimate of the memory that would be free without this rank."""
+    """Estimated memory that the removal of this rank would free."""
     partial: bool
     """Whether blocks may be missing."""
     evicted: bool = False
-    """Whether it was emptied because it took the index over a bound, and takes no blocks since."""
+    """Whether the rank was emptied because the index reached a bound, and stores no blocks since."""
 
 
 class IndexStats(NamedTuple):
@@ -178,114 +179,113 @@ class IndexStats(NamedTuple):
 
     ranks: int
     blocks: int
-    """Entries over all ranks: (rank, engine hash, tier)."""
+    """Number of entries over all ranks: (rank, engine hash, tier)."""
     distinct_blocks: int
-    """Distinct places. Blocks that were loaded without all of their ancestors may be left out."""
+    """Number of distinct places. Blocks that were loaded without all their ancestors may not be counted."""
     memory_bytes: int
-    """Memory in use by the index, from its own accounting."""
+    """Memory used by the index, by its own accounting."""
 
 
 class MemoryBudget(Protocol):
-    """A bound on the memory of several indexes together.
+    """A memory bound that several indexes share.
 
-    Made by ``MemoryBudget(max_bytes=0)``; 0 is no bound.
+    Constructor: ``MemoryBudget(max_bytes=0)``; 0 is no bound.
     """
 
     @property
     def max_bytes(self) -> int:
-        """The bound; 0 is none."""
+        """Returns the bound, in bytes; 0 is no bound."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """Memory of all indexes that share the budget, as of their last changes."""
+        """Returns the memory of all indexes that share the budget, as of their last changes, in bytes."""
         ...
 
 
 class PrefixIndex(Protocol):
-    """Who holds which blocks, for the ranks of one component.
+    """The prefix index of one component: the resident blocks of each rank.
 
-    Made by ``PrefixIndex(max_blocks=0, budget=None, check_digests=False)``. ``max_blocks`` bounds ``blocks`` of
-    ``stats()``; 0 is no bound. ``budget`` is a MemoryBudget that bounds ``memory_bytes`` over all indexes which share
-    it; None is no bound. A rank whose store or load ends above a bound is evicted: emptied and partial, and its events
-    move the cursor only, until it is replaced, begins a new incarnation, or an event clears all its tiers.
+    Constructor: ``PrefixIndex(max_blocks=0, budget=None, check_digests=False)``. ``max_blocks`` bounds ``blocks`` of
+    ``stats()``; 0 is no bound. ``budget`` is a MemoryBudget that bounds ``memory_bytes`` over all indexes that share
+    it; None is no bound. A rank whose ``stored`` event or load exceeds a bound is evicted: it is emptied and partial,
+    and its events only move the cursor, until it is replaced, starts a new incarnation, or an event clears all tiers.
 
-    Any number of threads may call any method. Dumps, digests and statistics run beside queries, digests of heartbeats
-    included; only changes of the index make a query wait, for one change at most.
+    Any number of threads may call any method. Dumps, digests (also those of heartbeats) and statistics run concurrently
+    with queries. Only changes of the index make a query wait, for at most one change.
     """
 
     def apply(self, batch: Any) -> ApplySummary:
-        """Applies a KvEventBatch: an ``EventBatch`` or encoded. Never raises for what the bytes contain.
+        """Applies an ``EventBatch`` or an encoded KvEventBatch. Never raises because of its content.
 
-        A new rank starts at event 0 of the batch's incarnation; a higher incarnation drops the rank's
-        blocks and starts again at event 0.
+        A new rank starts at event 0 of the batch's incarnation. A higher incarnation drops the rank's blocks and starts
+        again at event 0.
         """
         ...
 
     def find_matches(self, local_hashes: bytes) -> bytes:
-        """The encoded FindMatchesResponse for a prompt: every rank of the index, in order of (worker_id, dp_rank).
+        """Returns the encoded FindMatchesResponse for a prompt, with every rank in order of (worker_id, dp_rank).
 
         Raises:
-            ValueError: the bytes are no whole number of hashes.
+            ValueError: the number of bytes is not a multiple of 8.
         """
         ...
 
     def try_find_matches(self, local_hashes: bytes) -> bytes | None:
-        """As ``find_matches``; None if the index is being changed: for callers that must not wait."""
+        """Returns what ``find_matches`` returns, or None at once if the index is being changed."""
         ...
 
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
-        """Overlap to ``tier`` (a value of the enum Tier) by slot: packed little-endian u32, as many as ``slots()``.
+        """Returns the overlap to ``tier`` (a value of the enum Tier) of each slot, as packed little-endian u32.
+
+        The result has one number per entry of ``slots()``.
 
         Raises:
-            ValueError: there is no such tier (TIER_UNSPECIFIED is none), or the bytes are no whole number of hashes.
+            ValueError: the tier is unknown or TIER_UNSPECIFIED, or the number of bytes is not a multiple of 8.
         """
         ...
 
     def overlaps_of_tokens(self, token_ids: TokenBuffer, block_size: int, scope: Scope = ..., tier: int = 1) -> bytes:
-        """As ``overlaps``, from tokens."""
+        """Returns ``overlaps`` of the hashes of tokens."""
         ...
 
     def slots(self) -> list[Rank | None]:
-        """The rank behind each slot; None for a slot that is free, which the next rank takes.
+        """Returns the rank of each slot; None for a free slot, which the next new rank gets.
 
         A rank keeps its slot while it is in the index.
         """
         ...
 
     def cursor(self, rank: Rank) -> tuple[int, int] | None:
-        """(incarnation, next_event_id) of a rank; None if it is unknown."""
+        """Returns (incarnation, next_event_id) of a rank; None if it is unknown."""
         ...
 
     def digest(self, rank: Rank) -> int | None:
-        """Digest of a rank's entries as KvEventBatch.digest defines it; None if the rank is unknown."""
+        """Returns the digest of a rank's entries, defined at KvEventBatch.digest; None if the rank is unknown."""
         ...
 
     def is_evicted(self, rank: Rank) -> bool:
-        """Whether a rank was emptied because it took the index over a bound, and takes no blocks since."""
+        """Returns whether a rank was emptied because the index reached a bound, and stores no blocks since."""
         ...
 
     def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
-        """Replaces a rank by an empty one with that cursor. Returns the entries dropped."""
+        """Replaces a rank by an empty one with this cursor. Returns the number of entries dropped."""
         ...
 
     def remove_rank(self, rank: Rank) -> int:
-        """Forgets a rank and its cursor. Returns the entries dropped; 0 if it is unknown."""
+        """Removes a rank and its cursor. Returns the number of entries dropped; 0 if the rank is unknown."""
         ...
 
     def mark_partial(self, rank: Rank, partial: bool) -> None:
-        """Marks whether a rank's blocks may be fewer than it holds. Unknown ranks are left alone.
-
-        A rank over bound stays partial all the same.
-        """
+        """Sets whether blocks of a rank may be missing. Ignores unknown ranks. An evicted rank stays partial."""
         ...
 
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
-        """Encoded RankState chunks of one rank, parents before children, the last one marked; one chunk at least.
+        """Yields encoded RankState chunks of one rank, parents before children, the last one with ``last`` set.
 
-        A block's parent_engine_hash is left out where no held entry is at the parent's place, and may be where the
-        block came from a dump that left it out; sequence_hash and depth are always there. The cursor and the blocks
-        are those of the call, whatever is applied while the chunks are read. An unknown rank gives nothing.
+        A known rank has at least one chunk, an unknown rank none. A block's parent_engine_hash is omitted if no entry
+        is at the parent's place, and may be omitted if the block was loaded without it; sequence_hash and depth are
+        always set. Cursor and blocks are those at the time of the call, whatever is applied meanwhile.
 
         Raises:
             ValueError: ``chunk_blocks`` is below 1.
@@ -293,77 +293,77 @@ class PrefixIndex(Protocol):
         ...
 
     def load_rank(self, chunks: Iterable[bytes]) -> int:
-        """Replaces a rank by a dump, atomically. Returns its entries.
+        """Replaces a rank by a dump, atomically. Returns the number of its entries.
 
-        Digest, counting and whether blocks are missing are those of the last chunk. A block without a
-        parent_engine_hash is taken to be at its sequence_hash; at depth 0 that is its local hash.
+        Digest, copy counting and ``partial`` are taken from the last chunk. The place of a block without a
+        parent_engine_hash is its sequence_hash; at depth 0 that is its local hash.
 
         Raises:
-            InvalidDump: the chunks cannot be parsed, disagree on rank or cursor, lack a last one or go on after it, or
-                do not match their digest; or a block comes twice, names a parent that did not come before it, is
-                elsewhere than its parent and local hash say, or has no copies, or an unknown tier, or a tier twice.
-                The index is then unchanged.
+            InvalidDump: the chunks cannot be parsed, differ in rank or cursor, have no last one or continue after it,
+                or do not match their digest; or a block appears twice, appears before its parent, has another sequence
+                hash or depth than follows from its parent and local hash, has no copies, has an unknown tier, or has a
+                tier twice. The index is then unchanged.
         """
         ...
 
     def ranks(self) -> list[RankInfo]:
-        """All ranks, in order of (worker_id, dp_rank)."""
+        """Returns all ranks, in order of (worker_id, dp_rank)."""
         ...
 
     def stats(self) -> IndexStats:
-        """Size of the index."""
+        """Returns the size of the index."""
         ...
 
 
 class InvalidDump(ValueError):
-    """A dump cannot be loaded; the message says why."""
+    """Raised when a dump cannot be loaded; the message says why."""
 
 
 class PredictedIndex(Protocol):
-    """Blocks that ranks are predicted to hold, from where requests were sent: the approximate mode.
+    """Predicted blocks of ranks, derived from the requests sent to them.
 
-    Made by ``PredictedIndex(ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8)``. Time is handed in, seconds of a
-    monotonic clock; an earlier time than one handed in before counts as that one. An entry (rank, place) lives while it
-    is less than ``ttl_seconds`` since a request with it was last recorded. When a record leads to more than
-    ``max_blocks`` entries, expired ones not counted, the least recently used go until ``int(prune_ratio * max_blocks)``
-    are left; of entries used at the same time, deeper ones go first.
+    Constructor: ``PredictedIndex(ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8)``. The caller passes the time,
+    in seconds of a monotonic clock; a time earlier than a previous one counts as the previous one. An entry
+    (rank, place) expires ``ttl_seconds`` after a request with it was last recorded. When a call of ``record`` leads to
+    more than ``max_blocks`` entries that are not expired, the least recently used are dropped until
+    ``int(prune_ratio * max_blocks)`` are left; of entries used at the same time, deeper ones are dropped first.
     """
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
-        """A request with these blocks was sent to the rank."""
+        """Records that a request with these blocks was sent to the rank."""
         ...
 
     def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
-        """Overlap of every rank that has one above 0."""
+        """Returns the overlaps above 0 by rank, in blocks."""
         ...
 
     def remove_rank(self, rank: Rank) -> int:
-        """Forgets a rank. Returns the entries dropped."""
+        """Removes a rank. Returns the number of entries dropped."""
         ...
 
     def expire(self, now: float) -> int:
-        """Drops what is too old. Returns how many entries; ``overlaps`` never counts such entries, dropped or not."""
+        """Drops expired entries, which ``overlaps`` ignores in any case. Returns their number."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class LoadColumns(NamedTuple):
-    """Load of ranks, as columns of signed 64-bit words (format ``q``): entry i of each speaks of ``ranks[i]``.
+    """Load of ranks as columns of signed 64-bit integers (format ``q``): entry i of each belongs to ``ranks[i]``.
 
-    A sum that goes past a word reads as 2^63 - 1.
+    A sum above 2^63 - 1 is given as 2^63 - 1.
     """
 
     ranks: tuple[Rank, ...]
-    """In order of (worker_id, dp_rank). The native core gives the same tuple until other ranks are there."""
+    """In order of (worker_id, dp_rank). The native core returns the same tuple until the ranks change."""
     active_blocks: memoryview
-    """Distinct blocks of requests in flight, with those of the given request, if any."""
+    """Distinct blocks of the requests in flight and of the given request, if any."""
     prefill_tokens: memoryview
-    """Prefill tokens booked and not done, without those of the given request."""
+    """Prompt tokens that are booked and not yet computed, without those of the given request."""
     requests: memoryview
-    """Bookings that are not freed."""
+    """Live bookings."""
     leading_active_blocks: memoryview
-    """Leading blocks of the given request that are active there; 0 if none was given."""
+    """Leading blocks of the given request that are active on the rank; 0 without a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,46 +374,46 @@ class BookingRequest:
     """(request_id, attempt, stage)"""
     rank: Rank
     sequence_hashes: bytes = field(repr=False)
-    """Sequence hashes of the prompt's full blocks."""
+    """Packed sequence hashes of the prompt's full blocks."""
     prompt_tokens: int
     prefill_tokens: int
-    """Prompt tokens that the rank must compute: those not held when the request was booked."""
+    """Prompt tokens that the rank must compute: those that were not resident when the request was booked."""
     track_blocks: bool = True
     """Whether its blocks count as active."""
     unique_blocks: bool = False
-    """Whether its blocks are taken as shared with no other request's."""
+    """Whether to assume that it shares no block with another request."""
 
 
 class ActiveSequences(Protocol):
-    """Load that requests in flight put on the ranks of one component: exact under any order of calls.
+    """The load of the requests in flight on the ranks of one component, exact for any order of calls.
 
-    Made by ``ActiveSequences(block_size, max_bookings=1 << 20, tombstones=1 << 16)``. A booking is booked, then
-    prefilled, then freed; states merge by maximum, so that a call which comes late or twice changes nothing. Freed keys
-    are kept, the newest ``tombstones`` of them (a key freed again is new again), and are not booked again.
+    Constructor: ``ActiveSequences(block_size, max_bookings=1 << 20, tombstones=1 << 16)``. A booking is booked, then
+    prefilled, then freed, and never goes back, so that a late or duplicate call changes nothing. The newest
+    ``tombstones`` freed keys are kept, and cannot be booked again. Freeing a key again makes it the newest.
 
-    Active blocks of a rank are the distinct full blocks (by sequence hash) of its tracked bookings, and for each
-    booking ``ceil((prompt + output tokens) / block_size) - prompt_tokens // block_size`` private ones (for a booking of
-    unique blocks, all of them are private).
+    The active blocks of a rank are the distinct full blocks (by sequence hash) of its tracked bookings, plus for each
+    of these ``ceil((prompt + output tokens) / block_size) - prompt_tokens // block_size`` private blocks. If a booking
+    has unique blocks, all its blocks are private.
     """
 
     def add_rank(self, rank: Rank) -> None:
-        """Makes a rank known, with no load; a known one is left alone."""
+        """Adds a rank without load. Does nothing if the rank is known."""
         ...
 
     def remove_rank(self, rank: Rank) -> list[tuple[str, int, int]]:
-        """Forgets a rank. Its bookings are freed; their keys are returned, in the order in which they were booked."""
+        """Removes a rank and frees its bookings. Returns their keys, in the order in which they were booked."""
         ...
 
     def book(self, booking: BookingRequest) -> bool:
-        """Books. Returns False, and changes nothing, if the key is booked already or was freed.
+        """Adds a booking. Returns False, and changes nothing, if the key is booked already or was freed.
 
-        A key whose prefill_complete or output_tokens came before the booking is not remembered for that: only frees
-        are.
+        Calls of ``prefill_complete`` and ``output_tokens`` before the booking have no effect on it; ``free`` has.
 
         Raises:
             KeyError: the rank is unknown.
-            OverflowError: there are ``max_bookings`` already.
-            ValueError: the bytes of the sequence hashes are no whole number, or a number of tokens is negative.
+            OverflowError: there are ``max_bookings`` bookings already.
+            ValueError: the number of bytes of the sequence hashes is not a multiple of 8, or a number of tokens is
+                negative.
         """
         ...
 
@@ -422,28 +422,28 @@ class ActiveSequences(Protocol):
         ...
 
     def prefill_complete(self, key: tuple[str, int, int]) -> bool:
-        """The prompt is computed: its prefill tokens count no more. Returns whether the booking is live."""
+        """Records that the prompt is computed, which ends its prefill tokens. Returns whether the booking is live."""
         ...
 
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> bool:
-        """``tokens`` have been generated in all; a lower number than before changes nothing.
+        """Sets the total number of generated tokens; a lower number than before changes nothing.
 
         Returns whether the booking is live.
         """
         ...
 
     def free(self, key: tuple[str, int, int]) -> bool:
-        """Releases a booking. Returns whether it was live; an unknown key is remembered as freed all the same."""
+        """Frees a booking. Returns whether it was live. An unknown key gets a tombstone too."""
         ...
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
-        """Load of every rank; given a prompt, with its blocks (and its partial tail) added to ``active_blocks``.
+        """Returns the load of every rank. The blocks of a given prompt, with its partial one, count as active.
 
         Raises:
-            ValueError: the bytes of the sequence hashes are no whole number.
+            ValueError: the number of bytes of the sequence hashes is not a multiple of 8.
         """
         ...
 
     def __len__(self) -> int:
-        """Live bookings."""
+        """Returns the number of live bookings."""
         ...

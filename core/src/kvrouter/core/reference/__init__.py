@@ -1,6 +1,6 @@
-"""The core in plain Python: what every operation means, written down as directly as dicts and sets allow.
+"""The core in plain Python: every operation in its simplest form, on dicts and sets.
 
-It is the oracle of the randomized tests, and it runs where there is no Rust toolchain.
+Randomized tests compare the Rust core with it. It also runs on machines without a Rust toolchain.
 """
 
 from kvrouter.core.reference.active_sequences import ActiveSequences

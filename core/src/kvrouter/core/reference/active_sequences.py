@@ -1,4 +1,4 @@
-"""Load that requests in flight put on ranks."""
+"""Accounts for the load of the requests in flight on each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = (1 << 63) - 1
 class _Live:
     booking: BookingRequest
     shared: frozenset[int]
-    """Full blocks that count once for all bookings of the rank."""
+    """Sequence hashes of full blocks that count once for all bookings of the rank."""
     prefilled: bool = False
     output_tokens: int = 0
 
@@ -28,17 +28,19 @@ class _Live:
 class _Load:
     live: dict[_Key, _Live] = field(default_factory=dict)
     shared: Counter[int] = field(default_factory=Counter)
-    """Sequence hash → bookings that have it."""
+    """Sequence hash → number of bookings with this block."""
 
 
 class ActiveSequences:
-    """See ``kvrouter.core.interface.ActiveSequences``. Not safe for use by two threads at once."""
+    """Implements ``kvrouter.core.interface.ActiveSequences``. Not thread-safe."""
 
     def __init__(self, block_size: int, max_bookings: int = 1 << 20, tombstones: int = 1 << 16) -> None:
         if block_size < 1:
-            raise ValueError(f"the block size is {block_size}, must be 1 or more")
+            raise ValueError(f"expected a block size of 1 or more, received {block_size}")
         if max_bookings < 0 or tombstones < 0:
-            raise ValueError("bounds are 0 or more")
+            raise ValueError(
+                f"expected bounds of 0 or more, received {max_bookings} bookings and {tombstones} tombstones"
+            )
         self._block_size = block_size
         self._max_bookings = max_bookings
         self._max_tombstones = tombstones
@@ -47,11 +49,11 @@ class ActiveSequences:
         self._freed: OrderedDict[_Key, None] = OrderedDict()
 
     def add_rank(self, rank: Rank) -> None:
-        """Makes a rank known."""
+        """Adds a rank without load."""
         self._loads.setdefault(rank, _Load())
 
     def remove_rank(self, rank: Rank) -> list[_Key]:
-        """Forgets a rank; its bookings are freed."""
+        """Removes a rank and frees its bookings."""
         load = self._loads.get(rank)
         keys = list(load.live) if load else []
         for key in keys:
@@ -60,17 +62,20 @@ class ActiveSequences:
         return keys
 
     def book(self, booking: BookingRequest) -> bool:
-        """Books."""
+        """Adds a booking."""
         places = unpack(booking.sequence_hashes)
         if booking.prompt_tokens < 0 or booking.prefill_tokens < 0:
-            raise ValueError("numbers of tokens are 0 or more")
+            raise ValueError(
+                f"expected 0 or more tokens, received {booking.prompt_tokens} prompt tokens and"
+                f" {booking.prefill_tokens} prefill tokens"
+            )
         if booking.key in self._rank_of or booking.key in self._freed:
             return False
         load = self._loads.get(booking.rank)
         if load is None:
             raise KeyError(booking.rank)
         if len(self._rank_of) >= self._max_bookings:
-            raise OverflowError(f"there are {self._max_bookings} bookings already")
+            raise OverflowError(f"expected at most {self._max_bookings} bookings, received one more")
         shared = frozenset(places) if booking.track_blocks and not booking.unique_blocks else frozenset()
         load.live[booking.key] = _Live(booking, shared)
         load.shared.update(shared)
@@ -82,21 +87,21 @@ class ActiveSequences:
         return self._rank_of.get(key)
 
     def prefill_complete(self, key: _Key) -> bool:
-        """The prompt is computed."""
+        """Records that the prompt is computed."""
         live = self._live(key)
         if live is not None:
             live.prefilled = True
         return live is not None
 
     def output_tokens(self, key: _Key, tokens: int) -> bool:
-        """``tokens`` have been generated in all."""
+        """Sets the total number of generated tokens."""
         live = self._live(key)
         if live is not None:
             live.output_tokens = max(live.output_tokens, tokens)
         return live is not None
 
     def free(self, key: _Key) -> bool:
-        """Releases a booking."""
+        """Frees a booking."""
         self._freed[key] = None
         self._freed.move_to_end(key)
         if len(self._freed) > self._max_tombstones:
@@ -112,7 +117,7 @@ class ActiveSequences:
         return True
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
-        """Load of every rank."""
+        """Returns the load of every rank."""
         places = unpack(sequence_hashes)
         tail = self._blocks(prompt_tokens) - prompt_tokens // self._block_size
         rows = []
@@ -130,7 +135,7 @@ class ActiveSequences:
         return LoadColumns(tuple(sorted(self._loads)), active_blocks, prefill_tokens, requests, leading_blocks)
 
     def __len__(self) -> int:
-        """Live bookings."""
+        """Returns the number of live bookings."""
         return len(self._rank_of)
 
     def _live(self, key: _Key) -> _Live | None:
@@ -145,7 +150,7 @@ class ActiveSequences:
         return self._blocks(booking.prompt_tokens + live.output_tokens) - shared_tokens // self._block_size
 
     def _blocks(self, tokens: int) -> int:
-        """Blocks that hold the tokens, the last one perhaps in part."""
+        """Returns the number of blocks for the tokens; the last one may be partial."""
         return -(-tokens // self._block_size)
 
 

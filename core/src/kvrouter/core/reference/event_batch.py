@@ -1,4 +1,4 @@
-"""An event batch, parsed once for whoever looks at it and for the index that applies it."""
+"""Parses an event batch once, for its readers and for the index that applies it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTES_PER_EVENT = 200
 
 
 class EventBatch:
-    """See ``kvrouter.core.interface.EventBatch``."""
+    """Implements ``kvrouter.core.interface.EventBatch``."""
 
     def __init__(self, data: bytes, rank: Rank | None = None, block_size: int | None = None) -> None:
         try:
@@ -32,33 +32,33 @@ class EventBatch:
 
     @property
     def rank(self) -> Rank:
-        """The rank whose events these are."""
+        """Returns the rank of the events."""
         return (self.message.worker_id, self.message.dp_rank)
 
     @property
     def incarnation(self) -> int:
-        """The rank's incarnation."""
+        """Returns the rank's incarnation."""
         return self.message.incarnation
 
     @property
     def next_event_id(self) -> int:
-        """Id of the event after the batch, as the batch names it."""
+        """Returns the id of the event after the batch, as the batch states it."""
         return self.message.next_event_id
 
     @property
     def reached(self) -> int:
-        """The higher of ``next_event_id`` and the id after the highest in the batch."""
+        """Returns the higher of ``next_event_id`` and the highest event id plus one."""
         after = max((event.event_id + 1 for event in self.message.events), default=0)
         return min(max(after, self.message.next_event_id), LAST_EVENT_ID)
 
     @property
     def events(self) -> int:
-        """Number of events."""
+        """Returns the number of events."""
         return len(self.message.events)
 
     @property
     def clears_all(self) -> bool:
-        """Whether an event clears every tier."""
+        """Returns whether an event clears every tier."""
         return any(
             event.WhichOneof("change") == "cleared" and event.tier == Tier.TIER_UNSPECIFIED
             for event in self.message.events
@@ -66,10 +66,10 @@ class EventBatch:
 
     @property
     def published_unix_ns(self) -> int:
-        """When it was published, nanoseconds since 1970."""
+        """Returns the time of publication, nanoseconds since 1970."""
         return self.message.published_unix_ns
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of the memory of the parsed batch with its encoded form."""
+        """Returns the estimated memory of the parsed batch and its encoded form, in bytes."""
         return 2 * self._bytes + _BYTES_PER_EVENT * self.events

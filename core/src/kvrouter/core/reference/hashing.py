@@ -4,13 +4,13 @@
 ``sequence[0] = local[0]``
 ``sequence[i] = XXH3-64(le64(sequence[i-1]) ‖ le64(local[i]); 1337)``
 
-The seed keeps scopes apart:
+Each scope has a seed of its own:
 
 - no scope: 1337
 - LoRA adapter only: 1337 + XXH3-64(name as UTF-8; 0), mod 2^64
 - salt or tenant set: XXH3-64(le32(length) ‖ UTF-8, of the adapter, then the salt, then the tenant; 1337)
 
-The first two equal what Dynamo 1.6 computes. Lengths count bytes; an absent part has length 0. Only full blocks are
+The first two are equal to those of Dynamo 1.6. Lengths are in bytes; an absent part has length 0. Only full blocks are
 hashed. ``hash_vectors.json`` beside this package has examples for implementations in other languages.
 """
 
@@ -36,22 +36,22 @@ def local_hashes(
     scope: Scope = Scope(),  # noqa: B008 (immutable)
     multimodal: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """Local hashes of the full blocks of a prompt, packed as little-endian u64.
+    """Returns the local hashes of the full blocks of a prompt, packed as little-endian u64.
 
     Args:
         token_ids: The prompt. A buffer of bytes is read as little-endian u32, one of 32-bit integers as it is.
         block_size: Tokens per block, 1 or more.
         scope: Adapter, salt and tenant.
-        multimodal: (block index, content hash) pairs. Those of one block count in the order given; those past the last
+        multimodal: (block index, content hash) pairs. The order of pairs of one block matters; pairs after the last
             full block have no effect.
 
     Raises:
-        ValueError: the block size is below 1, or the bytes are no whole number of tokens.
+        ValueError: the block size is below 1, or the number of bytes is not a multiple of 4.
         OverflowError: a token id is outside u32, a block index is outside u32, or a content hash is outside u64.
-        TypeError: the tokens are no integers.
+        TypeError: a token is not an integer.
     """
     if block_size < 1:
-        raise ValueError(f"the block size is {block_size}, must be 1 or more")
+        raise ValueError(f"expected a block size of 1 or more, received {block_size}")
     tokens = _le32(token_ids)
     appended = _by_block(multimodal)
     seed = scope_seed(scope)
@@ -64,17 +64,17 @@ def local_hashes(
 
 
 def sequence_hashes(local: bytes) -> bytes:
-    """Sequence hashes for packed local hashes that begin a sequence.
+    """Returns the packed sequence hashes of packed local hashes from the start of a sequence.
 
     Raises:
-        TypeError: that is neither bytes nor a buffer of unsigned 64-bit integers.
-        ValueError: the bytes are no whole number of hashes, or lie in pieces.
+        TypeError: the argument is neither bytes nor a buffer of unsigned 64-bit integers.
+        ValueError: the number of bytes is not a multiple of 8, or the buffer is not contiguous.
     """
     return pack(chain(None, unpack(local)))
 
 
 def scope_seed(scope: Scope) -> int:
-    """Seed of the local hashes of a scope."""
+    """Returns the seed of the local hashes of a scope."""
     lora = scope.lora_name.encode()
     if scope.cache_salt or scope.tenant:
         parts = (lora, scope.cache_salt.encode(), scope.tenant.encode())
@@ -83,24 +83,24 @@ def scope_seed(scope: Scope) -> int:
 
 
 def chain(parent: int | None, local: Iterable[int]) -> Iterator[int]:
-    """Sequence hashes of a chain of blocks below the sequence hash ``parent``, or from the start of a sequence."""
+    """Yields the sequence hashes of a chain of blocks below the sequence hash ``parent``; None starts a sequence."""
     for one in local:
         parent = one if parent is None else xxh3_64_intdigest(struct.pack("<QQ", parent, one), SEED)
         yield parent
 
 
 def pack(hashes: Iterable[int]) -> bytes:
-    """Hashes as little-endian u64."""
+    """Packs hashes as little-endian u64."""
     numbers = list(hashes)
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def unpack(packed: bytes) -> tuple[int, ...]:
-    """Hashes of little-endian u64.
+    """Unpacks hashes from little-endian u64.
 
     Raises:
-        TypeError: that is neither bytes nor a buffer of unsigned 64-bit integers.
-        ValueError: the bytes are no whole number of hashes, or lie in pieces.
+        TypeError: the argument is neither bytes nor a buffer of unsigned 64-bit integers.
+        ValueError: the number of bytes is not a multiple of 8, or the buffer is not contiguous.
     """
     view = memoryview(packed)
     if view.format not in _BYTES and not (view.format in _WORDS and view.itemsize == 8 and sys.byteorder == "little"):

@@ -7,25 +7,25 @@ from weakref import WeakSet
 
 
 class Charged(Protocol):
-    """Something whose memory counts against a budget."""
+    """An index whose memory counts against a budget."""
 
     charged_bytes: int
 
 
 class MemoryBudget:
-    """See ``kvrouter.core.interface.MemoryBudget``."""
+    """Implements ``kvrouter.core.interface.MemoryBudget``."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         if max_bytes < 0:
-            raise ValueError("bounds are 0 (none) or more")
+            raise ValueError(f"expected a bound of 0 (none) or more, received {max_bytes}")
         self.max_bytes = max_bytes
         self._indexes: WeakSet[Charged] = WeakSet()
 
     @property
     def used_bytes(self) -> int:
-        """Memory of all indexes, as of their last changes."""
+        """Returns the memory of all indexes as of their last changes, in bytes."""
         return sum(index.charged_bytes for index in list(self._indexes))
 
     def add(self, index: Charged) -> None:
-        """Counts the memory of an index for as long as it lives."""
+        """Counts the memory of an index while the index exists."""
         self._indexes.add(index)

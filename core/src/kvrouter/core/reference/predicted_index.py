@@ -1,4 +1,4 @@
-"""The approximate mode's index: blocks that ranks are predicted to hold."""
+"""Index of predicted blocks, for components whose workers publish no events."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvrouter.core.reference.hashing import sequence_hashes, unpack
 
 class _Use(NamedTuple):
     at: float
-    """When a request with the block was last recorded, seconds."""
+    """Time when a request with the block was last recorded, in seconds."""
     depth: int
 
 
 class PredictedIndex:
-    """See ``kvrouter.core.interface.PredictedIndex``. Not safe for use by two threads at once."""
+    """Implements ``kvrouter.core.interface.PredictedIndex``. Not thread-safe."""
 
     def __init__(self, ttl_seconds: float = 120.0, max_blocks: int = 1 << 20, prune_ratio: float = 0.8) -> None:
         if not ttl_seconds > 0:
-            raise ValueError(f"entries live {ttl_seconds} seconds, must be above 0")
+            raise ValueError(f"expected a time to live above 0 seconds, received {ttl_seconds}")
         if max_blocks < 1:
-            raise ValueError(f"there is room for {max_blocks} blocks, must be 1 or more")
+            raise ValueError(f"expected a bound of 1 or more blocks, received {max_blocks}")
         if not 0 <= prune_ratio <= 1:
-            raise ValueError(f"the prune ratio is {prune_ratio}, must be 0 to 1")
+            raise ValueError(f"expected a prune ratio from 0 to 1, received {prune_ratio}")
         self._ttl_seconds = ttl_seconds
         self._max_blocks = max_blocks
         self._pruned_blocks = int(prune_ratio * max_blocks)
@@ -34,7 +34,7 @@ class PredictedIndex:
         self._residents: dict[int, set[Rank]] = {}
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
-        """A request with these blocks was sent to the rank."""
+        """Records that a request with these blocks was sent to the rank."""
         places = unpack(sequence_hashes(local_hashes))
         self.expire(now)
         for depth, place in reversed(list(enumerate(places))):
@@ -47,7 +47,7 @@ class PredictedIndex:
                 self._drop(key)
 
     def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
-        """Overlap of every rank that has one above 0."""
+        """Returns the overlaps above 0 by rank, in blocks."""
         self._now = max(self._now, now)
         overlaps: dict[Rank, int] = {}
         for depth, place in enumerate(unpack(sequence_hashes(local_hashes))):
@@ -62,14 +62,14 @@ class PredictedIndex:
         return overlaps
 
     def remove_rank(self, rank: Rank) -> int:
-        """Forgets a rank."""
+        """Removes a rank."""
         keys = [key for key in self._uses if key[0] == rank]
         for key in keys:
             self._drop(key)
         return len(keys)
 
     def expire(self, now: float) -> int:
-        """Drops what is too old."""
+        """Drops expired entries."""
         self._now = max(self._now, now)
         dropped = 0
         while self._uses:
@@ -81,7 +81,7 @@ class PredictedIndex:
         return dropped
 
     def __len__(self) -> int:
-        """Entries, expired ones that were not dropped yet included."""
+        """Returns the number of entries, including expired ones that were not dropped yet."""
         return len(self._uses)
 
     def _drop(self, key: tuple[Rank, int]) -> None:

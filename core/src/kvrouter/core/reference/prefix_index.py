@@ -23,7 +23,7 @@ from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 
 _MAX_REASONS = 16
 _BYTES_PER_BLOCK = 600
-"""Measured with tracemalloc over 100,000 blocks of their own, in one tier."""
+"""Measured with tracemalloc over 100,000 distinct blocks in one tier."""
 _BYTES_PER_RANK = 1024
 
 
@@ -32,7 +32,7 @@ class _Rank:
     incarnation: int
     next_event_id: int = 0
     missing: bool = False
-    """Whether blocks may be missing for another reason than a bound."""
+    """Whether blocks may be missing for a reason other than a bound."""
     over_bound: bool = False
     counted: bool = True
     blocks: RankBlocks = field(default_factory=RankBlocks)
@@ -62,7 +62,7 @@ _T = TypeVar("_T")
 
 
 def _locked(method: Callable[Concatenate[PrefixIndex, _P], _T]) -> Callable[Concatenate[PrefixIndex, _P], _T]:
-    """Lets one thread at a time into the index."""
+    """Runs a method with the lock of the index."""
 
     @functools.wraps(method)
     def call(self: PrefixIndex, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -73,16 +73,16 @@ def _locked(method: Callable[Concatenate[PrefixIndex, _P], _T]) -> Callable[Conc
 
 
 class PrefixIndex:
-    """See ``kvrouter.core.interface.PrefixIndex``."""
+    """Implements ``kvrouter.core.interface.PrefixIndex``."""
 
     def __init__(self, max_blocks: int = 0, budget: MemoryBudget | None = None, check_digests: bool = False) -> None:
         if max_blocks < 0:
-            raise ValueError("bounds are 0 (none) or more")
+            raise ValueError(f"expected a bound of 0 (none) or more, received {max_blocks}")
         self._max_blocks = max_blocks
         self._budget = MemoryBudget() if budget is None else budget
         self._budget.add(self)
         self.charged_bytes = 0
-        """Memory of all ranks, as of the last change."""
+        """Memory of all ranks as of the last change, in bytes."""
         self._check_digests = check_digests
         self._ranks: dict[Rank, _Rank] = {}
         self._slots: list[Rank | None] = []
@@ -141,7 +141,7 @@ class PrefixIndex:
 
     @_locked
     def find_matches(self, local_hashes: bytes) -> bytes:
-        """The encoded FindMatchesResponse for a prompt."""
+        """Returns the encoded FindMatchesResponse for a prompt."""
         places = unpack(sequence_hashes(local_hashes))
         answer = FindMatchesResponse(prompt_blocks=len(places))
         for (worker_id, dp_rank), state in sorted(self._ranks.items()):
@@ -158,7 +158,7 @@ class PrefixIndex:
         return answer.SerializeToString()
 
     def try_find_matches(self, local_hashes: bytes) -> bytes | None:
-        """As ``find_matches``; None if another thread uses the index."""
+        """Returns what ``find_matches`` returns, or None if another thread uses the index."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -168,9 +168,9 @@ class PrefixIndex:
 
     @_locked
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
-        """Overlap to ``tier`` by slot, packed little-endian u32."""
+        """Returns the overlap to ``tier`` of each slot, as packed little-endian u32."""
         if tier not in TIERS:
-            raise ValueError(f"there is no tier {tier}")
+            raise ValueError(f"expected a tier from {TIERS[0]} to {TIERS[-1]}, received {tier}")
         places = unpack(sequence_hashes(local_hashes))
         by_slot = [self._ranks[rank].blocks.overlaps(places)[tier - 1] if rank else 0 for rank in self._slots]
         return struct.pack(f"<{len(by_slot)}I", *by_slot)
@@ -182,29 +182,29 @@ class PrefixIndex:
         scope: Scope = Scope(),  # noqa: B008 (immutable)
         tier: int = 1,
     ) -> bytes:
-        """As ``overlaps``, from tokens."""
+        """Returns ``overlaps`` of the hashes of tokens."""
         return self.overlaps(hash_tokens(token_ids, block_size, scope), tier)
 
     @_locked
     def slots(self) -> list[Rank | None]:
-        """The rank behind each slot."""
+        """Returns the rank of each slot."""
         return list(self._slots)
 
     @_locked
     def cursor(self, rank: Rank) -> tuple[int, int] | None:
-        """(incarnation, next_event_id) of a rank."""
+        """Returns (incarnation, next_event_id) of a rank."""
         state = self._ranks.get(rank)
         return (state.incarnation, state.next_event_id) if state else None
 
     @_locked
     def digest(self, rank: Rank) -> int | None:
-        """Digest of a rank's entries."""
+        """Returns the digest of a rank's entries."""
         state = self._ranks.get(rank)
         return state.blocks.digest() if state else None
 
     @_locked
     def is_evicted(self, rank: Rank) -> bool:
-        """Whether a rank was emptied because it took the index over a bound."""
+        """Returns whether a rank was emptied because the index exceeded a bound."""
         state = self._ranks.get(rank)
         return state is not None and state.over_bound
 
@@ -212,7 +212,7 @@ class PrefixIndex:
     def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
         """Replaces a rank by an empty one."""
         if not (0 <= incarnation <= LAST_EVENT_ID and 0 <= next_event_id <= LAST_EVENT_ID):
-            raise OverflowError(f"the cursor {(incarnation, next_event_id)} is outside u64")
+            raise OverflowError(f"expected a cursor of two u64, received {(incarnation, next_event_id)}")
         before = self._ranks.get(rank)
         self._replace(rank, _Rank(incarnation, next_event_id, missing=partial))
         self._charge()
@@ -220,7 +220,7 @@ class PrefixIndex:
 
     @_locked
     def remove_rank(self, rank: Rank) -> int:
-        """Forgets a rank and its cursor."""
+        """Removes a rank and its cursor."""
         state = self._ranks.pop(rank, None)
         if state is None:
             return 0
@@ -230,16 +230,16 @@ class PrefixIndex:
 
     @_locked
     def mark_partial(self, rank: Rank, partial: bool) -> None:
-        """Marks whether a rank's blocks may be fewer than it holds."""
+        """Sets whether blocks of a rank may be missing."""
         state = self._ranks.get(rank)
         if state is not None:
             state.missing = partial
 
     @_locked
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
-        """Encoded RankState chunks of one rank, as of this moment."""
+        """Returns encoded RankState chunks of one rank, as of the time of the call."""
         if chunk_blocks < 1:
-            raise ValueError(f"chunks of {chunk_blocks} blocks, must be 1 or more")
+            raise ValueError(f"expected chunks of 1 or more blocks, received {chunk_blocks}")
         state = self._ranks.get(rank)
         if state is None:
             return iter(())
@@ -261,7 +261,7 @@ class PrefixIndex:
 
     @_locked
     def ranks(self) -> list[RankInfo]:
-        """All ranks, in order of (worker_id, dp_rank)."""
+        """Returns all ranks, in order of (worker_id, dp_rank)."""
         return [
             RankInfo(
                 *rank,
@@ -277,7 +277,7 @@ class PrefixIndex:
 
     @_locked
     def stats(self) -> IndexStats:
-        """Size of the index."""
+        """Returns the size of the index."""
         states = self._ranks.values()
         return IndexStats(
             ranks=len(states),
@@ -296,7 +296,7 @@ class PrefixIndex:
         return state
 
     def _apply_event(self, state: _Rank, event: KvEvent, counts: _Counts) -> None:
-        """Applies the event that the cursor is at."""
+        """Applies the event at the cursor."""
         reason = fault(event)
         if reason:
             self._reject(state, event, reason, counts)
@@ -344,7 +344,7 @@ class PrefixIndex:
             counts.rejected.append(f"event {event.event_id}: {reason}")
 
     def _enforce_bounds(self, state: _Rank) -> int | None:
-        """Empties a rank that took the index over a bound. Returns the entries dropped; None if it is within bounds."""
+        """Empties the rank if the index exceeds a bound. Returns the number of entries dropped; None if it does not."""
         blocks = sum(one.blocks.entries for one in self._ranks.values())
         self._charge()
         max_bytes = self._budget.max_bytes

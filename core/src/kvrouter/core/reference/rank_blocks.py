@@ -1,4 +1,4 @@
-"""The blocks that one rank holds: engine hash → place and copies in each tier."""
+"""The resident blocks of one rank: engine hash → place and copies in each tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrouter.v1.common_pb2 import Tier
 from xxhash import xxh3_64_intdigest
 
 TIERS: tuple[Tier, ...] = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
-"""Fastest first, numbered from 1 without holes."""
+"""In order of speed, the fastest first; their numbers are consecutive from 1."""
 
 NO_COPIES = (0, 0, 0, 0)
 
@@ -22,11 +22,11 @@ class Block(NamedTuple):
     sequence_hash: int
     local_hash: int
     parent_sequence_hash: int | None
-    """Place of the block before it; None at the start of a sequence, and where a dump leaves it out."""
+    """Place of its parent; None at the start of a sequence, or if a dump does not contain it."""
     depth: int
     """Position in its sequence, from 0."""
     copies: tuple[int, ...] = NO_COPIES
-    """Copies in each of ``TIERS``."""
+    """Number of copies in each of ``TIERS``."""
 
 
 class RankBlocks:
@@ -37,28 +37,28 @@ class RankBlocks:
         self._at: dict[int, set[int]] = {}
         self._digest: int | None = 0
         self.entries = 0
-        """(engine hash, tier) pairs."""
+        """Number of (engine hash, tier) pairs."""
 
     def __len__(self) -> int:
-        """Engine hashes held."""
+        """Returns the number of engine hashes."""
         return len(self._blocks)
 
     def get(self, engine_hash: int) -> Block | None:
-        """The block of an engine hash."""
+        """Returns the block of an engine hash; None if it is not resident."""
         return self._blocks.get(engine_hash)
 
     def items(self) -> list[tuple[int, Block]]:
-        """All blocks, as of this moment."""
+        """Returns a copy of all blocks."""
         return list(self._blocks.items())
 
     def places(self) -> Iterable[int]:
-        """The places that are held."""
+        """Returns the places of all resident blocks."""
         return self._at.keys()
 
     def store(
         self, parent: Block | None, engine_hashes: Sequence[int], local_hashes: Sequence[int], tier: Tier, counted: bool
     ) -> None:
-        """A chain of blocks is stored below ``parent``, or at the start of a sequence."""
+        """Stores a chain of blocks below ``parent``, or at the start of a sequence."""
         above, depth = (parent.sequence_hash, parent.depth + 1) if parent else (None, 0)
         places = chain(above, local_hashes)
         for offset, (engine_hash, local, place) in enumerate(zip(engine_hashes, local_hashes, places, strict=True)):
@@ -70,7 +70,7 @@ class RankBlocks:
             above = place
 
     def remove(self, engine_hash: int, tier: Tier, counted: bool) -> bool:
-        """A copy is removed (or all, unless copies are counted). Returns whether there was one."""
+        """Removes one copy if copies are counted, otherwise all. Returns whether there was one."""
         block = self._blocks.get(engine_hash)
         if block is None or not block.copies[tier - 1]:
             return False
@@ -78,19 +78,19 @@ class RankBlocks:
         return True
 
     def release(self, engine_hashes: Iterable[int]) -> None:
-        """All copies of these blocks are gone, in every tier."""
+        """Removes all copies of these blocks, in every tier."""
         for engine_hash in engine_hashes:
             for tier in TIERS:
                 self.remove(engine_hash, tier, counted=False)
 
     def clear(self, tier: Tier) -> None:
-        """All copies in the tier are removed, or in every tier for TIER_UNSPECIFIED."""
+        """Removes all copies in the tier, or in every tier for TIER_UNSPECIFIED."""
         for engine_hash, block in self.items():
             kept = NO_COPIES if tier == Tier.TIER_UNSPECIFIED else _with_copies(block, tier, 0).copies
             self.put(engine_hash, block._replace(copies=kept))
 
     def put(self, engine_hash: int, block: Block) -> None:
-        """Replaces whatever the engine hash stood for; a block without copies is not held."""
+        """Sets the block of an engine hash. A block without copies is dropped."""
         before = self._blocks.pop(engine_hash, None)
         if before is not None:
             self.entries -= _tiers_of(before)
@@ -104,7 +104,7 @@ class RankBlocks:
         self._digest = None
 
     def overlaps(self, places: Iterable[int]) -> list[int]:
-        """Leading places that are held in each of ``TIERS`` or in a faster one."""
+        """Returns for each of ``TIERS`` the number of leading places that are resident in it or a faster tier."""
         overlaps = [0] * len(TIERS)
         slowest = 1
         for fastest in self._fastest_tiers(places):
@@ -114,13 +114,13 @@ class RankBlocks:
         return overlaps
 
     def digest(self) -> int:
-        """Sum of the terms of all entries, as KvEventBatch.digest defines them."""
+        """Returns the digest of all entries, defined at KvEventBatch.digest."""
         if self._digest is None:
             self._digest = digest_of(self._blocks.items())
         return self._digest
 
     def _fastest_tiers(self, places: Iterable[int]) -> Iterator[int]:
-        """For each place up to the first that is not held: the fastest tier that holds it."""
+        """Yields the fastest tier of each place, up to the first place that is not resident."""
         for place in places:
             engine_hashes = self._at.get(place)
             if not engine_hashes:
@@ -129,7 +129,7 @@ class RankBlocks:
 
 
 def digest_of(blocks: Iterable[tuple[int, Block]]) -> int:
-    """Digest of (engine hash, block) pairs."""
+    """Returns the digest of (engine hash, block) pairs."""
     total = 0
     for engine_hash, block in blocks:
         for tier, copies in zip(TIERS, block.copies, strict=True):

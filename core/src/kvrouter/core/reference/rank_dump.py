@@ -1,4 +1,4 @@
-"""A rank's state as RankState chunks, and back."""
+"""Converts a rank's state to RankState chunks and back."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kvrouter.v1.worker_pb2 import BlockRecord, TierCopies
 
 @dataclass(frozen=True, slots=True)
 class RankDump:
-    """All of a rank."""
+    """The complete state of a rank."""
 
     rank: Rank
     incarnation: int
     next_event_id: int
     counted: bool
-    """Whether every copy is stored and removed on its own."""
+    """Whether copies are counted (COUNTED), or blocks are a set (SET)."""
     partial: bool
     blocks: Sequence[tuple[int, Block]]
     """(engine hash, block)"""
 
 
 def encode(dump: RankDump, chunk_blocks: int) -> Iterator[bytes]:
-    """Chunks of at most ``chunk_blocks`` blocks, parents before children; one chunk at least."""
+    """Yields one or more chunks of at most ``chunk_blocks`` blocks, parents before children."""
     ordered = sorted(dump.blocks, key=lambda item: (item[1].depth, item[0]))
-    # Depth is part of the key so that a block is never named as parent of one that comes before it.
+    # The key contains the depth, so that no block is written as the parent of an earlier one.
     engine_hash_at = {(block.sequence_hash, block.depth): engine_hash for engine_hash, block in ordered}
     digest = digest_of(dump.blocks)
     for start in range(0, max(len(ordered), 1), chunk_blocks):
@@ -63,26 +63,26 @@ def encode(dump: RankDump, chunk_blocks: int) -> Iterator[bytes]:
 
 
 def decode(chunks: Iterable[bytes]) -> RankDump:
-    """Reads a dump.
+    """Parses and validates a dump.
 
     Raises:
-        InvalidDump: ``PrefixIndex.load_rank`` says when.
+        InvalidDump: the dump is invalid in one of the ways that ``PrefixIndex.load_rank`` lists.
     """
     state: RankState | None = None
     blocks: dict[int, Block] = {}
     for number, chunk in enumerate(chunks):
         if state is not None and state.last:
-            raise InvalidDump(f"chunk {number} comes after the last one")
+            raise InvalidDump(f"chunk {number} follows the last one")
         state = _parse(chunk, number, state)
         for record in state.blocks:
             if record.engine_hash in blocks:
-                raise InvalidDump(f"engine hash {record.engine_hash:#x} comes twice")
+                raise InvalidDump(f"engine hash {record.engine_hash:#x} appears twice")
             blocks[record.engine_hash] = _block(record, blocks)
     if state is None or not state.last:
         raise InvalidDump("the last chunk is missing")
     digest = digest_of(blocks.items())
     if digest != state.digest:
-        raise InvalidDump(f"the digest of its blocks is {digest:#018x}, the dump says {state.digest:#018x}")
+        raise InvalidDump(f"expected digest {state.digest:#018x}, received blocks with digest {digest:#018x}")
     return RankDump(
         rank=(state.rank.worker_id, state.rank.dp_rank),
         incarnation=state.cursor.incarnation,
@@ -97,11 +97,11 @@ def _parse(chunk: bytes, number: int, before: RankState | None) -> RankState:
     try:
         state = RankState.FromString(chunk)
     except DecodeError as error:
-        raise InvalidDump(f"chunk {number} is no RankState: {error}") from None
+        raise InvalidDump(f"chunk {number} is not a RankState: {error}") from None
     if not state.HasField("rank") or not state.HasField("cursor"):
-        raise InvalidDump(f"chunk {number} lacks its rank or its cursor")
+        raise InvalidDump(f"chunk {number} has no rank or no cursor")
     if before is not None and (state.rank != before.rank or state.cursor != before.cursor):
-        raise InvalidDump(f"chunk {number} is of another rank or another moment than the one before")
+        raise InvalidDump(f"chunk {number} has another rank or cursor than the chunk before")
     return state
 
 
@@ -111,14 +111,14 @@ def _block(record: BlockRecord, before: dict[int, Block]) -> Block:
     if record.HasField("parent_engine_hash"):
         parent = before.get(record.parent_engine_hash)
         if parent is None:
-            raise InvalidDump(f"{name} comes before its parent {record.parent_engine_hash:#x}")
+            raise InvalidDump(f"{name} appears before its parent {record.parent_engine_hash:#x}")
         if record.depth != parent.depth + 1:
-            raise InvalidDump(f"{name} is at depth {record.depth}, its parent at {parent.depth}")
+            raise InvalidDump(f"{name}: expected depth {parent.depth + 1}, received {record.depth}")
         parent_place = parent.sequence_hash
     if record.depth == 0 or parent_place is not None:
         (place,) = chain(parent_place, [record.local_hash])
         if place != record.sequence_hash:
-            raise InvalidDump(f"{name} says sequence hash {record.sequence_hash:#x}, its chain says {place:#x}")
+            raise InvalidDump(f"{name}: expected sequence hash {place:#x}, received {record.sequence_hash:#x}")
     return Block(record.sequence_hash, record.local_hash, parent_place, record.depth, _copies(record, name))
 
 
@@ -127,9 +127,9 @@ def _copies(record: BlockRecord, name: str) -> tuple[int, ...]:
     for one in record.copies:
         tier = one.tier or Tier.TIER_DEVICE
         if tier not in TIERS:
-            raise InvalidDump(f"{name} is in tier {tier}, which there is not")
+            raise InvalidDump(f"{name} has unknown tier {tier}")
         if copies[tier - 1]:
-            raise InvalidDump(f"{name} is in tier {tier} twice")
+            raise InvalidDump(f"{name} has tier {tier} twice")
         if not one.copies:
             raise InvalidDump(f"{name} has no copies in tier {tier}")
         copies[tier - 1] = one.copies
@@ -139,7 +139,7 @@ def _copies(record: BlockRecord, name: str) -> tuple[int, ...]:
 
 
 def restore(dump: RankDump) -> RankBlocks:
-    """The blocks of a dump."""
+    """Returns the blocks of a dump."""
     blocks = RankBlocks()
     for engine_hash, block in dump.blocks:
         blocks.put(engine_hash, block)
