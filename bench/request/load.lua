@@ -1,0 +1,37 @@
+-- Requests of wrk: a prefix that 32 groups of requests share, then a suffix that no other request has.
+-- Environment: PREFIX, SUFFIX (tokens; SUFFIX a multiple of 16), MAX_TOKENS, STREAM, MODEL, SEED.
+local GROUPS, CHUNKS, CHUNK_TOKENS = 32, 4096, 16
+local prefix_tokens, suffix_tokens = tonumber(os.getenv("PREFIX")), tonumber(os.getenv("SUFFIX"))
+local head = '{"model":"' .. os.getenv("MODEL") .. '","prompt":['
+local tail = '],"max_tokens":' .. os.getenv("MAX_TOKENS") .. ',"stream":' .. os.getenv("STREAM")
+  .. ',"temperature":0,"ignore_eos":true}'
+local headers = { ["Content-Type"] = "application/json" }
+local prefixes, chunks = {}, {}
+
+local function tokens(count)
+  local ids = {}
+  for i = 1, count do ids[i] = math.random(300, 31000) end
+  return table.concat(ids, ",")
+end
+
+function init()
+  math.randomseed(4242) -- prefixes are the same in every run
+  if prefix_tokens > 0 then for i = 1, GROUPS do prefixes[i] = tokens(prefix_tokens) end end
+  math.randomseed(tonumber(os.getenv("SEED")))
+  for i = 1, CHUNKS do chunks[i] = tokens(CHUNK_TOKENS) end
+end
+
+function request()
+  local parts = {}
+  if prefix_tokens > 0 then parts[1] = prefixes[math.random(GROUPS)] end
+  for _ = 1, suffix_tokens / CHUNK_TOKENS do parts[#parts + 1] = chunks[math.random(CHUNKS)] end
+  return wrk.format("POST", "/v1/completions", headers, head .. table.concat(parts, ",") .. tail)
+end
+
+function done(summary, latency)
+  local failed = summary.errors
+  io.write(string.format(
+    'RESULT {"requests":%d,"seconds":%.4f,"refused":%d,"broken":%d,"late":%d,"p50_us":%d,"p99_us":%d}\n',
+    summary.requests, summary.duration / 1e6, failed.status, failed.connect + failed.read + failed.write,
+    failed.timeout, latency:percentile(50), latency:percentile(99)))
+end

@@ -1,0 +1,96 @@
+"""Load over HTTP, by wrk: a fixed number of connections, each with one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MODEL = "m"
+_LATE_SECONDS = 120
+_seeds = itertools.count(time.time_ns() // 10**9)  # another seed in each run, so that no suffix is in any cache
+
+
+class NoLoad(Exception):
+    """The load generator is missing, or said nothing that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is asked of a system, over and over."""
+
+    prefix: int
+    """Tokens of a prompt that 1 in 32 requests have in common."""
+    suffix: int
+    """Tokens of a prompt that no other request has; a multiple of 16."""
+    concurrency: int
+    output: int = 1
+    """Tokens of each response. More than one are streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What the clients saw."""
+
+    requests: int
+    seconds: float
+    failed: int
+    p50_us: float
+    p99_us: float
+
+
+def installed() -> bool:
+    """Returns whether the load generator can be run."""
+    return shutil.which("wrk") is not None
+
+
+async def load(url: str, work: Work, seconds: float) -> LoadResult:
+    """Runs work for a time.
+
+    Raises:
+        NoLoad: wrk is missing, or failed.
+    """
+    if not installed():
+        raise NoLoad("wrk is not on the PATH: install the package wrk of your system (Debian: apt-get install wrk)")
+    environment = {
+        **os.environ,
+        "PREFIX": str(work.prefix),
+        "SUFFIX": str(work.suffix),
+        "MAX_TOKENS": str(work.output),
+        "MODEL": MODEL,
+        "STREAM": "true" if work.output > 1 else "false",
+        "SEED": str(next(_seeds)),
+    }
+    process = await asyncio.create_subprocess_exec(
+        *("wrk", "-t1", f"-c{work.concurrency}", f"-d{max(1, round(seconds))}s", "--timeout", f"{_LATE_SECONDS}s"),
+        *("-s", str(HERE / "load.lua"), url),
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return read(said.decode())
+
+
+def read(said: str) -> LoadResult:
+    """Returns the result from wrk's output.
+
+    Raises:
+        NoLoad: it has no result.
+    """
+    lines = [line for line in said.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise NoLoad(f"wrk printed no result:\n{said[-2000:]}")
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    failed = result["refused"] + result["broken"] + result["late"]
+    return LoadResult(result["requests"], result["seconds"], failed, result["p50_us"], result["p99_us"])

@@ -1,0 +1,224 @@
+"""The systems that are compared, each with its mock workers: kvrouter in one process, kvrouter split, and Dynamo."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+from bars import ONE_PROCESS, PEER, SPLIT
+from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer, free_port
+from kvrouter.devtools.system.stack import service_environment
+from kvrouter.runtime.contracts import Frontend
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
+from load import MODEL
+
+HERE = Path(__file__).parent
+
+BLOCK_SIZE = 16
+BLOCKS = 16_384
+_READY_SECONDS = 120.0
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The mock workers of each system."""
+
+    workers: int = 4
+    speed: int = 1000
+    """Times as fast as the engines that the mock workers imitate."""
+
+
+@dataclass
+class System:
+    """A running system. Processes are named by their part."""
+
+    name: str
+    url: str
+    router: dict[str, ManagedProcess] = field(default_factory=dict)
+    engines: dict[str, ManagedProcess] = field(default_factory=dict)
+
+
+@dataclass
+class Servers:
+    """What all systems share: NATS, etcd, and a folder for logs."""
+
+    directory: Path
+    nats: NatsServer
+    etcd: EtcdServer
+    stack: AsyncExitStack
+
+    async def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ManagedProcess:
+        process = await ManagedProcess.start(Command(name, arguments, environment), self.directory)
+        self.stack.push_async_callback(process.stop, _STOP_SECONDS)
+        return process
+
+
+def peer_home() -> Path | None:
+    """Returns where Dynamo is installed; None if PEERS_WORK does not say, or it is not there."""
+    home = Path(os.environ.get("PEERS_WORK", "")).absolute()
+    return home if "PEERS_WORK" in os.environ and (home / "venv/bin/python").exists() else None
+
+
+@asynccontextmanager
+async def running_servers(directory: Path) -> AsyncIterator[Servers]:
+    """Runs NATS and etcd, and stops whatever was started beside them first."""
+    nats, etcd = NatsServer(directory / "nats"), EtcdServer(directory / "etcd")
+    try:
+        await asyncio.gather(nats.start(), etcd.start())
+        async with AsyncExitStack() as stack:
+            yield Servers(directory, nats, etcd, stack)
+    finally:
+        await asyncio.gather(nats.stop(), etcd.stop())
+
+
+@asynccontextmanager
+async def running_systems(
+    names: Sequence[str], engines: Engines, directory: Path, options: Sequence[str] = ()
+) -> AsyncIterator[list[System]]:
+    """Runs systems beside each other. Only the one that is under load uses more than a few percent of a core.
+
+    Args:
+        names: ONE_PROCESS, SPLIT or PEER, each at most once.
+        engines: The mock workers of each.
+        directory: Receives logs and data; must exist.
+        options: Options of the Scheduler of kvrouter.
+    """
+    async with running_servers(directory) as servers:
+        starters = {ONE_PROCESS: _one_process, SPLIT: _split}
+        yield [
+            await (_dynamo(servers, engines) if name == PEER else starters[name](servers, engines, options))
+            for name in names
+        ]
+
+
+async def _one_process(servers: Servers, engines: Engines, options: Sequence[str]) -> System:
+    http, grpc = free_port(), free_port()
+    arguments = ("kvrouter.cli.main", "serve", "--roles", "indexer,scheduler,frontend", *_frontend(http, grpc))
+    return await _kvrouter(servers, engines, ONE_PROCESS, http, grpc, {"all": (*arguments, *options)})
+
+
+async def _split(servers: Servers, engines: Engines, options: Sequence[str]) -> System:
+    http, grpc = free_port(), free_port()
+    parts = {
+        "indexer": ("kvrouter.indexer",),
+        "scheduler": ("kvrouter.scheduler", *options),
+        "frontend": ("kvrouter.frontend", *_frontend(http, grpc)),
+    }
+    return await _kvrouter(servers, engines, SPLIT, http, grpc, parts)
+
+
+def _frontend(http: int, grpc: int) -> tuple[str, ...]:
+    return "--host", "127.0.0.1", "--port", str(http), "--bind", f"127.0.0.1:{grpc}"
+
+
+async def _kvrouter(
+    servers: Servers, engines: Engines, name: str, http: int, grpc: int, parts: Mapping[str, Sequence[str]]
+) -> System:
+    namespace = name.replace(" ", "-")
+    common = ("--namespace", namespace, "--etcd", servers.etcd.endpoint, "--nats", servers.nats.url)
+    environment = service_environment(os.environ)
+
+    async def start(part: str, arguments: Sequence[str]) -> ManagedProcess:
+        module, *rest = arguments
+        command = (sys.executable, *(("-m", module) if module.startswith("kvrouter") else (module,)), *rest, *common)
+        return await servers.start(f"{namespace}-{part}", command, environment)
+
+    system = System(name, f"http://127.0.0.1:{http}")
+    mocker = ("--model", MODEL, "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE), "--max-sequences", "1024")
+    workers = (str(HERE / "workers.py"), "--workers", str(engines.workers), "--speed", str(engines.speed), *mocker)
+    system.engines["workers"] = await start("workers", workers)
+    for part, arguments in parts.items():
+        system.router[part] = await start(part, arguments)
+    await _until(system, lambda: _kvrouter_missing(f"127.0.0.1:{grpc}", engines.workers))
+    return system
+
+
+async def _kvrouter_missing(address: str, workers: int) -> str:
+    request = PotentialLoadsRequest()
+    request.request.model = MODEL
+    request.request.token_ids.ids.extend(range(BLOCK_SIZE))
+    async with open_channel(address) as channel:
+        frontend = cast(Frontend, remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
+        try:
+            answer = await frontend.potential_loads(request, deadline=Deadline.after(2))
+        except KvRouterError as error:
+            return str(error)
+    return "" if len(answer.loads) == workers else f"{len(answer.loads)} of {workers} workers are known"
+
+
+async def _dynamo(servers: Servers, engines: Engines) -> System:
+    home = peer_home()
+    if home is None:
+        raise RuntimeError("PEERS_WORK does not name a folder with Dynamo: see bench/request.md")
+    http = free_port()
+    environment = {
+        **os.environ,
+        "ETCD_ENDPOINTS": f"http://{servers.etcd.endpoint}",
+        "NATS_SERVER": servers.nats.url,
+        "DYN_LOG": "warn",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HOME": str(servers.directory / "hf"),
+    }
+    python, planes = str(home / "venv/bin/python"), ("--event-plane", "zmq", "--request-plane", "tcp")
+    mocker = (
+        *("--model-path", str(home / "model"), "--model-name", MODEL, "--num-workers", str(engines.workers)),
+        *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS)),
+        *("--speedup-ratio", str(engines.speed), "--max-num-seqs", "1024"),
+    )
+    frontend = (
+        *("--http-host", "127.0.0.1", "--http-port", str(http), "--router-mode", "kv"),
+        *("--kv-cache-block-size", str(BLOCK_SIZE)),
+    )
+    system = System(PEER, f"http://127.0.0.1:{http}")
+    for parts, part, rest in ((system.engines, "mocker", mocker), (system.router, "frontend", frontend)):
+        command = (python, "-m", f"dynamo.{part}", *rest, *planes)
+        parts["workers" if part == "mocker" else part] = await servers.start(f"dynamo-{part}", command, environment)
+    await _until(system, lambda: _dynamo_missing(system.url))
+    return system
+
+
+async def _dynamo_missing(url: str) -> str:
+    """Returns why Dynamo might not answer. It does not say how many workers it knows."""
+    body = {"model": MODEL, "prompt": list(range(300, 364)), "max_tokens": 1}
+    try:
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+            return "" if response.status == 200 else f"it answers {response.status}"
+    except aiohttp.ClientError as error:
+        return str(error)
+
+
+async def _until(system: System, missing: Callable[[], Awaitable[str]]) -> None:
+    """Waits until nothing is missing.
+
+    Raises:
+        ProcessDied: a process of the system ended.
+        TimeoutError: it takes too long.
+    """
+    processes = [*system.router.values(), *system.engines.values()]
+    watching = [asyncio.create_task(process.watch()) for process in processes]
+    try:
+        async with asyncio.timeout(_READY_SECONDS):
+            while reason := await missing():
+                for task in watching:
+                    if task.done():
+                        await task
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        raise TimeoutError(f"{system.name} is not ready: {reason}; logs: {processes[0].log_file.parent}") from None
+    finally:
+        for task in watching:
+            task.cancel()
