@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any, cast
 
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
-from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.frontend.worker_client.pool import ResponseReceiver, WorkerPool
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
@@ -25,7 +26,6 @@ from kvrouter.v1.worker_pb2 import (
     FinishReason,
     GenerateOutput,
     StopConditions,
-    WorkerServiceGenerateRequest,
     WorkerServiceGenerateResponse,
 )
 from prometheus_client import CollectorRegistry
@@ -65,13 +65,30 @@ class Link:
 class Pool:
     """Workers, of which one never answers."""
 
-    async def generate(
-        self, endpoint: str, request: WorkerServiceGenerateRequest, *, deadline: Deadline
-    ) -> AsyncGenerator[bytes, None]:
-        if endpoint == ENDPOINTS[SILENT]:
-            await asyncio.Event().wait()
-        output = GenerateOutput(token_ids=[1], finish_reason=FinishReason.FINISH_REASON_LENGTH)
-        yield WorkerServiceGenerateResponse(output=output).SerializeToString()
+    def start(self, endpoint: str, _request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
+        if endpoint == ENDPOINTS[SOUND]:
+            output = GenerateOutput(token_ids=[1], finish_reason=FinishReason.FINISH_REASON_LENGTH)
+            receiver.on_response(WorkerServiceGenerateResponse(output=output).SerializeToString())
+            receiver.on_end()
+        return NotCancelled()
+
+
+class NotCancelled:
+    def cancel(self) -> None: ...
+
+
+class Routed:
+    """Collects the workers that the output comes from."""
+
+    def __init__(self) -> None:
+        self.latest = 0
+        self.served_by: list[int] = []
+
+    def routed(self, routing: RoutingInfo) -> None:
+        self.latest = routing.rank.worker_id
+
+    def output(self, _encoded: bytes, _output: GenerateOutput) -> None:
+        self.served_by.append(self.latest)
 
 
 async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_attempts() -> None:
@@ -106,5 +123,6 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
 
 
 async def collected(generation: Generation) -> list[int]:
-    pieces = [piece async for piece in generation.pieces(deadline=Deadline.after(30))]
-    return [piece.routing.rank.worker_id for piece in pieces if piece.routing is not None]
+    receiver = Routed()
+    await generation.run(receiver, deadline=Deadline.after(30))
+    return receiver.served_by

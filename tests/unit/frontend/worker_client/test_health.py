@@ -111,21 +111,40 @@ def test_requests_that_end_without_a_verdict_never_count_against_a_worker() -> N
     assert found.avoided(POOL) == []
 
 
-async def test_requests_that_wait_are_woken_when_their_worker_is_suspected_or_another_may_take_them() -> None:
+def test_requests_that_wait_are_woken_when_their_worker_is_suspected_or_another_may_take_them() -> None:
     found = health()
     call = found.begin("a:1")
-    woken = call.wake_up()
+    woken = 0
+
+    def reconsider() -> None:
+        nonlocal woken
+        woken += 1
+
+    call.watch(reconsider)
     miss(found, "a:1", 4)
-    assert not woken.done()
+    assert woken == 0
     miss(found, "a:1", 1)
-    assert woken.done()
-    again = call.wake_up()
+    assert (before := woken) > 0
     found.update(components({1: "a:1", 2: "b:1", 3: "d:1"}))
-    assert again.done(), "a worker has come"
+    assert woken > before, "a worker has come"
     miss(found, "b:1", 5)
-    again = call.wake_up()
+    before = woken
     found.answered("b:1")
-    assert again.done(), "a worker has recovered"
+    assert woken > before, "a worker has recovered"
+    before = woken
+    call.end()
+    found.update(components({1: "a:1", 2: "b:1"}))
+    assert woken == before, "the call has ended"
+
+
+def test_requests_that_leave_their_worker_when_it_is_suspected_end_their_calls_at_once() -> None:
+    found = health()
+    calls = [found.begin("a:1") for _ in range(3)]
+    for call in calls:
+        call.watch(call.end)
+    found.update(components({2: "b:1"}))
+    miss(found, "a:1", 5)
+    assert set(found.endpoints()) == {"b:1"}, "the last call has ended"
 
 
 def test_a_worker_that_left_is_known_until_its_last_call_has_ended() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvrouter.frontend.api.output_buffer import OutputBuffer, Piece
 from kvrouter.frontend.api.validation import Limits, check_request, check_routing, component_of_model, describe_models
-from kvrouter.frontend.lifecycle.generation import Generation, Piece
+from kvrouter.frontend.lifecycle.generation import Generation
+from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
@@ -123,9 +124,29 @@ class FrontendService:
         """Does the same as ``generate`` and yields each piece both encoded and parsed.
 
         Raises:
-            KvRouterError: the request is invalid, cannot be routed, or lost its worker.
+            KvRouterError: the request is invalid, cannot be routed, or lost its worker; or its client does not read.
         """
-        arrived = time.perf_counter()
+        buffer = OutputBuffer()
+        running = asyncio.create_task(self.run(request, buffer, deadline=deadline))
+        running.add_done_callback(lambda _: buffer.end())
+        try:
+            while pieces := await buffer.take():
+                for piece in pieces:
+                    yield piece
+            await running
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            del running  # Its exception's traceback refers to this frame.
+
+    async def run(
+        self, request: FrontendServiceGenerateRequest, receiver: OutputReceiver, *, deadline: Deadline
+    ) -> None:
+        """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
+
+        Raises:
+            KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
+        """
         deadline = deadline.or_after(self.options.default_deadline_seconds)
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
@@ -142,14 +163,7 @@ class FrontendService:
                 self._metrics,
                 max_attempts=self.options.max_attempts,
             )
-            waiting = True
-            async with aclosing(generation.pieces(deadline=deadline)) as pieces:
-                async for piece in pieces:
-                    if waiting and piece.output.token_ids:
-                        self._metrics.ttft_seconds.observe(time.perf_counter() - arrived)
-                        waiting = False
-                    self._metrics.output_tokens.inc(len(piece.output.token_ids))
-                    yield piece
+            await generation.run(receiver, deadline=deadline)
             code = "OK"
         except KvRouterError as error:
             code = error.code.name

@@ -12,11 +12,9 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
 
 import structlog
+from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import Outline
@@ -24,7 +22,7 @@ from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.eligibility import can_take
-from kvrouter.frontend.worker_client.failures import AttemptFailed, WorkerFailure
+from kvrouter.frontend.worker_client.failures import WorkerFailure
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import KvRouterError, NoWorkers
@@ -32,7 +30,6 @@ from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
-    FrontendServiceGenerateResponse,
     RoutingInfo,
 )
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
@@ -48,19 +45,8 @@ BOOKED_ID_MARK = "~"
 id, but the key of a freed booking cannot be booked again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of the output, encoded for the client, with the fields that the gateway reads."""
-
-    encoded: bytes
-    """A FrontendServiceGenerateResponse."""
-    output: GenerateOutput
-    routing: RoutingInfo | None
-    """Where the request runs; set in the first piece of an attempt."""
-
-
 class Generation:
-    """One request. Call ``pieces`` once to run it."""
+    """One request. Call ``run`` once."""
 
     def __init__(
         self,
@@ -82,6 +68,8 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(request.token_ids)
         self._output_tokens = 0
+        self._cached_tokens: int | None = None
+        """Prompt tokens that the worker of the current attempt found in its cache; None until it reports them."""
         self._failed_attempts = 0
         """Failed attempts. A repeated return to the same silent worker does not count: the Scheduler may discover
         another worker later than this gateway does."""
@@ -118,8 +106,8 @@ class Generation:
             output_tokens=self._output_tokens,
         )
 
-    async def pieces(self, *, deadline: Deadline) -> AsyncGenerator[Piece, None]:
-        """Runs the request and yields its output as it arrives.
+    async def run(self, receiver: OutputReceiver, *, deadline: Deadline) -> None:
+        """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
 
         Raises:
             KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
@@ -127,13 +115,9 @@ class Generation:
         """
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
-            try:
-                async with aclosing(self._attempt(attempt, deadline, failure)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+            failure = await self._attempt(attempt, receiver, deadline, failure)
+            if failure is None:
                 return
-            except AttemptFailed as failed:
-                failure = failed.failure
             if self._output_tokens:
                 raise failure.as_error(has_output=True)
             if not self._may_retry():
@@ -157,8 +141,9 @@ class Generation:
         return self._failed_attempts + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
 
     async def _attempt(
-        self, attempt: int, deadline: Deadline, failure: WorkerFailure | None
-    ) -> AsyncGenerator[Piece, None]:
+        self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
+    ) -> WorkerFailure | None:
+        """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=Stage.STAGE_WHOLE)
         constraints = self._routing.constraints
         del constraints.avoided_worker_ids[:]
@@ -177,25 +162,17 @@ class Generation:
             raise error if failure is None else error.after(failure.message) from None
         booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
         self._link.keep(booking)
-        cached_tokens: int | None = None
+        self._cached_tokens = None
         try:
-            async with aclosing(self._run(booking, selection, deadline)) as pieces:
-                async for piece in pieces:
-                    if piece.output.HasField("cached_tokens"):
-                        cached_tokens = piece.output.cached_tokens
-                        self._metrics.cached_tokens.inc(cached_tokens)
-                        self._metrics.prompt_tokens.inc(self._prompt_tokens)
-                    yield piece
+            receiver.routed(self._routing_info(booking, selection))
+            return await self._run_on_worker(booking, selection.endpoint, receiver, deadline)
         finally:
-            self._link.free(booking, cached_tokens)
+            self._link.free(booking, self._cached_tokens)
 
-    async def _run(
-        self, booking: LiveBooking, selection: SelectWorkerResponse, deadline: Deadline
-    ) -> AsyncGenerator[Piece, None]:
-        worker_id = selection.rank.worker_id
+    def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
         added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
         self._metrics.added_seconds.observe(added_us / 1e6)
-        routing: RoutingInfo | None = RoutingInfo(
+        return RoutingInfo(
             request_id=self._request_id,
             rank=selection.rank,
             attempt=booking.key.attempt,
@@ -207,26 +184,47 @@ class Generation:
             queued_us=selection.queued_us,
             mode=selection.mode,
         )
-        answer = self._workers.generate(
+
+    async def _run_on_worker(
+        self, booking: LiveBooking, endpoint: str, receiver: OutputReceiver, deadline: Deadline
+    ) -> WorkerFailure | None:
+        worker_id = booking.rank.worker_id
+        attempt = self._workers.start(
             worker_id,
-            selection.endpoint,
+            endpoint,
             self._worker_request(booking),
+            lambda encoded, output: self._pass_on(booking, receiver, encoded, output),
             deadline=deadline,
             has_alternative=lambda: self._has_alternative(worker_id),
             stays_a_probe=worker_id == self._silent_worker_id,
         )
-        async with aclosing(answer) as pieces:
-            async for piece in pieces:
-                output, encoded = piece.output, piece.encoded
-                if output.token_ids:
-                    if not self._output_tokens:
-                        self._link.prefill_complete(booking)
-                    self._output_tokens += len(output.token_ids)
-                    self._link.report_output(booking, self._output_tokens)
-                if routing is not None:
-                    encoded += FrontendServiceGenerateResponse(routing=routing).SerializeToString()
-                yield Piece(encoded, output, routing)
-                routing = None
+        try:
+            outcome = await attempt.ended
+        finally:
+            attempt.cancel()
+            del attempt  # It refers to the error below, whose traceback refers to this frame.
+        if not isinstance(outcome, Exception):
+            return outcome
+        try:
+            raise outcome
+        finally:
+            del outcome
+
+    def _pass_on(self, booking: LiveBooking, receiver: OutputReceiver, encoded: bytes, output: GenerateOutput) -> None:
+        """Passes a piece of the output on. Runs once per piece, so it does nothing that could wait for the end."""
+        tokens = len(output.token_ids)
+        if tokens:
+            if not self._output_tokens:
+                self._link.prefill_complete(booking)
+                self._metrics.ttft_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
+            self._output_tokens += tokens
+            self._link.report_output(booking, self._output_tokens)
+            self._metrics.output_tokens.inc(tokens)
+        if output.HasField("cached_tokens"):
+            self._cached_tokens = output.cached_tokens
+            self._metrics.cached_tokens.inc(output.cached_tokens)
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
+        receiver.output(encoded, output)
 
     def _has_alternative(self, worker_id: int) -> bool:
         """Returns whether another healthy worker could take the request in a further attempt."""

@@ -92,12 +92,3 @@ class WorkerFailure:
         if self.cause == grpc.StatusCode.RESOURCE_EXHAUSTED.name and not has_output:
             return AllBusy(RETRY_AFTER_MS, message)
         return WorkerLost(self.worker_id, message)
-
-
-class AttemptFailed(Exception):
-    """An attempt failed by its worker's fault. The request may be retried on another worker if it has no output."""
-
-    def __init__(self, failure: WorkerFailure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-        """Keep this instead of the exception, whose traceback refers to the request."""

@@ -6,7 +6,6 @@ Workers are identified by address, so that a worker that restarts elsewhere has 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +44,8 @@ class _Worker:
     heard: bool = False
     """Whether it sent anything since the last probe."""
     last_failure: str = ""
-    waiting: set[asyncio.Future[None]] = field(default_factory=set)
-    """Calls without output, woken when the worker is suspected."""
+    waiting: dict[WorkerCall, Callable[[], None]] = field(default_factory=dict)
+    """Calls without output, with the functions to call while the worker is suspected."""
 
 
 class WorkerHealth:
@@ -205,11 +204,11 @@ class WorkerHealth:
             self._wake([worker])
 
     def _wake(self, workers: Iterable[_Worker]) -> None:
-        for worker in workers:
+        # Copies, because a request that leaves its worker ends its call at once.
+        for worker in list(workers):
             if worker.suspected:
-                for waiting in worker.waiting:
-                    if not waiting.done():
-                        waiting.set_result(None)
+                for reconsider in list(worker.waiting.values()):
+                    reconsider()
 
     def _forget_if_gone(self, worker: _Worker) -> None:
         if not worker.registered and not worker.calls:
@@ -274,18 +273,17 @@ class WorkerCall:
             )
         self._health._reclassify(worker)
 
-    def wake_up(self) -> asyncio.Future[None]:
-        """Returns a future that is done when the request may have to leave the worker. Pass it to ``forget``."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._worker.waiting.add(future)
-        return future
+    def watch(self, reconsider: Callable[[], None]) -> None:
+        """Calls a function whenever the request may have to leave the worker, until ``unwatch`` or ``end``."""
+        self._worker.waiting[self] = reconsider
 
-    def forget(self, future: asyncio.Future[None]) -> None:
-        """Discards a future from ``wake_up``."""
-        self._worker.waiting.discard(future)
+    def unwatch(self) -> None:
+        """Ends ``watch``."""
+        self._worker.waiting.pop(self, None)
 
     def end(self) -> None:
         """Records the end of the call, however it ended."""
+        self.unwatch()
         self._worker.calls -= 1
         if self._is_trial:
             self._worker.circuit.trial_ended()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPiece:
+class WorkerPiece(NamedTuple):
     """A piece of a worker's output."""
 
     encoded: bytes

@@ -6,15 +6,14 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvrouter.runtime.contracts import Worker
+from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import worker_pb2
-from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _PROBE_SECONDS = 30.0
@@ -25,9 +24,29 @@ _NO_ANSWER = frozenset(
 """Codes that gRPC may generate without any answer from the worker. Any other code comes from its event loop."""
 
 
+class ResponseReceiver(Protocol):
+    """Receives the responses of one call. Its methods are called from the connection's reader and must not block."""
+
+    def on_response(self, encoded: bytes) -> None:
+        """Receives an encoded response."""
+        ...
+
+    def on_end(self) -> None:
+        """Receives the end of a call that succeeded."""
+        ...
+
+    def on_error(self, error: Exception) -> None:
+        """Receives the error of a call that failed: a KvRouterError, unless this process is at fault."""
+        ...
+
+
+class _EncodedWorker(Protocol):
+    def generate(self, request: bytes, *, deadline: Deadline) -> AsyncGenerator[bytes, None]: ...
+
+
 class _Line(NamedTuple):
     channel: grpc.aio.Channel
-    worker: Worker
+    worker: _EncodedWorker
     health: Any
 
 
@@ -38,26 +57,35 @@ class WorkerPool:
         self._max_channels = max_channels
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._calls: Counter[str] = Counter()
+        self._reading: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    async def generate(
-        self, endpoint: str, request: WorkerServiceGenerateRequest, *, deadline: Deadline
-    ) -> AsyncGenerator[bytes, None]:
-        """Yields the worker's output as encoded WorkerServiceGenerateResponse messages.
+    def start(self, endpoint: str, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
+        """Calls Generate with an encoded WorkerServiceGenerateRequest.
 
-        Raises:
-            KvRouterError: the worker refused the request, failed, or cannot be reached.
+        The receiver gets encoded WorkerServiceGenerateResponse messages, then the end or the error of the call.
         """
-        worker = self._line(endpoint).worker
+        line = self._line(endpoint)
         self._calls[endpoint] += 1
+        reading = asyncio.create_task(self._read(endpoint, line.worker, request, receiver, deadline))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return reading
+
+    async def _read(
+        self, endpoint: str, worker: _EncodedWorker, request: bytes, receiver: ResponseReceiver, deadline: Deadline
+    ) -> None:
         try:
-            answer = worker.generate(request, deadline=deadline)
-            del request  # See WorkerClient.generate.
-            async with aclosing(answer) as pieces:
-                async for piece in pieces:
-                    yield cast(bytes, piece)
+            responses = worker.generate(request, deadline=deadline)
+            del request  # gRPC keeps it for as long as it needs it.
+            async with aclosing(responses):
+                async for response in responses:
+                    receiver.on_response(response)
+            receiver.on_end()
+        except Exception as error:
+            receiver.on_error(error)
         finally:
             self._calls[endpoint] -= 1
             await self._close_surplus()
@@ -79,7 +107,11 @@ class WorkerPool:
         return True
 
     async def close(self) -> None:
-        """Closes all channels, which cancels running calls."""
+        """Cancels running calls and closes all channels."""
+        for reading in self._reading:
+            reading.cancel()
+        if self._reading:
+            await asyncio.wait(self._reading)
         async with asyncio.TaskGroup() as group:
             while self._lines:
                 group.create_task(self._lines.popitem()[1].channel.close())
@@ -88,7 +120,7 @@ class WorkerPool:
         line = self._lines.get(endpoint)
         if line is None:
             channel = open_channel(endpoint)
-            stub = cast(Worker, remote(_DESCRIPTOR, channel, raw_responses=frozenset({"Generate"})))
+            stub = cast(_EncodedWorker, remote(_DESCRIPTOR, channel, raw_responses=frozenset({"Generate"})))
             line = self._lines[endpoint] = _Line(channel, stub, health_pb2_grpc.HealthStub(channel))
         self._lines.move_to_end(endpoint)
         return line

@@ -1,0 +1,228 @@
+"""One call of a request to a worker, as a state machine that the worker's responses and its health drive.
+
+Every event is processed in one step, without a task: a response goes from the connection's reader to the client's
+buffer in one call. The attempt ends exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+from google.protobuf.message import DecodeError
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault_of
+from kvrouter.frontend.worker_client.health import WorkerCall
+from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+
+log = structlog.get_logger(component="frontend")
+
+_ENGINE_FAILED = frozenset({FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT})
+_UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
+
+Outcome = WorkerFailure | Exception | None
+"""How an attempt ended: by its worker's fault, by an error for the client, or complete."""
+
+
+class RunningCall(Protocol):
+    """A call to a worker."""
+
+    def cancel(self) -> object:
+        """Cancels the call; its receiver gets nothing more. Has no effect on a call that has ended."""
+        ...
+
+
+class WorkerAttempt:
+    """Receives what a worker sends for one request, and limits and classifies it."""
+
+    def __init__(
+        self,
+        worker_id: int,
+        request_id: str,
+        health: WorkerCall,
+        metrics: FrontendMetrics,
+        on_output: Callable[[bytes, GenerateOutput], None],
+        *,
+        max_tokens: int,
+        deadline: Deadline,
+        has_alternative: Callable[[], bool],
+        stays_a_probe: bool,
+    ) -> None:
+        """Calls nothing yet; ``start`` must follow.
+
+        Args:
+            worker_id: The worker.
+            request_id: The request, for logs.
+            health: The call as the worker's health counts it; it ends with the attempt.
+            metrics: The Frontend's metrics.
+            on_output: Called with each piece, encoded and parsed. An exception from it ends the attempt.
+            max_tokens: Number of tokens after which the output ends, even if the worker generates more.
+            deadline: Deadline of the call.
+            has_alternative: Returns whether another worker could take the request.
+            stays_a_probe: Whether to wait for one more missed probe before leaving a worker that does not answer.
+        """
+        self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        """Done when the attempt has ended."""
+        self._worker_id = worker_id
+        self._request_id = request_id
+        self._health = health
+        self._metrics = metrics
+        self._on_output = on_output
+        self._max_tokens = max_tokens
+        self._limit = OutputLimit(max_tokens)
+        self._deadline = deadline
+        self._has_alternative = has_alternative
+        self._stays_a_probe = stays_a_probe
+        self._missed_to_leave = 0
+        """Number of missed probes at which a suspected worker is left."""
+        self._call: RunningCall | None = None
+        self._over = False
+        self._has_output = False
+        self._finish_reason: FinishReason = _UNFINISHED
+
+    def start(self, call: Callable[[WorkerAttempt], RunningCall]) -> None:
+        """Makes the call, unless the worker is known not to answer and another could take the request."""
+        self._health.watch(self._leave_if_silent)
+        self._wait_for_output()
+        if not self._over:
+            running = call(self)
+            if self._over:
+                running.cancel()
+            else:
+                self._call = running
+
+    def cancel(self) -> None:
+        """Ends the attempt and cancels the call. Has no effect on an attempt that has ended."""
+        self._end(None)
+
+    def on_response(self, encoded: bytes) -> None:
+        """Passes a piece of the output on."""
+        if self._over:
+            return
+        self._health.heard()
+        if self._finish_reason != _UNFINISHED:
+            self._finish()  # A finish reason ends the output; whatever follows is ignored.
+            return
+        try:
+            piece = self._limit.cut(WorkerPiece.parse(encoded))
+        except DecodeError:
+            failure = self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse")
+            self._end_failed(failure)
+            return
+        output = piece.output
+        self._finish_reason = output.finish_reason
+        if not self._has_output:
+            if output.token_ids:
+                self._has_output = True
+                self._health.unwatch()
+                self._health.responded()
+            else:
+                self._wait_for_output()
+        if output.finish_reason in _ENGINE_FAILED:
+            failure = self._note("error", f"ended the request with {FinishReason.Name(output.finish_reason)}")
+            if not self._has_output:
+                self._end(failure)
+        if not self._over:
+            self._pass_on(piece)
+            if self._limit.overrun:
+                self._stop_overrun()
+
+    def on_end(self) -> None:
+        """Ends the attempt, since the worker has sent all of its response."""
+        self._call = None
+        if self._over:
+            return
+        if self._finish_reason != _UNFINISHED:
+            self._finish()
+        else:
+            self._end_failed(None)
+
+    def on_error(self, error: Exception) -> None:
+        """Ends the attempt, since the call failed."""
+        self._call = None
+        if self._over:
+            return
+        if not isinstance(error, KvRouterError):
+            self._end(error)
+        elif self._finish_reason != _UNFINISHED:
+            self._finish()
+        else:
+            self._end_failed(self._judge(error))
+
+    def _pass_on(self, piece: WorkerPiece) -> None:
+        try:
+            self._on_output(piece.encoded, piece.output)
+        except Exception as error:
+            # Raised in the request's task, since the connection serves other requests.
+            self._end(error.untraced() if isinstance(error, KvRouterError) else error)
+
+    def _wait_for_output(self) -> None:
+        self._missed_to_leave = self._health.missed_probes + self._stays_a_probe
+        self._leave_if_silent()
+
+    def _leave_if_silent(self) -> None:
+        missed = self._health.missed_probes
+        if self._over or not self._health.is_suspected or missed < self._missed_to_leave or not self._has_alternative():
+            return
+        # Not counted against the worker: probes alone decide when it is suspected or has recovered.
+        self._metrics.worker_failures.labels(cause="silent").inc()
+        message = f"worker {self._worker_id} stopped answering: it missed {missed} probes in a row"
+        self._end(WorkerFailure(self._worker_id, "silent", message))
+
+    def _finish(self) -> None:
+        if self._finish_reason not in _ENGINE_FAILED:
+            self._health.completed()
+        self._end(None)
+
+    def _end_failed(self, outcome: Outcome) -> None:
+        """Ends output that has no finish reason. At max_tokens it is complete for the client nevertheless."""
+        if self._limit.reached:
+            self._pass_on(self._limit.last_piece())
+            self._end(None)
+        else:
+            self._end(outcome or self._note("unfinished", "ended its answer unfinished"))
+
+    def _stop_overrun(self) -> None:
+        self._metrics.output_overruns.inc()
+        log.warning(
+            "worker.exceeded_max_tokens",
+            worker=self._worker_id,
+            request_id=self._request_id,
+            max_tokens=self._max_tokens,
+            consequence="the answer ends at the limit, the call is cancelled",
+        )
+        self._finish()
+
+    def _judge(self, error: KvRouterError) -> WorkerFailure | KvRouterError:
+        """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
+        fault = fault_of(error, self._deadline)
+        if fault is Fault.WORKER:
+            return self._note(error.code.name, f"failed with {error.code.name}: {error}")
+        if fault is Fault.DEADLINE and self._health.is_suspected:
+            missed = self._health.missed_probes
+            return DeadlineExceeded(
+                f"the deadline has passed; worker {self._worker_id} has missed {missed} probes in a row"
+            )
+        return error.untraced()
+
+    def _note(self, cause: str, what: str) -> WorkerFailure:
+        failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}")
+        self._metrics.worker_failures.labels(cause=cause).inc()
+        self._health.failed(failure)
+        return failure
+
+    def _end(self, outcome: Outcome) -> None:
+        if self._over:
+            return
+        self._over = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self._health.end()
+        if not self.ended.done():
+            self.ended.set_result(outcome)
