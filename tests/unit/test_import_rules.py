@@ -64,11 +64,12 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "errors": (),
         "config": ("errors",),
         "registration": ("errors",),
+        "publish_only": ("errors",),
         "events": ("errors",),
         "journal": ("config", "errors", "events"),
         "publishing": ("errors", "events", "journal"),
         "worker_server": ("errors", "publishing"),
-        "worker": ("config", "errors", "journal", "publishing", "registration", "worker_server"),
+        "worker": ("config", "errors", "journal", "publish_only", "publishing", "registration", "worker_server"),
     },
     "indexer": {
         "index": (),

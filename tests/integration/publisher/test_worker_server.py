@@ -124,6 +124,22 @@ async def test_a_caller_that_goes_away_aborts_its_request(
         await eventually(lambda: worker.stats().requests == 0)
 
 
+async def test_a_worker_without_an_engine_publishes_only(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    async with (
+        running(config(namespace, etcd_endpoint, nats_url)) as worker,
+        grpc.aio.insecure_channel(worker.endpoint) as channel,
+    ):
+        store(worker.rank(0), 1)
+        calls = Calls(channel)
+        (chunk,) = [chunk async for chunk in calls.rank_state(GetRankStateRequest())]
+        assert [block.engine_hash for block in chunk.blocks] == [1]
+        assert (await calls.load(GetLoadRequest())).reports == []
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await calls.generate(request([1, 2])).read()
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert detail(refused.value).retry_elsewhere
+
+
 async def test_abort_by_id(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     engine = EchoEngine()
     async with serving(engine, namespace, etcd_endpoint, nats_url) as (_, calls, _channel):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvrouter.core import multimodal_hash
 from kvrouter.core.interface import BookingRequest, Scope
 from kvrouter.core.reference.hashing import scope_seed
 from xxhash import xxh3_64_intdigest
@@ -43,6 +44,19 @@ def test_vectors(hashing: ModuleType, vector: dict[str, Any]) -> None:
 @pytest.mark.parametrize("vector", VECTORS["seeds"], ids=lambda vector: str(vector["scope"]))
 def test_seed_vectors(vector: dict[str, Any]) -> None:
     assert scope_seed(Scope(**vector["scope"])) == int(vector["seed"], 16)
+
+
+@pytest.mark.parametrize("vector", VECTORS["multimodal_ids"], ids=str)
+def test_vectors_of_multimodal_ids(vector: dict[str, str]) -> None:
+    content = bytes.fromhex(vector["hex"]) if "hex" in vector else vector["text"]
+    assert multimodal_hash(content) == int(vector["hash"], 16)
+    assert multimodal_hash(int(vector["hash"], 16)) == int(vector["hash"], 16)
+
+
+@pytest.mark.parametrize(("content", "error"), [(None, TypeError), (1.5, TypeError), (-1, OverflowError)])
+def test_what_names_no_multimodal_content(content: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        multimodal_hash(content)
 
 
 @pytest.mark.parametrize("vector", VECTORS["digests"], ids=lambda vector: vector["name"])

@@ -36,6 +36,17 @@ def config(**settings: Any) -> WorkerConfig:
         ("buffer_events", 0),
         ("buffer_bytes", 100),
         ("drain_seconds", -1),
+        ("component", "kvrouter/llama"),
+        ("ranks", [0, 1]),
+        ("ranks", {"0": 5}),
+        ("ranks", {0: None}),
+        ("model", None),
+        ("block_size", "16"),
+        ("worker_id", 1.5),
+        ("heartbeat_seconds", None),
+        ("labels", ["zone"]),
+        ("lora_names", "adapter"),
+        ("nats", None),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: object) -> None:

@@ -23,6 +23,7 @@ from kvrouter.core.interface import (
     Scope,
     TokenBuffer,
 )
+from kvrouter.core.multimodal import multimodal_hash
 
 _NAMES = (
     "local_hashes",
@@ -113,5 +114,6 @@ __all__ = [
     "Scope",
     "TokenBuffer",
     "local_hashes",
+    "multimodal_hash",
     "sequence_hashes",
 ]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TypeVar
 
-import structlog
 from google.protobuf.message import DecodeError, Message
+from kvrouter.net.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _MAX_ENTRIES = 4096
 """Maximum number of quarantined entries to store; further ones are counted but not logged."""

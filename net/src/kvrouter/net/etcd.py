@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 
 import aetcd
 import grpc
-import structlog
 from aetcd import rpc
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_text, printable
+from kvrouter.net.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 DEFAULT_TTL_SECONDS = 10
 """Time after which an unrenewed lease expires: how long a dead process appears to be alive."""

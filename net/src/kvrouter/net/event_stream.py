@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import structlog
+from kvrouter.net.logs import get_logger
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig, StreamInfo
 from nats.js.errors import APIError, NotFoundError, ServerError
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MAX_AGE_SECONDS = 3600.0
 """Age at which events are discarded. An Indexer that was away for longer restores a snapshot or resyncs."""

@@ -18,6 +18,13 @@ HASH_SCHEME = "xxh3-1337"
 """Identifier of the hash algorithm and seed of local hashes; the only scheme so far."""
 
 
+_INTEGERS = (
+    *("block_size", "worker_id", "lease_ttl_seconds", "buffer_events", "buffer_bytes"),
+    *("max_batched_tokens", "max_sequences", "max_model_len"),
+)
+_SECONDS = ("heartbeat_seconds", "load_report_seconds", "drain_seconds", "flush_seconds")
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Configuration of a worker: its identity, its properties, and how it reports.
@@ -60,8 +67,8 @@ class WorkerConfig:
     worker leaves it unspecified too)."""
 
     copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED
-    """Whether events report each physical copy (vLLM) or a set of blocks (SGLang). With the wrong value, blocks
-    disappear from the index too early or never."""
+    """Whether events report each physical copy (vLLM; SGLang in its default format) or a set of blocks. With the wrong
+    value, blocks disappear from the index too early or never."""
 
     role: Role = Role.ROLE_BOTH
     """Prefill, decode, or both."""
@@ -115,6 +122,7 @@ class WorkerConfig:
     ``journal_path``. A journal of another engine incarnation is not used."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, low, high in (
             ("block_size", 1, 1 << 20),
             ("worker_id", 0, (1 << 64) - 1),
@@ -142,6 +150,8 @@ class WorkerConfig:
         if not self.ranks:
             raise InvalidConfig("ranks is empty: expected at least one rank, such as {0: total_blocks}")
         for rank, total_blocks in self.ranks.items():
+            if not (isinstance(rank, int) and isinstance(total_blocks, int)):
+                raise InvalidConfig(f"ranks: expected integers as rank and blocks, received {rank!r}: {total_blocks!r}")
             if not (0 <= rank < 1 << 32 and 0 <= total_blocks < 1 << 64):
                 raise InvalidConfig(f"ranks: expected rank and blocks of 0 or more, received {rank}: {total_blocks}")
         try:
@@ -156,6 +166,21 @@ class WorkerConfig:
             raise InvalidConfig(f"bind: expected host:port, received {self.bind!r}")
         if not self.advertise and host.strip("[]") in {"0.0.0.0", "::"}:  # noqa: S104
             raise InvalidConfig(f"bind: {self.bind!r} is a wildcard: set advertise to an address that others can reach")
+
+    def _check_types(self) -> None:
+        for name, kind, example in (
+            ("component", ComponentName, 'ComponentName("kvrouter", "llama") or ComponentName.parse("kvrouter/llama")'),
+            ("model", str, '"llama-3-8b"'),
+            ("ranks", Mapping, "{0: 16384}, rank → KV blocks"),
+            ("labels", Mapping, '{"zone": "a"}'),
+            ("lora_names", tuple, '("adapter",)'),
+            *((name, str, '"127.0.0.1:9000"') for name in ("etcd", "nats", "bind", "advertise", "engine_incarnation")),
+            *((name, int, "an integer") for name in _INTEGERS),
+            *((name, int | float, "a number of seconds") for name in _SECONDS),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidConfig(f"{name}: expected {example}, received {value!r:.100}")
 
     def endpoint(self, port: int) -> str:
         """Returns the address under which others reach the WorkerService that listens on ``port``."""

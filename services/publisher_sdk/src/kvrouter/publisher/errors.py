@@ -28,11 +28,15 @@ class UnknownParent(InvalidEvent):
         self.parent = parent
 
 
+class InvalidLoad(PublisherError, ValueError):
+    """The engine's ``load`` returned something other than load reports; the message says what."""
+
+
 class UnknownRank(PublisherError, KeyError):
     """The worker has no such data-parallel rank."""
 
-    def __init__(self, dp_rank: int, known: Iterable[int]) -> None:
-        super().__init__(f"expected one of this worker's ranks {sorted(known)}, received {dp_rank}")
+    def __init__(self, dp_rank: object, known: Iterable[int]) -> None:
+        super().__init__(f"expected one of this worker's ranks {sorted(known)}, received {dp_rank!r}")
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import aetcd
-import structlog
 from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.etcd import KeyTaken
+from kvrouter.net.logs import get_logger
 from kvrouter.net.registry_entries import read_descriptor
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _MAX_INCARNATION = 1 << 63
 """Nanoseconds since 1970, in the year 2262. No worker begins a higher incarnation, and none could follow it, so that a

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import structlog
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
+from kvrouter.net.logs import get_logger
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.errors import UnknownRank
+from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
 from kvrouter.publisher.journal.resume import claimed, places, recover_worker
+from kvrouter.publisher.publish_only import PublishOnly
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher, RankStats
 from kvrouter.publisher.publishing.transport import (
     NatsLink,
@@ -40,7 +41,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 __all__ = ["Engine", "PublisherStats", "RankPublisher", "RankStats", "Worker", "WorkerConfig", "running"]
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _DEREGISTER_SECONDS = 2.0
 
@@ -100,6 +101,7 @@ class Worker:
                 incarnation=incarnation,
                 block_size=config.block_size,
                 copy_counting=config.copy_counting,
+                total_blocks=config.ranks[rank],
                 buffer_events=config.buffer_events,
                 buffer_bytes=config.buffer_bytes,
                 journal=kept.get(rank),
@@ -247,10 +249,22 @@ class Worker:
 
 
 def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequence: int) -> list[LoadReport]:
-    """Returns every rank's load from the engine, with rank, incarnation, time and sequence number."""
+    """Returns every rank's load from the engine, with rank, incarnation, time and sequence number.
+
+    Raises:
+        InvalidLoad: the engine did not return a mapping from rank to LoadReport.
+        UnknownRank: the configuration has no such rank.
+    """
     now = time.time_ns()
     reports = []
-    for dp_rank, load in sorted(engine.load().items()):
+    loads: object = engine.load()
+    if not isinstance(loads, Mapping):
+        raise InvalidLoad(f"expected load() to return a mapping from rank to LoadReport, received {loads!r:.100}")
+    for dp_rank, load in loads.items():
+        if dp_rank not in config.ranks:
+            raise UnknownRank(dp_rank, config.ranks)
+        if not isinstance(load, LoadReport):
+            raise InvalidLoad(f"expected a LoadReport for rank {dp_rank}, received {load!r:.100}")
         report = LoadReport()
         report.CopyFrom(load)
         report.rank.CopyFrom(Rank(worker_id=config.worker_id, dp_rank=dp_rank))
@@ -259,12 +273,14 @@ def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequenc
         report.sequence = sequence
         report.total_blocks = report.total_blocks or config.ranks.get(dp_rank, 0)
         reports.append(report)
-    return reports
+    return sorted(reports, key=lambda report: report.rank.dp_rank)
 
 
 @asynccontextmanager
-async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]:
+async def running(config: WorkerConfig, engine: Engine | None = None) -> AsyncIterator[Worker]:
     """Runs a worker while the body lasts. Waits for etcd at the start, but not for NATS.
+
+    Without ``engine`` the worker publishes only, for an engine whose requests travel elsewhere.
 
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
@@ -275,7 +291,9 @@ async def running(config: WorkerConfig, engine: Engine) -> AsyncIterator[Worker]
         recovered = await asyncio.to_thread(recover_worker, config)
         former = next((found.head.incarnation for found in recovered.values()), None)
         incarnation, transport = await _settle(config, former)
-        worker = Worker(config, engine, incarnation, transport, recovered if incarnation == former else {})
+        worker = Worker(
+            config, engine or PublishOnly(), incarnation, transport, recovered if incarnation == former else {}
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 await worker._start(tasks)

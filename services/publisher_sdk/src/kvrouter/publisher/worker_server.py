@@ -8,12 +8,12 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
-import structlog
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -34,7 +34,7 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateResponse,
 )
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 """Full name of the service, for health and reflection."""

@@ -11,8 +11,9 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvrouter.core import sequence_hashes
+from kvrouter.core import Scope, sequence_hashes
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
+from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of, part_hashes
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
@@ -23,6 +24,9 @@ MAX_EVENT_BLOCKS = 8192
 
 CHUNK_BLOCKS = 4096
 """Number of blocks in one chunk of a state."""
+
+BASE_SCOPE = Scope()
+"""Scope of blocks without adapter, salt and tenant."""
 
 _U64 = (1 << 64) - 1
 _DIGEST_SEED = 1337
@@ -45,6 +49,10 @@ class Block(NamedTuple):
     """Position in the sequence, from 0."""
     copies: tuple[int, ...]
     """Physical copies in device memory, host memory, disk and shared storage."""
+    scope: Scope = BASE_SCOPE
+    """Scope of its sequence, which its children inherit."""
+    parts: int = 1
+    """Number of blocks that its engine's block consists of; above 1, this is the last of them."""
 
 
 class NumberedEvent(NamedTuple):
@@ -55,6 +63,26 @@ class NumberedEvent(NamedTuple):
     """A KvEvent."""
     digest: int
     """Digest of the rank's state after the event."""
+
+
+class BlockNote(NamedTuple):
+    """Scope and parts of blocks, which their records in the contract do not have."""
+
+    scope: Scope
+    parts: int
+    engine_hashes: list[int]
+
+
+class _Undo(NamedTuple):
+    """What ``roll_back`` restores."""
+
+    next_event_id: int
+    digest: int
+    unknown_removals: int
+    unplaced_blocks: int
+    copies: list[int]
+    blocks: dict[int, Block | None]
+    """The blocks before their first change; None for those that were not resident."""
 
 
 class RankState:
@@ -69,15 +97,37 @@ class RankState:
         """Sum of the digest terms of all blocks, as KvEventBatch.digest defines it."""
         self.unknown_removals = 0
         """Blocks reported as removed that were not resident in that tier; such removals are not published."""
+        self.unplaced_blocks = 0
+        """Blocks reported as copied to a tier that could not be placed; they are not published."""
         self._counted = copy_counting != CopyCounting.COPY_COUNTING_SET
         self._blocks: dict[int, Block] = {}
+        self._copies = [0] * len(_TIERS)
+        self._undo: _Undo | None = None
 
     def __len__(self) -> int:
         """Returns the number of resident blocks, in any tier."""
         return len(self._blocks)
 
-    def __contains__(self, engine_hash: int) -> bool:
-        return engine_hash & _U64 in self._blocks
+    def __contains__(self, engine_hash: EngineHash) -> bool:
+        return engine_hash_of(engine_hash) in self._blocks
+
+    def is_resident(self, engine_hash: EngineHash, tier: Tier) -> bool:
+        """Returns whether a block is resident in a tier.
+
+        Raises:
+            InvalidEvent: the hash is none, or the tier is unknown.
+        """
+        block = self._blocks.get(engine_hash_of(engine_hash))
+        return block is not None and block.copies[_tier_index(tier)] > 0
+
+    def copies_in(self, tier: Tier) -> int:
+        """Returns the number of physical copies of all blocks in a tier."""
+        return self._copies[_tier_index(tier)]
+
+    def scope_of(self, engine_hash: EngineHash) -> Scope | None:
+        """Returns the scope of a resident block; None if it is not resident."""
+        block = self._blocks.get(engine_hash_of(engine_hash))
+        return None if block is None else block.scope
 
     @property
     def cursor(self) -> Cursor:
@@ -90,32 +140,39 @@ class RankState:
 
     def stored(
         self,
-        engine_hashes: Sequence[int],
+        engine_hashes: Iterable[EngineHash],
         local_hashes: bytes,
-        parent: int | None = None,
+        parent: EngineHash | None = None,
         tier: Tier = Tier.TIER_DEVICE,
+        *,
+        scope: Scope = BASE_SCOPE,
+        new_copies: bool = True,
+        parts: int = 1,
     ) -> list[NumberedEvent]:
         """Records a chain of blocks below ``parent``, or at the start of a sequence if it is None.
 
-        ``local_hashes`` are packed little-endian u64, one for each engine hash. Returns the resulting events.
+        ``local_hashes`` are packed little-endian u64, ``parts`` for each engine hash: an engine's block may consist of
+        several blocks. Without ``new_copies`` blocks that are resident in the tier already stay as they are. Returns
+        the resulting events.
 
         Raises:
             InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is unknown.
             UnknownParent: the parent is not resident.
         """
         index = _tier_index(tier)
-        hashes = [_engine_hash(value) for value in engine_hashes]
+        named = engine_hashes_of(engine_hashes)
+        if len(set(named)) != len(named):
+            raise InvalidEvent("expected each engine hash once in a chain, received one twice")
+        hashes = named if parts == 1 else [part for engine_hash in named for part in part_hashes(engine_hash, parts)]
         if len(local_hashes) != 8 * len(hashes):
             raise InvalidEvent(
-                f"expected 8 bytes of local hashes per engine hash ({len(hashes)}), received {len(local_hashes)} bytes"
+                f"expected 8 bytes of local hashes per block ({len(hashes)}), received {len(local_hashes)} bytes"
             )
         if not hashes:
             return []
-        if len(set(hashes)) != len(hashes):
-            raise InvalidEvent("expected each engine hash once in a chain, received one twice")
         place, depth = 0, -1
         if parent is not None:
-            parent = _engine_hash(parent)
+            parent = engine_hash_of(parent)
             if parent in hashes:
                 raise InvalidEvent("expected a parent outside of the stored blocks, received one of them")
             above = self._blocks.get(parent)
@@ -127,19 +184,37 @@ class RankState:
         chain = (
             sequence_hashes(local_hashes) if parent is None else sequence_hashes(_le64.pack(place) + local_hashes)[8:]
         )
-        places = struct.unpack(f"<{len(hashes)}Q", chain)
-        events = []
-        for start in range(0, len(hashes), MAX_EVENT_BLOCKS):
-            part = slice(start, start + MAX_EVENT_BLOCKS)
-            stored = BlocksStored(parent_engine_hash=parent, engine_hashes=hashes[part], local_hashes=locals_[part])
-            for engine_hash, local, sequence in zip(hashes[part], locals_[part], places[part], strict=True):
-                depth += 1
-                self._store(engine_hash, Block(parent, place, local, sequence, depth, _FIRST_COPY[index]), index)
-                parent, place = engine_hash, sequence
-            events.append(self._numbered(KvEvent(tier=tier, stored=stored)))
-        return events
+        blocks = []
+        for number, (engine_hash, local, sequence) in enumerate(
+            zip(hashes, locals_, struct.unpack(f"<{len(hashes)}Q", chain), strict=True), start=1
+        ):
+            own = 1 if number % parts else parts
+            block = Block(parent, place, local, sequence, depth + number, _FIRST_COPY[index], scope, own)
+            blocks.append((engine_hash, block))
+            parent, place = engine_hash, sequence
+        return self._store_chains(blocks, index, tier, new_copies=new_copies)
 
-    def removed(self, engine_hashes: Sequence[int], tier: Tier = Tier.TIER_DEVICE) -> list[NumberedEvent]:
+    def stored_known(self, engine_hashes: Iterable[EngineHash], tier: Tier) -> list[NumberedEvent]:
+        """Records that resident blocks are now in ``tier`` too. Returns the resulting events.
+
+        Blocks that are not resident, or whose parents are not, are counted in ``unplaced_blocks`` and not published:
+        the index could not place them.
+
+        Raises:
+            InvalidEvent: the tier is unknown.
+        """
+        index = _tier_index(tier)
+        blocks = []
+        for named in engine_hashes_of(engine_hashes):
+            for engine_hash in self._parts_of(named):
+                block = self._blocks.get(engine_hash)
+                if block is None or not self._has_parent(block):
+                    self.unplaced_blocks += 1
+                else:
+                    blocks.append((engine_hash, block._replace(copies=_FIRST_COPY[index])))
+        return self._store_chains(blocks, index, tier, new_copies=True)
+
+    def removed(self, engine_hashes: Iterable[EngineHash], tier: Tier = Tier.TIER_DEVICE) -> list[NumberedEvent]:
         """Records that blocks, or one physical copy of each, left a tier, in any order. Returns the resulting events.
 
         Blocks that are not resident there are counted and not published.
@@ -150,7 +225,7 @@ class RankState:
         index = _tier_index(tier)
         events = []
         gone: dict[int, None] = {}
-        for engine_hash in [_engine_hash(value) for value in engine_hashes]:
+        for engine_hash in [part for named in engine_hashes_of(engine_hashes) for part in self._parts_of(named)]:
             # A repeated hash means two copies, which need two events.
             if engine_hash in gone or len(gone) == MAX_EVENT_BLOCKS:
                 events.append(self._numbered(KvEvent(tier=tier, removed=BlocksRemoved(engine_hashes=gone))))
@@ -170,7 +245,11 @@ class RankState:
             InvalidEvent: the tier is unknown.
         """
         if tier == Tier.TIER_UNSPECIFIED:
+            if self._undo is not None:
+                for engine_hash, block in self._blocks.items():
+                    self._undo.blocks.setdefault(engine_hash, block)
             self._blocks = {}
+            self._copies = [0] * len(_TIERS)
             self.digest = 0
         else:
             index = _tier_index(tier)
@@ -191,7 +270,49 @@ class RankState:
             self._blocks[record.engine_hash] = block
             for index, count in enumerate(copies):
                 if count:
+                    self._copies[index] += count
                     self._digest(record.engine_hash, block, index, count, 1)
+
+    def notes(self, engine_hashes: Iterable[int] | None = None) -> list[BlockNote]:
+        """Returns what a journal must add to the blocks' records: scopes and parts. All blocks', or the given ones'."""
+        chosen = self._blocks if engine_hashes is None else engine_hashes
+        noted: dict[tuple[Scope, int], list[int]] = {}
+        for engine_hash in chosen:
+            block = self._blocks.get(engine_hash)
+            if block is not None and (block.scope != BASE_SCOPE or block.parts > 1):
+                noted.setdefault((block.scope, block.parts), []).append(engine_hash)
+        return [BlockNote(scope, parts, hashes) for (scope, parts), hashes in noted.items()]
+
+    def annotate(self, notes: Iterable[BlockNote]) -> None:
+        """Applies notes of a journal to resident blocks; others are ignored."""
+        for scope, parts, hashes in notes:
+            for engine_hash in hashes:
+                if engine_hash in self._blocks:
+                    self._blocks[engine_hash] = self._blocks[engine_hash]._replace(scope=scope, parts=parts)
+
+    def begin(self) -> None:
+        """Begins changes that ``roll_back`` can undo."""
+        self._undo = _Undo(
+            self.next_event_id, self.digest, self.unknown_removals, self.unplaced_blocks, list(self._copies), {}
+        )
+
+    def commit(self) -> None:
+        """Ends changes, which stay."""
+        self._undo = None
+
+    def roll_back(self) -> None:
+        """Undoes all changes since ``begin``."""
+        if self._undo is None:
+            return
+        undo, self._undo = self._undo, None
+        self.next_event_id, self.digest = undo.next_event_id, undo.digest
+        self.unknown_removals, self.unplaced_blocks = undo.unknown_removals, undo.unplaced_blocks
+        self._copies = undo.copies
+        for engine_hash, block in undo.blocks.items():
+            if block is None:
+                self._blocks.pop(engine_hash, None)
+            else:
+                self._blocks[engine_hash] = block
 
     def replay(self, event: KvEvent) -> list[NumberedEvent]:
         """Applies an event from a journal, and returns the equal event that results.
@@ -215,6 +336,44 @@ class RankState:
         self.next_event_id += 1
         return NumberedEvent(event.event_id, event.SerializeToString(), self.digest)
 
+    def _store_chains(
+        self, blocks: Sequence[tuple[int, Block]], index: int, tier: Tier, *, new_copies: bool
+    ) -> list[NumberedEvent]:
+        """Stores blocks, and returns an event for each run of blocks that follow each other."""
+        events = []
+        run: list[tuple[int, Block]] = []
+        for engine_hash, block in blocks:
+            if run and (block.parent != run[-1][0] or len(run) == MAX_EVENT_BLOCKS):
+                events.append(self._stored_event(run, tier))
+                run = []
+            held = self._blocks.get(engine_hash)
+            if not new_copies and held and held.sequence_hash == block.sequence_hash and held.copies[index]:
+                continue
+            self._store(engine_hash, block, index)
+            run.append((engine_hash, block))
+        if run:
+            events.append(self._stored_event(run, tier))
+        return events
+
+    def _stored_event(self, run: Sequence[tuple[int, Block]], tier: Tier) -> NumberedEvent:
+        stored = BlocksStored(
+            parent_engine_hash=run[0][1].parent,
+            engine_hashes=[engine_hash for engine_hash, _ in run],
+            local_hashes=[block.local_hash for _, block in run],
+        )
+        return self._numbered(KvEvent(tier=tier, stored=stored))
+
+    def _parts_of(self, engine_hash: int) -> Sequence[int]:
+        """Returns the engine hashes of the blocks that an engine's block consists of."""
+        block = self._blocks.get(engine_hash)
+        return (engine_hash,) if block is None or block.parts == 1 else part_hashes(engine_hash, block.parts)
+
+    def _has_parent(self, block: Block) -> bool:
+        if block.parent is None:
+            return True
+        above = self._blocks.get(block.parent)
+        return above is not None and above.sequence_hash == block.parent_place
+
     def _store(self, engine_hash: int, block: Block, index: int) -> None:
         held = self._blocks.get(engine_hash)
         if held is not None and held.sequence_hash == block.sequence_hash:
@@ -224,8 +383,17 @@ class RankState:
         if held is not None:
             for at in range(len(_TIERS)):
                 held = self._set_copies(engine_hash, held, at, 0)
-        self._blocks[engine_hash] = block
+        self._put(engine_hash, block)
+        self._copies[index] += 1
         self._digest(engine_hash, block, index, 1, 1)
+
+    def _put(self, engine_hash: int, block: Block | None) -> None:
+        if self._undo is not None:
+            self._undo.blocks.setdefault(engine_hash, self._blocks.get(engine_hash))
+        if block is None:
+            self._blocks.pop(engine_hash, None)
+        else:
+            self._blocks[engine_hash] = block
 
     def _remove(self, engine_hash: int, index: int) -> bool:
         held = self._blocks.get(engine_hash)
@@ -241,12 +409,9 @@ class RankState:
                 self._digest(engine_hash, block, index, before, -1)
             if copies:
                 self._digest(engine_hash, block, index, copies, 1)
-            changed = (*block.copies[:index], copies, *block.copies[index + 1 :])
-            block = Block(*block[:-1], changed)
-        if any(block.copies):
-            self._blocks[engine_hash] = block
-        else:
-            self._blocks.pop(engine_hash, None)
+            self._copies[index] += copies - before
+            block = block._replace(copies=(*block.copies[:index], copies, *block.copies[index + 1 :]))
+        self._put(engine_hash, block if any(block.copies) else None)
         return block
 
     def _digest(self, engine_hash: int, block: Block, index: int, copies: int, sign: int) -> None:
@@ -295,13 +460,6 @@ def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Ite
                 )
             )
         yield records
-
-
-def _engine_hash(value: int) -> int:
-    """Returns the 64-bit pattern of a hash, which engines give as a signed or unsigned number."""
-    if not -(1 << 63) <= value <= _U64:
-        raise InvalidEvent(f"expected an engine hash of 64 bits, received {value}")
-    return value & _U64
 
 
 def _tier_index(tier: Tier) -> int:

@@ -1,8 +1,9 @@
 """A rank's state in a file, from which a restarted relay resumes while its engine continues.
 
 The file is a sequence of records: a head that identifies it, the rank's state in chunks, the unsent events of that
-state, then one record for each later message of the engine with its events and the engine's own message number. The
-file is replaced atomically when it is started and when the appended part outgrows the state. It has to survive the
+state, then one record for each later message of the engine with its events and the engine's own message number. What
+the events do not say of the blocks (scopes, parts) and of the rank is in a record of notes before them. The file is
+replaced atomically when it is started and when the appended part outgrows the state. It has to survive the
 process but not the machine, with which the engine dies too, so it is not flushed to the disk.
 
 Events are sent, and states are served, only once they are in the file. No consumer therefore knows more than the file.
@@ -21,28 +22,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import structlog
 from google.protobuf.message import DecodeError
+from kvrouter.core import Scope
+from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.events.rank_state import NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.events.rank_state import BlockNote, NumberedEvent, RankState, state_chunks
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.events_pb2 import KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
 from xxhash import xxh3_64_intdigest
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 NO_POSITION = -1
 """Position of an engine that has reported no message."""
 
-_FORMAT = 1
+_FORMAT = 2
 _SEED = 1337
 _LEAST_LOG_BYTES = 4 << 20  # minimum size of the appended part before the file is replaced
 _MAX_QUEUE_BYTES = 32 << 20  # with a slower disk, the queue is dropped and the whole state is written instead
 _record = struct.Struct("<cIQQ")  # kind, length of the body, checksum of these two, checksum of the body
 _group = struct.Struct("<q")
 _event = struct.Struct("<QI")
-_HEAD, _STATE, _UNSENT, _GROUP = b"H", b"S", b"U", b"G"
+_HEAD, _STATE, _UNSENT, _NOTES, _GROUP = b"H", b"S", b"U", b"N", b"G"
 
 
 class Unusable(Exception):
@@ -72,6 +74,8 @@ class Recovered:
     """The newest events, which consumers may lack."""
     position: int
     """The engine's number of the last message that is in the state."""
+    partial: bool
+    """Whether events of the engine were lost, so that blocks may be missing."""
     size: int
     """Bytes of the file up to the last complete record."""
 
@@ -94,7 +98,7 @@ def recover(path: Path, desired: Head) -> Recovered:
 
 def _read(data: bytes, desired: Head) -> Recovered:
     records = _records(data)
-    kind, body, size = next(records, (b"", b"", 0))
+    kind, body, end = next(records, (b"", b"", 0))
     if kind != _HEAD:
         raise Unusable("the file has no head")
     head = Head(**json.loads(body))
@@ -105,7 +109,9 @@ def _read(data: bytes, desired: Head) -> Recovered:
         raise Unusable(f"the file belongs to another worker or engine: it differs in {', '.join(differences)}")
     state = RankState(head.incarnation, head.copy_counting)
     chunks, position, tail, whole = [], NO_POSITION, list[NumberedEvent](), False
-    for kind, body, size in records:  # noqa: B007 - the last size counts
+    partial, notes = False, list[BlockNote]()
+    noted: bytes | None = None
+    for kind, body, size in records:
         if kind == _STATE and not whole:
             position = _group.unpack_from(body)[0]
             chunks.append(GetRankStateResponse.FromString(body[_group.size :]))
@@ -114,6 +120,10 @@ def _read(data: bytes, desired: Head) -> Recovered:
                 state.load(chunks[-1].cursor.next_event_id, [block for chunk in chunks for block in chunk.blocks])
                 if state.digest != chunks[-1].digest:
                     raise Unusable("the file is damaged: its state does not have the recorded digest")
+        elif kind == _NOTES and whole:
+            # Applied after the next record: if that one is torn off, the notes are void.
+            noted = body
+            continue
         elif kind == _UNSENT and whole:
             tail += [
                 NumberedEvent(KvEvent.FromString(encoded).event_id, encoded, digest)
@@ -124,9 +134,14 @@ def _read(data: bytes, desired: Head) -> Recovered:
             tail += numbered
         else:
             raise Unusable(f"the file is damaged: unexpected record of kind {kind!r}")
+        if noted is not None:
+            partial, notes = _read_notes(noted)
+            state.annotate(notes)
+            noted = None
+        end = size
     if not whole:
         raise Unusable("the file is truncated within its state")
-    return Recovered(head, state, tail, position, size)
+    return Recovered(head, state, tail, position, partial, end)
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
@@ -157,6 +172,17 @@ def _replay(state: RankState, body: bytes, before: int) -> tuple[list[NumberedEv
             raise Unusable("the file is damaged: an event does not lead to the recorded digest")
         numbered += again
     return numbered, before if position == NO_POSITION else position
+
+
+def _encoded_notes(partial: bool, notes: Iterable[BlockNote]) -> bytes:
+    blocks = [[asdict(note.scope), note.parts, note.engine_hashes] for note in notes]
+    return _encoded(_NOTES, json.dumps({"partial": partial, "blocks": blocks}).encode())
+
+
+def _read_notes(body: bytes) -> tuple[bool, list[BlockNote]]:
+    found = json.loads(body)
+    blocks = [BlockNote(Scope(**scope), parts, engine_hashes) for scope, parts, engine_hashes in found["blocks"]]
+    return bool(found["partial"]), blocks
 
 
 def _packed(events: Iterable[NumberedEvent], position: int) -> bytes:
@@ -205,6 +231,7 @@ class Journal:
         self._lock = lock
         self._unsent = unsent
         self._position = recovered.position if recovered else NO_POSITION
+        self._partial = recovered.partial if recovered else False
         self._size = recovered.size if recovered else 0
         self._state_bytes = 0
         self._log_bytes = 0
@@ -219,13 +246,22 @@ class Journal:
         self.failed = False
         """Whether the file could not be written and was abandoned."""
 
-    def add(self, events: Sequence[NumberedEvent], position: int) -> None:
-        """Queues the events of one message of the engine with its number (NO_POSITION for none)."""
+    def add(
+        self, events: Sequence[NumberedEvent], position: int, *, partial: bool = False, notes: Sequence[BlockNote] = ()
+    ) -> None:
+        """Queues the events of one message of the engine with its number (NO_POSITION for none).
+
+        ``partial`` says whether the rank is partial after them, and ``notes`` what they do not say of their blocks.
+        """
         if self.failed:
             return
         self._position = position if position != NO_POSITION else self._position
-        self._queue.append(_encoded(_GROUP, _packed(events, position)))
-        self._queue_bytes += len(self._queue[-1])
+        record = _encoded(_GROUP, _packed(events, position))
+        if notes or partial != self._partial:
+            record = _encoded_notes(partial, notes) + record
+        self._partial = partial
+        self._queue.append(record)
+        self._queue_bytes += len(record)
         self._added += 1
         if self._queue_bytes > _MAX_QUEUE_BYTES:
             self._queue, self._queue_bytes, self._anew = [], 0, True
@@ -274,13 +310,20 @@ class Journal:
             chunks = state_chunks(self._state, self._head.copy_counting) if anew else None
             position = self._position
             unsent = list(self._unsent()) if anew else []
+            notes = _encoded_notes(self._partial, self._state.notes()) if anew else b""
         if chunks is not None:
-            self._replace(chunks, position, unsent)
+            self._replace(chunks, position, notes, unsent)
         elif queue:
             self._log_bytes += self._append(queue)
         return written
 
-    def _replace(self, chunks: Iterable[GetRankStateResponse], position: int, unsent: Sequence[NumberedEvent]) -> None:
+    def _replace(
+        self,
+        chunks: Iterable[GetRankStateResponse],
+        position: int,
+        notes: bytes,
+        unsent: Sequence[NumberedEvent],
+    ) -> None:
         if self._file is not None:
             self._file.close()
         new = self._path.with_suffix(".new")
@@ -289,7 +332,7 @@ class Journal:
         size = self._append([_encoded(_HEAD, json.dumps(asdict(self._head)).encode())])
         for chunk in chunks:
             size += self._append([_encoded(_STATE, _group.pack(position) + chunk.SerializeToString())])
-        size += self._append([_encoded(_UNSENT, _packed(unsent, NO_POSITION))])
+        size += self._append([notes, _encoded(_UNSENT, _packed(unsent, NO_POSITION))])
         new.replace(self._path)
         self._state_bytes, self._log_bytes = size, 0
 

@@ -7,12 +7,12 @@ import fcntl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import structlog
+from kvrouter.net.logs import get_logger
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.publisher.journal.journal import Head, JournalPath, Recovered, Unusable, recover
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 def _place(config: WorkerConfig, directory: Path, dp_rank: int) -> Path:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import structlog
-from kvrouter.core import Scope, local_hashes
+from kvrouter.core import Scope, TokenBuffer, local_hashes, multimodal_hash
+from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
 from kvrouter.publisher.events.batches import MAX_BATCH_BYTES, encode_batch
+from kvrouter.publisher.events.copy_counting import CopyCountingCheck
+from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
 from kvrouter.publisher.events.event_log import EventLog
-from kvrouter.publisher.events.rank_state import CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.events.rank_state import BASE_SCOPE, CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
@@ -22,9 +24,8 @@ from kvrouter.v1.events_pb2 import KvEventBatch
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
-_BASE_SCOPE = Scope()
 _TRIES_BEFORE_WARNING = 4
 
 
@@ -40,8 +41,18 @@ class RankStats:
     """Digest of the rank's state, as in KvEventBatch."""
     blocks: int
     """Resident blocks."""
+    partial: bool
+    """Whether blocks may be missing, because the engine's events were lost."""
+    events_lost: int
+    """Number of times that the engine's events were lost."""
+    restarts: int
+    """Number of restarts of the rank's engine."""
     unknown_removals: int
     """Removed blocks that were not resident; their removal is not published."""
+    unplaced_blocks: int
+    """Blocks reported with ``stored_known`` that could not be placed; they are not published."""
+    copy_counting_doubts: int
+    """Reports that contradict the configured copy counting."""
     batches_sent: int
     heartbeats_sent: int
     bytes_sent: int
@@ -77,13 +88,15 @@ class RankPublisher:
         incarnation: int,
         block_size: int,
         copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED,
+        total_blocks: int = 0,
         buffer_events: int = 200_000,
         buffer_bytes: int = 32 << 20,
         journal: JournalPath | None = None,
     ) -> None:
-        """``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together.
+        """``total_blocks`` is the rank's capacity in device memory, 0 if unknown.
 
-        ``journal`` has the path of the rank's journal and what was recovered from it; None for no journal.
+        ``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together. ``journal``
+        has the path of the rank's journal and what was recovered from it; None for no journal.
         """
         self.dp_rank = dp_rank
         """Data-parallel rank."""
@@ -96,6 +109,10 @@ class RankPublisher:
         self._lock = threading.RLock()
         found = journal.recovered if journal else None
         self._state = found.state if found else RankState(incarnation, copy_counting)
+        self._check = CopyCountingCheck(dp_rank, copy_counting, total_blocks)
+        self._partial = found is not None and found.partial
+        self._losses = self._restarts = 0
+        self._noted: list[int] = []
         self._log = EventLog(buffer_events, buffer_bytes)
         self._log.extend(found.tail if found else ())
         self._journal = Journal(journal, self._state, self._lock, self._unsent) if journal else None
@@ -112,54 +129,100 @@ class RankPublisher:
     def stored(
         self,
         *,
-        token_ids: Sequence[int],
-        engine_hashes: Sequence[int],
-        parent: int | None = None,
+        token_ids: TokenBuffer,
+        engine_hashes: Sequence[EngineHash],
+        parent: EngineHash | None = None,
         tier: Tier = Tier.TIER_DEVICE,
-        scope: Scope = _BASE_SCOPE,
-        multimodal: Sequence[tuple[int, int]] = (),
+        scope: Scope | None = None,
+        multimodal: Sequence[tuple[int, int | str | bytes]] = (),
+        new_copies: bool = True,
+        block_size: int = 0,
     ) -> None:
         """Reports stored blocks, each the parent of the next. Only full blocks may be reported.
 
         Args:
             token_ids: Tokens of these blocks only.
-            engine_hashes: The engine's ids of the blocks, any 64-bit numbers, signed or unsigned.
+            engine_hashes: The engine's ids of the blocks: numbers of 64 bits, signed or unsigned, or digests.
             parent: Engine hash of the block before the first; None at the start of a sequence.
             tier: Where the blocks are stored.
-            scope: What besides the tokens decides whether the blocks may be shared.
-            multimodal: Pairs (index of the block in this call, content hash).
+            scope: What besides the tokens decides whether the blocks may be shared. None for the parent's scope, and
+                at the start of a sequence for none.
+            multimodal: Pairs (index of the block in this call that the content starts in, id or hash of the content).
+                ``kvrouter.core.multimodal_hash`` converts ids.
+            new_copies: Whether each block is a new physical copy. False for a report that repeats resident blocks, such
+                as the hits of a request; blocks that are not resident are stored nevertheless.
+            block_size: Tokens per engine hash, if the engine stores larger blocks in this tier than the component has:
+                a multiple of the component's block size. 0 for the component's.
 
         Raises:
             InvalidEvent: tokens and hashes do not match; see ``RankState.stored``.
             UnknownParent: the parent is not resident.
         """
-        if len(token_ids) != len(engine_hashes) * self._block_size:
-            blocks = f"{len(engine_hashes)} full blocks of {self._block_size} tokens"
-            raise InvalidEvent(f"expected the tokens of {blocks}, received {len(token_ids)} tokens")
+        parts, rest = divmod(block_size or self._block_size, self._block_size)
+        if rest or parts < 1:
+            raise InvalidEvent(f"block_size is {block_size}: expected a multiple of {self._block_size}")
         try:
-            hashed = local_hashes(token_ids, self._block_size, scope, multimodal)
+            blocks = len(engine_hashes) * parts
+            if scope is None:
+                scope = self._inherited(parent)
+            pairs = [(index, multimodal_hash(content)) for index, content in multimodal]
+            hashed = local_hashes(token_ids, self._block_size, scope, pairs)
+            given = _token_count(token_ids)
         except (ValueError, OverflowError, TypeError) as error:
+            if isinstance(error, InvalidEvent):
+                raise
             raise InvalidEvent(f"the tokens cannot be hashed: {error}") from error
-        self.stored_hashes(local_hashes=hashed, engine_hashes=engine_hashes, parent=parent, tier=tier)
+        if given != blocks * self._block_size:
+            raise InvalidEvent(
+                f"expected the tokens of {blocks} full blocks of {self._block_size} tokens, received {given} tokens"
+            )
+        self._store(hashed, engine_hashes, parent, tier, scope, new_copies=new_copies, parts=parts)
 
     def stored_hashes(
         self,
         *,
         local_hashes: bytes,
-        engine_hashes: Sequence[int],
-        parent: int | None = None,
+        engine_hashes: Sequence[EngineHash],
+        parent: EngineHash | None = None,
         tier: Tier = Tier.TIER_DEVICE,
+        scope: Scope | None = None,
+        new_copies: bool = True,
     ) -> None:
         """Reports stored blocks whose local hashes (packed little-endian u64) are already known.
+
+        ``scope`` is the one that is in these hashes; None for the parent's.
 
         Raises:
             InvalidEvent: see ``RankState.stored``.
             UnknownParent: the parent is not resident.
         """
-        with self._lock:
-            self._append(self._state.stored(engine_hashes, local_hashes, parent, tier))
+        scope = self._inherited(parent) if scope is None else scope
+        self._store(local_hashes, engine_hashes, parent, tier, scope, new_copies=new_copies, parts=1)
 
-    def removed(self, engine_hashes: Sequence[int], *, tier: Tier = Tier.TIER_DEVICE) -> None:
+    def stored_known(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> int:
+        """Reports that resident blocks are now in another tier too, for engines that do not repeat the tokens.
+
+        Returns the number of blocks that were recorded. Blocks that are not resident, or whose parents are not, cannot
+        be placed; they are counted in the statistics.
+
+        Raises:
+            InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
+        """
+        with self._lock:
+            before = self._state.copies_in(tier)
+            self._append(self._state.stored_known(engine_hashes, tier))
+            return self._state.copies_in(tier) - before
+
+    def is_resident(self, engine_hash: EngineHash, *, tier: Tier = Tier.TIER_DEVICE) -> bool:
+        """Returns whether a block is resident in a tier, by what was reported.
+
+        Raises:
+            InvalidEvent: the hash does not fit into 64 bits, or the tier is unknown.
+        """
+        with self._lock:
+            return self._state.is_resident(engine_hash, tier)
+
+    def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
         """Reports that blocks left a tier: one copy of each with counted copies, otherwise the whole block.
 
         Blocks that are not resident there are counted and change nothing.
@@ -168,31 +231,99 @@ class RankPublisher:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
         """
         with self._lock:
-            self._append(self._state.removed(engine_hashes, tier))
+            before = self._state.unknown_removals
+            events = self._state.removed(engine_hashes, tier)
+            if self._state.unknown_removals > before:
+                self._check.removed_unknown(engine_hashes, self._state, tier)
+            self._append(events)
 
     def cleared(self, *, tier: Tier = Tier.TIER_UNSPECIFIED) -> None:
         """Reports that all blocks left a tier, or every tier for TIER_UNSPECIFIED.
+
+        After a loss of events, the latter makes the rank complete again.
 
         Raises:
             InvalidEvent: the tier is unknown.
         """
         with self._lock:
-            self._append(self._state.cleared(tier))
+            self._clear(tier, partial=self._partial and tier != Tier.TIER_UNSPECIFIED)
+
+    def events_lost(self) -> None:
+        """Reports that events of the engine were lost, so that removals may be missing: drops all blocks.
+
+        What is reported from now on is published, but the rank is partial: blocks below dropped ones are unknown.
+        ``cleared`` and ``restarted`` make it complete again.
+        """
+        with self._lock:
+            self._losses += 1
+            self._clear(Tier.TIER_UNSPECIFIED, partial=True)
+        log.warning("publish.engine_events_lost", rank=self.dp_rank)
+
+    def restarted(self) -> None:
+        """Reports that the engine of this rank restarted with an empty cache, while the other ranks continue."""
+        with self._lock:
+            self._restarts += 1
+            self._clear(Tier.TIER_UNSPECIFIED, partial=False)
+        log.info("publish.engine_restarted", rank=self.dp_rank)
 
     @contextmanager
     def reporting(self, position: int) -> Iterator[None]:
         """Groups all reports in the body as the engine's message of this number, which starts at 0 and rises.
 
-        A restarted relay resumes after the number of the last completed body: a message counts entirely or not at all.
-        Other threads wait meanwhile before they can report, so the body should be quick.
+        A message counts entirely or not at all: a restarted relay resumes after the number of the last completed body,
+        and if the body raises, none of its reports is recorded. Other threads wait meanwhile before they can report, so
+        the body should be quick.
         """
         with self._lock:
+            if self._reported is not None:
+                raise InvalidEvent("expected no reporting() inside of another one")
             self._reported = []
+            partial, losses, restarts = self._partial, self._losses, self._restarts
+            self._state.begin()
             try:
                 yield
-            finally:
-                events, self._reported = self._reported, None
-                self._commit(events, position)
+            except BaseException:
+                self._state.roll_back()
+                self._reported, self._noted = None, []
+                self._partial, self._losses, self._restarts = partial, losses, restarts
+                raise
+            self._state.commit()
+            events, self._reported = self._reported, None
+            self._commit(events, position)
+
+    def _inherited(self, parent: EngineHash | None) -> Scope:
+        if parent is None:
+            return BASE_SCOPE
+        with self._lock:
+            # An unknown parent is refused later.
+            return self._state.scope_of(engine_hash_of(parent)) or BASE_SCOPE
+
+    def _store(
+        self,
+        hashed: bytes,
+        engine_hashes: Sequence[EngineHash],
+        parent: EngineHash | None,
+        tier: Tier,
+        scope: Scope,
+        *,
+        new_copies: bool,
+        parts: int,
+    ) -> None:
+        with self._lock:
+            self._check.storing(engine_hashes, self._state, tier)
+            events = self._state.stored(
+                engine_hashes, hashed, parent, tier, scope=scope, new_copies=new_copies, parts=parts
+            )
+            self._check.stored(self._state, tier)
+            if scope != BASE_SCOPE or parts > 1:
+                self._noted += engine_hashes_of(engine_hashes)
+            self._append(events)
+
+    def _clear(self, tier: Tier, *, partial: bool) -> None:
+        events = self._state.cleared(tier)
+        self._check.cleared()
+        self._partial = partial
+        self._append(events)
 
     def _append(self, events: list[NumberedEvent]) -> None:
         if self._reported is not None:
@@ -202,7 +333,9 @@ class RankPublisher:
 
     def _commit(self, events: list[NumberedEvent], position: int) -> None:
         if self._journal is not None:
-            self._journal.add(events, position)
+            notes = self._state.notes(self._noted)
+            self._journal.add(events, position, partial=self._partial, notes=notes)
+        self._noted = []
         idle = not self._log.unsent
         self._log.extend(events)
         if idle and events and self._loop is not None:
@@ -278,7 +411,12 @@ class RankPublisher:
                 next_event_id=self._state.next_event_id,
                 digest=self._state.digest,
                 blocks=len(self._state),
+                partial=self._partial,
+                events_lost=self._losses,
+                restarts=self._restarts,
                 unknown_removals=self._state.unknown_removals,
+                unplaced_blocks=self._state.unplaced_blocks,
+                copy_counting_doubts=self._check.doubts,
                 batches_sent=self._batches_sent,
                 heartbeats_sent=self._heartbeats_sent,
                 bytes_sent=self._bytes_sent,
@@ -381,3 +519,9 @@ class RankPublisher:
         seconds = time.monotonic() - self._waits_since
         self._waits_since, self._waits_for = None, ""
         log.info("publish.recovered", rank=self.dp_rank, seconds=round(seconds, 1))
+
+
+def _token_count(token_ids: TokenBuffer) -> int:
+    """Returns the number of tokens; bytes hold four to a token."""
+    count = len(token_ids)
+    return count // 4 if isinstance(token_ids, bytes | bytearray) else count

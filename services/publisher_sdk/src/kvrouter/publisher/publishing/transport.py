@@ -6,8 +6,8 @@ import asyncio
 from typing import Protocol
 
 import nats.errors
-import structlog
 from kvrouter.net.event_stream import ensure_stream, write_error
+from kvrouter.net.logs import get_logger
 from kvrouter.net.nats_client import TolerantClient
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _ACK_SECONDS = 2.0
 _HEADERS_BYTES = 1024

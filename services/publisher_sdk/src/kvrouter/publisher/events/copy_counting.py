@@ -1,0 +1,74 @@
+"""Detects reports that contradict the configured copy counting.
+
+A set-like configuration is wrong if the engine removes a block once for each time it stored it. A counting
+configuration is wrong if more copies are resident than the rank has blocks: they were stored again without a new copy,
+so their removals do not follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvrouter.net.logs import get_logger
+from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hashes_of
+from kvrouter.publisher.events.rank_state import RankState
+from kvrouter.v1.common_pb2 import CopyCounting, Tier
+
+log = get_logger(__name__)
+
+_MAX_REMEMBERED = 4096
+
+
+class CopyCountingCheck:
+    """Counts and logs contradictions of one rank. Not thread-safe."""
+
+    def __init__(self, dp_rank: int, copy_counting: CopyCounting, total_blocks: int) -> None:
+        """``total_blocks`` is the rank's capacity in device memory; 0 if unknown."""
+        self.doubts = 0
+        """Number of contradictions."""
+        self._rank = dp_rank
+        self._is_set = copy_counting == CopyCounting.COPY_COUNTING_SET
+        self._total_blocks = total_blocks
+        self._stored_again: set[tuple[int, Tier]] = set()
+
+    def storing(self, engine_hashes: Iterable[EngineHash], state: RankState, tier: Tier) -> None:
+        """Notes blocks that are resident in the tier and about to be stored again."""
+        if not self._is_set:
+            return
+        for engine_hash in engine_hashes_of(engine_hashes):
+            if len(self._stored_again) < _MAX_REMEMBERED and state.is_resident(engine_hash, tier):
+                self._stored_again.add((engine_hash, tier))
+
+    def stored(self, state: RankState, tier: Tier) -> None:
+        """Compares the copies in device memory with the capacity."""
+        if self._is_set or tier != Tier.TIER_DEVICE or not self._total_blocks:
+            return
+        copies = state.copies_in(tier)
+        if copies > self._total_blocks:
+            self._doubt(
+                expected=f"at most {self._total_blocks} copies in device memory",
+                received=f"{copies} copies",
+                advice="set copy_counting to COPY_COUNTING_SET, or report repeated blocks with new_copies=False",
+            )
+
+    def removed_unknown(self, engine_hashes: Iterable[EngineHash], state: RankState, tier: Tier) -> None:
+        """Looks for blocks that were stored twice among removals of blocks that are not resident."""
+        for engine_hash in engine_hashes_of(engine_hashes) if self._is_set else ():
+            if (engine_hash, tier) in self._stored_again and not state.is_resident(engine_hash, tier):
+                self._stored_again.discard((engine_hash, tier))
+                self._doubt(
+                    expected="one removal of a block, however often it was stored",
+                    received="a removal for each copy",
+                    advice="set copy_counting to COPY_COUNTING_COUNTED",
+                )
+
+    def cleared(self) -> None:
+        """Forgets all blocks."""
+        self._stored_again.clear()
+
+    def _doubt(self, *, expected: str, received: str, advice: str) -> None:
+        self.doubts += 1
+        if self.doubts == 1:
+            log.warning(
+                "publish.copy_counting_doubted", rank=self._rank, expected=expected, received=received, advice=advice
+            )
