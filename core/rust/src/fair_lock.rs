@@ -1,4 +1,4 @@
-//! A fair read-write lock: a reader waits for one write at most.
+//! A fair read-write lock: a reader waits for at most one write.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -5,16 +5,17 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 /// Seed of the base model's blocks, of every chain, and of every digest.
 pub const SEED: u64 = 1337;
 
-/// Bytes of a token: a little-endian u32.
+/// Size of a token in bytes: a little-endian u32.
 pub const TOKEN_BYTES: usize = 4;
 
-/// Content that is hashed into a block beside its tokens: (block index, content hash).
+/// Multimodal content, hashed into a block together with its tokens: (block index, content hash).
 pub type Multimodal = (u32, u64);
 
-/// The seed that a scope's blocks are hashed with.
+/// Returns the seed for the local hashes of a scope.
 ///
-/// An adapter alone adds XXH3-64 of its name (seed 0) to 1337, as other publishers do; with a salt or a tenant, the seed
-/// is XXH3-64 (seed 1337) of all three, each after its length as a u32, so that no two scopes spell the same bytes.
+/// With an adapter only, the seed is 1337 plus XXH3-64 of the adapter's name (seed 0), as in other publishers. With a
+/// salt or a tenant, it is XXH3-64 (seed 1337) of adapter, salt and tenant, each after its length as a u32, so that the
+/// hashed bytes of different scopes differ.
 pub fn scope_seed(lora_name: &str, cache_salt: &str, tenant: &str) -> u64 {
     if cache_salt.is_empty() && tenant.is_empty() {
         if lora_name.is_empty() {
@@ -30,7 +31,7 @@ pub fn scope_seed(lora_name: &str, cache_salt: &str, tenant: &str) -> u64 {
     xxh3_64_with_seed(&spelled, SEED)
 }
 
-/// Local hashes of the full blocks in `tokens` (little-endian u32), appended to `out`.
+/// Appends the local hashes of the full blocks in `tokens` (little-endian u32) to `out`.
 pub fn local_hashes(tokens: &[u8], block_size: usize, seed: u64, multimodal: &[Multimodal], out: &mut Vec<u64>) {
     let block_bytes = block_size.saturating_mul(TOKEN_BYTES);
     if block_bytes == 0 {
@@ -43,7 +44,7 @@ pub fn local_hashes(tokens: &[u8], block_size: usize, seed: u64, multimodal: &[M
         return;
     }
     let mut content = multimodal.to_vec();
-    content.sort_by_key(|(at, _)| *at); // stable: a block's content counts in the order given
+    content.sort_by_key(|(at, _)| *at); // stable: keeps the given order within a block
     let mut content = content.into_iter().peekable();
     let mut with_content = Vec::new();
     for (index, block) in blocks.enumerate() {
@@ -56,20 +57,20 @@ pub fn local_hashes(tokens: &[u8], block_size: usize, seed: u64, multimodal: &[M
     }
 }
 
-/// Sequence hash of a block, from that of the block before it.
+/// Returns the sequence hash of a block from the sequence hash of its parent.
 #[inline]
 pub fn chain(previous: u64, local: u64) -> u64 {
     let bytes = (previous as u128 | (local as u128) << 64).to_le_bytes();
     xxh3_64_with_seed(&bytes, SEED)
 }
 
-/// Sequence hash of the block at `depth`, given that of the block before it (any value at depth 0).
+/// Returns the sequence hash of the block at `depth` from that of its parent, which is ignored at depth 0.
 #[inline]
 pub fn sequence_hash(depth: u32, previous: u64, local: u64) -> u64 {
     if depth == 0 { local } else { chain(previous, local) }
 }
 
-/// What one entry adds to a rank's digest.
+/// Returns the term of one entry in a rank's digest.
 #[inline]
 pub fn digest_term(engine_hash: u64, sequence_hash: u64, tier: u32, copies: u32) -> u64 {
     let mut bytes = [0u8; 32];
@@ -79,8 +80,7 @@ pub fn digest_term(engine_hash: u64, sequence_hash: u64, tier: u32, copies: u32)
     xxh3_64_with_seed(&bytes, SEED)
 }
 
-/// A secret of this process that engine hashes are mixed with, so that nobody can choose hashes which share a place in
-/// a table.
+/// A random key for hashing engine hashes, so that clients cannot choose engine hashes that collide in a table.
 #[derive(Clone, Copy)]
 pub struct Secret {
     add: u64,
@@ -88,23 +88,23 @@ pub struct Secret {
 }
 
 impl Secret {
-    /// A secret of its own for each index, from the standard library's source of randomness.
+    /// Creates a secret from the standard library's source of randomness. Each index has its own.
     pub fn random() -> Self {
         use std::hash::{BuildHasher, RandomState};
         let state = RandomState::new();
         Self { add: state.hash_one(1u8), multiply: state.hash_one(2u8) | 1 }
     }
 
-    /// A well-mixed hash of `key`.
+    /// Returns a uniformly distributed hash of `key`.
     ///
-    /// Folded twice: of keys that count up, one fold makes multiples of the secret, and a secret near a simple fraction of
-    /// 2^64 has those in a few heaps. One in a hundred overfilled a part of a table of a million.
+    /// It multiplies and folds twice. One fold maps consecutive keys to multiples of the secret, which cluster if the
+    /// secret is near a simple fraction of 2^64: one secret in a hundred overfilled a part of a table of a million.
     #[inline]
     pub fn mix(&self, key: u64) -> u64 {
         self.fold(self.fold(key ^ self.add))
     }
 
-    /// A hash of two keys.
+    /// Returns a hash of two keys.
     #[inline]
     pub fn mix_pair(&self, one: u64, two: u64) -> u64 {
         self.mix(self.fold(one ^ self.add).rotate_left(29) ^ two)

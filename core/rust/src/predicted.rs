@@ -1,4 +1,4 @@
-//! Blocks that ranks are predicted to have, least recently used first: the approximate mode.
+//! Index of predicted blocks, with a list of its entries from the least to the most recently used.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -10,16 +10,16 @@ use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 use crate::storage::trim_watermark::TrimWatermark;
 
-/// Bound on the entries: ids have 32 bits, and there may be twice as many entries as the bound, plus one, before some
+/// Maximum of `max_blocks`: ids have 32 bits, and the number of entries may reach twice the bound plus one before some
 /// are dropped.
 const MOST_BLOCKS: usize = (u32::MAX / 2 - 2) as usize;
-/// Blocks ahead whose table entries are prefetched.
+/// Distance of prefetching in the table, in blocks.
 const AHEAD: usize = 8;
 
-/// A predicted block of a rank; a link in the list from the least to the most recently used.
+/// A predicted block of a rank, linked to its neighbours in the list by use.
 #[derive(Default)]
 struct Entry {
-    /// When a request with the block was last recorded, seconds.
+    /// Time when a request with the block was last recorded, in seconds.
     at: f64,
     place: u32,
     slot: u32,
@@ -31,7 +31,7 @@ struct Entry {
 #[derive(Default)]
 struct Place {
     hash: u64,
-    /// Entries by rank.
+    /// Ids of entries by the rank's slot.
     residents: SlotSet<u32>,
 }
 
@@ -41,11 +41,11 @@ struct Rank {
     entries: usize,
 }
 
-/// There is no memory for another entry.
+/// Not enough memory for another entry.
 #[derive(Debug)]
 pub struct NoMemory;
 
-/// See `kvrouter.core.interface.PredictedIndex`.
+/// Implements `kvrouter.core.interface.PredictedIndex`.
 pub struct Predicted {
     ttl_seconds: f64,
     max_blocks: usize,
@@ -64,7 +64,7 @@ pub struct Predicted {
 }
 
 impl Predicted {
-    /// `ttl_seconds` is above 0, `max_blocks` 1 or more, and `prune_ratio` 0 to 1.
+    /// Requires `ttl_seconds` above 0, `max_blocks` of 1 or more, and `prune_ratio` from 0 to 1.
     pub fn new(ttl_seconds: f64, max_blocks: usize, prune_ratio: f64) -> Self {
         let max_blocks = max_blocks.min(MOST_BLOCKS);
         Self {
@@ -85,23 +85,23 @@ impl Predicted {
         }
     }
 
-    /// Entries, expired ones that were not dropped yet included.
+    /// Returns the number of entries, including expired ones that were not dropped yet.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether enough entries were removed that free memory should be returned to the system.
+    /// Returns whether enough entries were removed that free memory should be returned to the system.
     pub fn should_trim(&mut self) -> bool {
         self.watermark.observe(self.entries.len())
     }
 
-    /// A request with these blocks was sent to the rank.
+    /// Records that a request with these blocks was sent to the rank.
     pub fn record(&mut self, rank: Name, locals: &[u64], now: f64) -> Result<(), NoMemory> {
         self.expire(now);
         if locals.is_empty() {
             return Ok(());
         }
-        // Deeper ones would be the first to be dropped again, as there are more than `max_blocks` before them.
+        // More than `max_blocks` blocks precede deeper ones, so deeper ones would be dropped first.
         let locals = locals.get(..=self.max_blocks).unwrap_or(locals);
         let hashes = chained(locals);
         let slot = self.slot(rank);
@@ -124,7 +124,7 @@ impl Predicted {
         recorded
     }
 
-    /// Overlap of every rank that has one above 0.
+    /// Returns the overlaps above 0 by rank, in blocks.
     pub fn overlaps(&mut self, locals: &[u64], now: f64) -> Vec<(Name, u32)> {
         self.pass(now);
         let stale = self.oldest != 0 && self.expired(self.entries.at(self.oldest));
@@ -159,13 +159,13 @@ impl Predicted {
         found.into_iter().filter_map(named).collect()
     }
 
-    /// Entries of a rank.
+    /// Returns the number of a rank's entries.
     pub fn entries_of(&self, rank: Name) -> usize {
         let rank = self.slots.get(&rank).and_then(|slot| self.ranks.get(*slot as usize));
         rank.map_or(0, |rank| rank.entries)
     }
 
-    /// Forgets a rank. Returns the entries dropped.
+    /// Removes a rank. Returns the number of entries dropped.
     pub fn remove_rank(&mut self, rank: Name) -> usize {
         let Some(&slot) = self.slots.get(&rank) else { return 0 };
         let mut dropped = 0;
@@ -182,7 +182,7 @@ impl Predicted {
         dropped
     }
 
-    /// About how many entries a record of so many blocks has to do with, or an expiry (no blocks); at most `most`.
+    /// Estimates how many entries `record` changes for so many blocks, or `expire` for 0 blocks; at most `most`.
     pub fn work(&self, blocks: usize, now: f64, most: usize) -> usize {
         if blocks > 0 && self.entries.len().saturating_add(blocks) > self.max_blocks {
             return most;
@@ -196,7 +196,7 @@ impl Predicted {
         work.min(most)
     }
 
-    /// Drops what is too old. Returns how many entries.
+    /// Drops expired entries. Returns their number.
     pub fn expire(&mut self, now: f64) -> usize {
         self.pass(now);
         let mut dropped = 0;
@@ -207,7 +207,7 @@ impl Predicted {
         dropped
     }
 
-    /// Advances the clock; it never goes backwards.
+    /// Advances the clock, which never goes backwards.
     fn pass(&mut self, now: f64) {
         if now > self.now {
             self.now = now;
@@ -220,7 +220,7 @@ impl Predicted {
 
     fn too_old(&self, entry: &Entry, now: f64) -> bool {
         let age = now - entry.at;
-        // Between infinities there is no age; such entries do not live.
+        // The difference of two infinities is no age: such entries are expired.
         age.is_nan() || age >= self.ttl_seconds
     }
 
@@ -251,7 +251,7 @@ impl Predicted {
         }
     }
 
-    /// Makes the entry of a rank and a place the most recently used.
+    /// Makes the entry of a rank at a place the most recently used, and adds it if it is missing.
     fn touch(&mut self, slot: u32, hash: u64, depth: u32) -> Result<(), NoMemory> {
         let place = match self.find(hash) {
             Some(place) => place,
@@ -340,7 +340,7 @@ impl Predicted {
         }
     }
 
-    /// Drops the least recently used entries down to the ratio; of those used at the same time, deeper ones first.
+    /// Drops the least recently used entries until `pruned_blocks` are left; of equally old ones, deeper ones first.
     fn prune(&mut self) {
         let mut excess = self.entries.len() - self.pruned_blocks;
         while excess > 0 && self.oldest != 0 {
@@ -352,7 +352,7 @@ impl Predicted {
                 id = self.entries.at(id).newer;
             }
             if same.len() > excess {
-                same.sort_by_key(|id| Reverse(self.entries.at(*id).depth)); // stable: older ones first at one depth
+                same.sort_by_key(|id| Reverse(self.entries.at(*id).depth)); // stable: at one depth, older ones first
                 same.truncate(excess);
             }
             excess -= same.len();
@@ -363,7 +363,7 @@ impl Predicted {
     }
 }
 
-/// Sequence hashes of blocks that begin a sequence.
+/// Returns the sequence hashes of blocks from the start of a sequence.
 fn chained(locals: &[u64]) -> Vec<u64> {
     let mut hash = 0;
     let chain = (0u32..).zip(locals).map(|(depth, local)| {

@@ -1,4 +1,4 @@
-//! Hash aliases: engine hashes that one rank alone uses for blocks of a node.
+//! Hash aliases: engine hashes that only one rank uses for blocks of a node.
 
 use crate::index::tree::blocks::{LANES, bit};
 use crate::index::tree::keys::{PrivateKeys, private_hash};
@@ -7,7 +7,7 @@ use crate::index::tree::ranks::BlockPosition;
 use crate::index::{Index, MAX_RECORDS};
 
 impl Index {
-    /// Returns an alias of the rank that can take an engine hash for the block at a depth; adds one if there is none.
+    /// Returns an alias of the rank with room for an engine hash at a depth. Adds one if there is none.
     pub(crate) fn alias_for(&mut self, rank: u32, node_id: u32, depth: u32) -> Option<u32> {
         let node = self.nodes.at(node_id);
         for range in node.of_rank(rank).iter().filter(|range| range.alias != SHARED) {
@@ -23,7 +23,7 @@ impl Index {
         self.aliases.add(HashAlias { rank, node: node_id, start: depth, ..HashAlias::default() }, MAX_RECORDS)
     }
 
-    /// Gives a block an engine hash in an alias, inside it or at its end.
+    /// Sets the engine hash of a block in an alias, inside it or at its end.
     pub(crate) fn put_private(&mut self, alias_id: u32, depth: u32, engine: u64) -> bool {
         let alias = self.aliases.at_mut(alias_id);
         let before = alias.heap();
@@ -61,7 +61,7 @@ impl Index {
         true
     }
 
-    /// Removes the engine hashes of an alias whose blocks are no longer resident in any tier from the table, and
+    /// Removes from the table the engine hashes of an alias whose blocks are no longer resident in any tier, and
     /// shortens the alias.
     pub(crate) fn unlist_private(&mut self, rank: u32, node_id: u32, alias_id: u32, from: u32, to: u32) {
         for depth in from..to {

@@ -1,4 +1,4 @@
-//! Applying batches of events: cursors, incarnations, gaps, and what each event does.
+//! Applies batches of events: cursors, incarnations, gaps, and the change of each event.
 
 use crate::index::Index;
 use crate::index::store::Refused;
@@ -6,13 +6,13 @@ use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{Counting, Name, Rank};
 use crate::wire::{Batch, Change, Event, Malformed};
 
-/// Blocks in one event, at most.
+/// Maximum number of blocks in one event.
 const MAX_EVENT_BLOCKS: usize = 1 << 16;
-/// Reasons in a summary, at most.
+/// Maximum number of reasons in a summary.
 const MAX_REASONS: usize = 16;
 const SET: i32 = 2;
 
-/// What a batch did; see `ApplySummary` in `interface.py`.
+/// The result of applying a batch; see `kvrouter.core.interface.ApplySummary`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     pub rank: Name,
@@ -24,18 +24,18 @@ pub struct Summary {
     pub gap: Option<(u64, u64)>,
     pub unknown_parents: u64,
     pub unknown_removals: u64,
-    /// Ids of events, and why they were refused.
+    /// Ids of rejected events, with reasons.
     pub rejected: Vec<(u64, &'static str)>,
     pub unparsable: &'static str,
     pub next_event_id: u64,
     pub incarnation: u64,
     pub new_incarnation: bool,
     pub digest_differs: bool,
-    /// Entries dropped because the rank took the index over a bound.
+    /// Number of entries dropped because the rank was evicted.
     pub evicted_blocks: Option<u64>,
 }
 
-/// How an event went, where it was not as usual.
+/// Why an event was not applied as usual.
 enum Odd {
     UnknownParent,
     Rejected(&'static str),
@@ -58,7 +58,7 @@ impl Index {
         let name = (batch.worker_id, batch.dp_rank);
         let mut summary = Summary { rank: name, ..Summary::default() };
         let Some(slot) = self.rank_slot(name, batch.incarnation) else {
-            return Summary { unparsable: "more ranks than an index can have", ..summary };
+            return Summary { unparsable: "the index has its maximum number of ranks", ..summary };
         };
         self.apply_to(slot, batch, &mut summary);
         if let Some(rank) = self.ranks.get(slot) {
@@ -71,8 +71,8 @@ impl Index {
         summary
     }
 
-    /// Completes the summary of a batch that was just applied: whether its digest differs from the index's. Takes long for
-    /// large ranks, and only reads.
+    /// Completes the summary of a batch that was just applied: whether its digest differs from the index's. It only
+    /// reads, and takes long for large ranks.
     pub(crate) fn compare_digest(&self, batch: &Batch<'_>, summary: Summary) -> Summary {
         let Some(digest) = batch.digest.filter(|_| self.checks_digest(batch)) else { return summary };
         let Some(slot) = self.ranks.slot_of(summary.rank) else { return summary };
@@ -83,7 +83,7 @@ impl Index {
         Summary { digest_differs, ..summary }
     }
 
-    /// Whether the digest of a batch is compared at all.
+    /// Returns whether the digest of a batch must be compared.
     pub(crate) fn checks_digest(&self, batch: &Batch<'_>) -> bool {
         batch.digest.is_some() && (batch.events.is_empty() || self.check_digests)
     }
@@ -115,7 +115,7 @@ impl Index {
                 break;
             }
             let odd = if event.id == u64::MAX {
-                Err(Odd::Rejected("its id is 2^64 - 1"))
+                Err(Odd::Rejected("expected an id below 2^64 - 1"))
             } else {
                 self.apply_event(slot, event, summary)
             };
@@ -145,16 +145,16 @@ impl Index {
         let tier = match event.tier {
             0 => 0,
             tier @ 1..=4 => tier as u32 - 1,
-            _ => return Err(Odd::Rejected("there is no such tier")),
+            _ => return Err(Odd::Rejected("it has an unknown tier")),
         };
         let Some(rank) = self.ranks.get(slot) else { return Ok(()) };
         let (counting, evicted) = (rank.counting, rank.evicted);
         let rank_tier = RankTier::new(slot, tier);
         match &event.change {
-            Change::None => Err(Odd::Rejected("it names no change")),
+            Change::None => Err(Odd::Rejected("it has no change")),
             Change::Stored { parent, engines, locals } => {
                 if engines.len() > MAX_EVENT_BLOCKS || locals.len() > MAX_EVENT_BLOCKS {
-                    return Err(Odd::Rejected("it has over 65536 blocks"));
+                    return Err(Odd::Rejected("it has more than 65536 blocks"));
                 }
                 let mut engine_hashes = std::mem::take(&mut self.scratch.engines);
                 let mut local_hashes = std::mem::take(&mut self.scratch.locals);
@@ -165,7 +165,7 @@ impl Index {
                     checked => checked,
                 };
                 if matches!(stored, Err(Refused::UnknownParent)) {
-                    // They are no longer at their old positions, and the new ones are unknown.
+                    // Their old positions are wrong, and their new ones are unknown.
                     for tier in 0..4 {
                         self.remove(RankTier::new(slot, tier), Counting::Set, &engine_hashes);
                     }
@@ -180,7 +180,7 @@ impl Index {
                     Err(Refused::Malformed(why)) => return Err(Odd::Rejected(why)),
                     Err(Refused::Exhausted) => {
                         summary.evicted_blocks = Some(self.evict(slot));
-                        return Err(Odd::Rejected("no memory is left"));
+                        return Err(Odd::Rejected("there is not enough memory"));
                     }
                 }
                 Ok(())
@@ -190,7 +190,7 @@ impl Index {
                     return Err(Odd::Rejected("it has no blocks"));
                 }
                 if engines.len() > MAX_EVENT_BLOCKS {
-                    return Err(Odd::Rejected("it has over 65536 blocks"));
+                    return Err(Odd::Rejected("it has more than 65536 blocks"));
                 }
                 if evicted {
                     return Ok(());
@@ -217,7 +217,7 @@ impl Index {
         }
     }
 
-    /// Empties a rank that took the index over a bound. Returns the number of dropped entries.
+    /// Empties a rank with which the index exceeds a bound. Returns the number of entries dropped.
     pub(crate) fn evict(&mut self, slot: u32) -> u64 {
         let dropped = self.drop_resident(slot, None);
         if let Some(rank) = self.ranks.get_mut(slot) {

@@ -9,7 +9,7 @@ pub struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// A budget of `max_bytes`; 0 is no bound.
+    /// Creates a budget of `max_bytes`; 0 is no bound.
     pub fn new(max_bytes: u64) -> Self {
         Self { max_bytes, used_bytes: AtomicU64::new(0) }
     }
@@ -18,12 +18,12 @@ impl MemoryBudget {
         self.max_bytes
     }
 
-    /// Returns the memory of all indexes, as of their last changes.
+    /// Returns the memory of all indexes as of their last changes, in bytes.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether the indexes exceed the bound.
+    /// Returns whether the indexes exceed the bound.
     pub fn is_exceeded(&self) -> bool {
         self.max_bytes > 0 && self.used_bytes() > self.max_bytes
     }
@@ -31,7 +31,7 @@ impl MemoryBudget {
     /// Replaces an index's share of `before` bytes by one of `now` bytes.
     pub fn charge(&self, before: u64, now: u64) {
         if before != now {
-            // Wraps for a share that shrinks, and the sum wraps back.
+            // The difference wraps if the share shrinks; the sum then wraps back.
             self.used_bytes.fetch_add(now.wrapping_sub(before), Ordering::Relaxed);
         }
     }

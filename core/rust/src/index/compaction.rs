@@ -6,13 +6,13 @@ use crate::index::tree::keys::{BranchKeys, SharedKeys, branch_hash};
 use crate::index::tree::nodes::ROOT;
 use crate::storage::memory::trim_heap;
 
-/// Blocks that a departure must free before the heap is trimmed: trimming walks the whole heap.
+/// Minimum number of freed blocks for a trim of the heap, which walks the whole heap.
 const TRIM_AFTER: u64 = 1 << 17;
-/// Engine hashes that are collected before they are removed, so that their cache lines are fetched together.
+/// Number of engine hashes that are collected before they are removed, so that their cache lines are fetched together.
 const UNLISTED_AT_ONCE: usize = 1 << 10;
 
 impl Index {
-    /// Frees blocks without residents in the nodes that were touched.
+    /// Frees blocks without residents in the nodes that were changed.
     pub(crate) fn compact(&mut self) {
         self.reached = None;
         while let Some(node) = self.loose.pop() {
@@ -42,7 +42,7 @@ impl Index {
                 id = parent;
                 continue;
             }
-            // With many residency ranges, the scan of all of them is amortized over as many removals.
+            // With many residency ranges, amortizes the scan of all of them over as many removals.
             if (node.dropped as usize).saturating_mul(4) >= node.residency_ranges.len() {
                 let deepest = node.residency_ranges.iter().map(|range| range.hi).max().unwrap_or(node.start);
                 let end = if node.children > 0 { deepest.max(node.deepest_branch) } else { deepest };
@@ -55,8 +55,8 @@ impl Index {
         }
     }
 
-    /// Takes the engine hashes from a depth on out of the table. Chunks that lie behind it altogether are left marked as
-    /// listed: they are freed next.
+    /// Removes the engine hashes from a depth on from the table. Chunks that are entirely behind the depth stay marked
+    /// as listed, because they are freed next.
     fn unlist_from(&mut self, id: u32, depth: u32) {
         let mut unlisting = std::mem::take(&mut self.scratch.references);
         let first = depth - self.nodes.at(id).start;
@@ -121,7 +121,7 @@ impl Index {
         }
     }
 
-    /// Returns free memory to the system, and charges the rest to the budget. `departed`: much may have gone at once.
+    /// Returns free memory to the system, and updates the budget. `departed`: whether many blocks may have been freed.
     pub(crate) fn give_back(&mut self, departed: bool) {
         self.blocks.pages_mut().give_back();
         self.alias_blocks.pages_mut().give_back();
@@ -141,7 +141,7 @@ impl Index {
         self.charge_budget();
     }
 
-    /// Takes a shared engine hash out of the table.
+    /// Removes a shared engine hash from the table.
     pub(crate) fn unlist(&mut self, at: Slot) {
         if self.blocks.header(at).listed & bit(at) == 0 {
             return;

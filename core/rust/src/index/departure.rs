@@ -1,10 +1,10 @@
-//! Removing, resetting and adding ranks.
+//! Adds, resets and removes ranks.
 
 use crate::index::Index;
 use crate::index::tree::ranks::{Name, Rank, Residency};
 
 impl Index {
-    /// Drops all resident blocks of a rank, in one tier or in all. Returns the number of dropped entries.
+    /// Drops all resident blocks of a rank, in one tier or in all. Returns the number of entries dropped.
     pub(crate) fn drop_resident(&mut self, slot: u32, tier: Option<u32>) -> u64 {
         let Some(rank) = self.ranks.get_mut(slot) else { return 0 };
         let before = rank.entries;
@@ -52,7 +52,7 @@ impl Index {
             if from < to {
                 self.release(resident.rank_tier, resident.node, resident.alias, from, to);
             }
-            // A range without holes left has lost its bitmap and can be released as a whole.
+            // A range without holes has no bitmap and can be released as a whole.
             let node = self.nodes.at(resident.node);
             match node.find(resident.rank_tier, resident.alias).ok().and_then(|at| node.residency_ranges.get(at)) {
                 Some(rest) if rest.bits == 0 => {
@@ -66,7 +66,7 @@ impl Index {
         }
     }
 
-    /// The slot of a rank, which is added if it is not there.
+    /// Returns the slot of a rank. Adds the rank if it is unknown.
     pub(crate) fn rank_slot(&mut self, name: Name, incarnation: u64) -> Option<u32> {
         match self.ranks.slot_of(name) {
             Some(slot) => Some(slot),
@@ -74,7 +74,7 @@ impl Index {
         }
     }
 
-    /// Forgets a rank. Returns the entries dropped.
+    /// Removes a rank. Returns the number of entries dropped.
     pub fn remove_rank(&mut self, name: Name) -> u64 {
         let Some(slot) = self.ranks.slot_of(name) else { return 0 };
         let dropped = self.drop_resident(slot, None);
@@ -83,7 +83,7 @@ impl Index {
         dropped
     }
 
-    /// Replaces a rank by an empty one. Returns the entries dropped.
+    /// Replaces a rank by an empty one. Returns the number of entries dropped.
     pub fn reset_rank(&mut self, name: Name, incarnation: u64, next_event_id: u64, partial: bool) -> u64 {
         let Some(slot) = self.rank_slot(name, incarnation) else { return 0 };
         let dropped = self.drop_resident(slot, None);

@@ -1,4 +1,4 @@
-//! The state of a rank as a whole: its digest, its dump, and loading one.
+//! Computes the digest of a rank, dumps its state and loads it.
 
 use std::collections::HashMap;
 
@@ -9,15 +9,15 @@ use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
 use crate::wire::{BlockRecord, Malformed, RankState, Writer};
 
-/// A block of a rank, as it is walked over.
+/// A block of a rank, as the walk over all blocks visits it.
 struct Block {
     position: BlockPosition,
     engine: u64,
     local: u64,
     sequence: u64,
-    /// Sequence hash of the block before it; 0 at depth 0.
+    /// Sequence hash of its parent; 0 at depth 0.
     above: u64,
-    /// Copies in each tier.
+    /// Number of copies in each tier.
     copies: [u32; 4],
 }
 
@@ -25,7 +25,7 @@ impl Index {
     /// Calls `visit` with every block of a rank that is in the tree, ancestors before descendants.
     fn for_blocks(&self, slot: u32, mut visit: impl FnMut(Block)) {
         let Some(rank) = self.ranks.get(slot) else { return };
-        // A node starts deeper than the node that it branches off.
+        // A node starts deeper than the node it branches off.
         let mut nodes: Vec<(u32, u32)> =
             rank.residencies.iter().map(|resident| (self.nodes.at(resident.node).start, resident.node)).collect();
         nodes.sort_unstable();
@@ -62,7 +62,7 @@ impl Index {
         }
     }
 
-    /// Digest of a rank's entries.
+    /// Returns the digest of the entries of a slot's rank.
     pub fn digest(&self, slot: u32) -> u64 {
         let mut digest = 0u64;
         let mut add = |engine: u64, sequence: u64, copies: &[u32; 4]| {
@@ -77,12 +77,12 @@ impl Index {
         digest
     }
 
-    /// Digest of a rank by name.
+    /// Returns the digest of a rank's entries; None if it is unknown.
     pub fn digest_of(&self, name: Name) -> Option<u64> {
         self.ranks.slot_of(name).map(|slot| self.digest(slot))
     }
 
-    /// Encoded RankState chunks of a rank; none if it is unknown.
+    /// Returns encoded RankState chunks of a rank; none if it is unknown.
     pub fn dump(&self, name: Name, chunk_blocks: usize) -> Vec<Vec<u8>> {
         let Some(slot) = self.ranks.slot_of(name) else { return Vec::new() };
         let Some(rank) = self.ranks.get(slot) else { return Vec::new() };
@@ -176,16 +176,16 @@ impl Index {
         }
     }
 
-    /// Replaces a rank by a dump. Returns its entries.
+    /// Replaces a rank by a dump. Returns the number of its entries.
     pub fn load(&mut self, chunks: &[Vec<u8>]) -> Result<u64, String> {
         self.replace(&Dump::parse(chunks)?)
     }
 
-    /// Replaces a rank by a dump that was checked. Returns its entries.
+    /// Replaces a rank by a valid dump. Returns the number of its entries.
     pub(crate) fn replace(&mut self, dump: &Dump) -> Result<u64, String> {
         let slot = match self.ranks.slot_of(dump.name) {
             Some(slot) => slot,
-            None => self.rank_slot(dump.name, dump.cursor.0).ok_or("more ranks than an index can have")?,
+            None => self.rank_slot(dump.name, dump.cursor.0).ok_or("the index has its maximum number of ranks")?,
         };
         self.drop_resident(slot, None);
         if let Some(rank) = self.ranks.get_mut(slot) {
@@ -205,7 +205,7 @@ impl Index {
         Ok(self.ranks.get(slot).map_or(0, |rank| rank.entries))
     }
 
-    /// Puts the blocks of a dump into an empty rank: chain by chain, as far as tiers and copies are alike.
+    /// Stores the blocks of a dump for an empty rank, in chains of blocks with the same tiers and copies.
     fn load_blocks(&mut self, slot: u32, dump: &Dump) {
         let mut rest = dump.blocks.as_slice();
         while let Some(first) = rest.first() {
@@ -214,7 +214,7 @@ impl Index {
             if !first.orphan {
                 length += rest.windows(2).take_while(|pair| follows(pair)).count();
             }
-            // An event's length, so that scratch space stays small.
+            // No longer than an event, so that buffers stay small.
             let (chain, others) = rest.split_at_checked(length.min(4096)).unwrap_or((rest, &[]));
             rest = others;
             for (tier, copies) in (0u32..).zip(first.copies).filter(|(_, copies)| *copies > 0) {
@@ -250,7 +250,7 @@ impl Index {
     }
 }
 
-/// What a BlockRecord says.
+/// The content of a BlockRecord.
 struct Record {
     engine: u64,
     parent: Option<u64>,
@@ -266,7 +266,7 @@ impl Record {
         Self { engine, parent, local, sequence, depth: position.depth, copies }
     }
 
-    /// Appends the record as a block of a RankState.
+    /// Appends the record to an encoded RankState.
     fn encode(&self, to: &mut Vec<u8>) {
         let mut message = Writer(Vec::with_capacity(64));
         message.fixed64(1, self.engine);
@@ -288,7 +288,7 @@ impl Record {
     }
 }
 
-/// A dump that was checked.
+/// A valid dump.
 pub struct Dump {
     name: Name,
     cursor: (u64, u64),
@@ -300,18 +300,18 @@ pub struct Dump {
 struct LoadedBlock {
     engine: u64,
     parent: Option<u64>,
-    /// Sequence hash at the parent's place, where there is a parent.
+    /// Sequence hash of the parent, if there is one.
     above: Option<u64>,
     local: u64,
     sequence: u64,
     depth: u32,
     copies: [u32; 4],
-    /// Whether its ancestors are unknown.
+    /// Whether the ancestors of the block are unknown.
     orphan: bool,
 }
 
 impl Dump {
-    /// Reads the chunks of a dump and checks that they make one.
+    /// Parses the chunks of a dump and validates them.
     pub(crate) fn parse(chunks: &[impl AsRef<[u8]>]) -> Result<Self, String> {
         let mut dump: Option<Self> = None;
         let mut known: HashMap<u64, (u64, u32, bool)> = HashMap::new();
@@ -319,12 +319,12 @@ impl Dump {
         let mut said = None;
         for chunk in chunks {
             if said.is_some() {
-                return Err("the dump goes on after its last chunk".into());
+                return Err("a chunk follows the last one".into());
             }
-            let state =
-                RankState::parse(chunk.as_ref()).map_err(|Malformed(why)| format!("a chunk cannot be read: {why}"))?;
+            let state = RankState::parse(chunk.as_ref())
+                .map_err(|Malformed(why)| format!("a chunk cannot be parsed: {why}"))?;
             let (Some(name), Some(cursor)) = (state.rank, state.cursor) else {
-                return Err("a chunk lacks its rank or its cursor".into());
+                return Err("a chunk has no rank or no cursor".into());
             };
             let dump = dump.get_or_insert_with(|| Self {
                 name,
@@ -334,12 +334,12 @@ impl Dump {
                 blocks: Vec::new(),
             });
             if dump.name != name || dump.cursor != cursor {
-                return Err("the chunks are of several ranks, or of several moments".into());
+                return Err("the chunks differ in rank or cursor".into());
             }
             for record in &state.blocks {
                 let block = LoadedBlock::check(record, &known)?;
                 if known.insert(block.engine, (block.sequence, block.depth, block.orphan)).is_some() {
-                    return Err(format!("engine hash {:#x} comes twice", block.engine));
+                    return Err(format!("engine hash {:#x} appears twice", block.engine));
                 }
                 for (tier, copies) in (1u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
                     digest = digest.wrapping_add(digest_term(block.engine, block.sequence, tier, copies));
@@ -354,7 +354,7 @@ impl Dump {
         }
         match (dump, said) {
             (Some(dump), Some(said)) if said == digest => Ok(dump),
-            (Some(_), Some(said)) => Err(format!("the digest is {digest:#x}, and the dump says {said:#x}")),
+            (Some(_), Some(said)) => Err(format!("expected digest {said:#x}, received blocks with digest {digest:#x}")),
             _ => Err("the last chunk is missing".into()),
         }
     }
@@ -370,7 +370,7 @@ impl LoadedBlock {
             let place = usize::try_from(tier).ok().and_then(|tier| copies.get_mut(tier.wrapping_sub(1)));
             match place {
                 Some(place) if *place == 0 && count > 0 => *place = count,
-                Some(_) => return wrong("has a tier twice, or without copies"),
+                Some(_) => return wrong("has a tier twice or a tier without copies"),
                 None => return wrong("is in an unknown tier"),
             }
         }
@@ -380,17 +380,17 @@ impl LoadedBlock {
         let (above, orphan) = match parent {
             Some(parent) => {
                 let Some(&(above, parent_depth, orphan)) = known.get(&parent) else {
-                    return wrong("has a parent that did not come before it");
+                    return wrong("appears before its parent");
                 };
                 let right =
                     parent_depth.checked_add(1) == Some(depth) && sequence == sequence_hash(depth, above, local);
                 if !right {
-                    return wrong("is elsewhere than its parent and its local hash say");
+                    return wrong("has another depth or sequence hash than follows from its parent and local hash");
                 }
                 (Some(above), orphan)
             }
             None if depth == 0 && sequence != local => {
-                return wrong("is elsewhere than its local hash says");
+                return wrong("has another sequence hash than follows from its local hash");
             }
             None => (None, depth > 0),
         };

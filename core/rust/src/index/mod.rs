@@ -1,8 +1,8 @@
 //! The prefix index: a radix tree of blocks, their residency on ranks, and a table from engine hashes to blocks.
 //!
-//! Places are exact: a block's place is the path of local hashes from the root, compared hash by hash. A table with
-//! 5 bytes per entry finds engine hashes. Each block of a node has one engine hash that all ranks share; a rank that
-//! uses another one for it has a hash alias. See `docs/explanation/prefix-index.md`.
+//! Places are exact: the place of a block is the path of local hashes from the root, compared hash by hash. A table
+//! with 5 bytes per entry finds engine hashes. Each block of a node has one engine hash that all ranks share; a rank
+//! that uses another one for it has a hash alias. See `docs/explanation/prefix-index.md`.
 
 pub(crate) mod aliases;
 pub mod apply;
@@ -30,10 +30,10 @@ use crate::index::tree::ranks::{BlockPosition, Ranks};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 
-/// Ids of nodes and aliases stay below this.
+/// Exclusive upper bound of the ids of nodes and aliases.
 pub const MAX_RECORDS: u32 = 1 << 30;
 
-/// Which blocks are resident on which rank.
+/// Implements `kvrouter.core.interface.PrefixIndex`.
 pub struct Index {
     pub(crate) secret: Secret,
     pub(crate) blocks: Blocks,
@@ -41,41 +41,41 @@ pub struct Index {
     pub(crate) nodes: Table<Node>,
     pub(crate) aliases: Table<HashAlias>,
     pub(crate) bits: Table<Bits>,
-    /// Shared engine hashes, by their own hash; refers to slots of `blocks`.
+    /// Shared engine hashes, by their own hash. Refers to slots of `blocks`.
     pub(crate) shared: TagMap,
-    /// Engine hashes of aliases, by the hash of (rank, engine hash); refers to slots of `alias_blocks`.
+    /// Engine hashes of aliases, by the hash of (rank, engine hash). Refers to slots of `alias_blocks`.
     pub(crate) private: TagMap,
-    /// Branches, by (node, depth, first local hash); refers to nodes.
+    /// Branches, by (node, depth, first local hash). Refers to nodes.
     pub(crate) branches: TagMap,
     pub(crate) ranks: Ranks,
-    /// (rank, engine hash, tier) triples.
+    /// Number of (rank, engine hash, tier) triples.
     pub(crate) entries: u64,
-    /// Those of other tiers than the first.
+    /// Number of those in tiers other than the first.
     pub(crate) slow_entries: u64,
-    /// Entries whose ancestors are unknown.
+    /// Number of entries of orphan blocks.
     pub(crate) orphan_entries: u64,
-    /// Heap bytes of nodes, aliases and bitmaps.
+    /// Heap memory of nodes, aliases and bitmaps, in bytes.
     pub(crate) heap: usize,
-    /// Nodes that may have blocks without residents.
+    /// Ids of nodes that may have blocks without residents.
     pub(crate) loose: Vec<u32>,
-    /// The last result of `sequence_at`: (node, depth, hash). None once nodes may have changed.
+    /// The last result of `sequence_at`: (node, depth, hash). None if nodes may have changed since.
     pub(crate) reached: Option<(u32, u32, u64)>,
     pub(crate) scratch: crate::index::tree::scratch::Scratch,
     pub(crate) max_blocks: u64,
     budget: Arc<MemoryBudget>,
-    /// Bytes that the budget counts for this index.
+    /// Memory that the budget counts for this index, in bytes.
     charged: u64,
     pub(crate) check_digests: bool,
     pub(crate) trim_debt: u64,
 }
 
 impl Index {
-    /// An empty index. A bound of 0 is none.
+    /// Creates an empty index. A bound of 0 is no bound.
     pub fn new(max_blocks: u64, max_bytes: u64, check_digests: bool) -> Self {
         Self::with_budget(max_blocks, Arc::new(MemoryBudget::new(max_bytes)), check_digests)
     }
 
-    /// An empty index whose memory counts against a budget that it may share with others.
+    /// Creates an empty index whose memory counts against a budget, which it may share with other indexes.
     pub fn with_budget(max_blocks: u64, budget: Arc<MemoryBudget>, check_digests: bool) -> Self {
         Self {
             secret: Secret::random(),
@@ -103,7 +103,7 @@ impl Index {
         }
     }
 
-    /// Bytes in memory.
+    /// Returns the memory of the index, in bytes.
     pub fn memory_bytes(&self) -> usize {
         self.ranks.heap() + self.bytes_beside_ranks()
     }
@@ -121,12 +121,12 @@ impl Index {
             + self.scratch.heap()
     }
 
-    /// The most table entries that one operation has moved.
+    /// Returns the maximum number of table entries that one operation has moved.
     pub fn most_moved(&self) -> usize {
         self.shared.most_moved().max(self.private.most_moved()).max(self.branches.most_moved())
     }
 
-    /// Whether the index exceeds a bound, if only rank `changed` has changed since the last call.
+    /// Returns whether the index exceeds a bound. Only the rank `changed` may have changed since the last call.
     pub(crate) fn over_bounds(&mut self, changed: u32) -> bool {
         if self.max_blocks > 0 && self.entries > self.max_blocks {
             return true;
@@ -139,7 +139,7 @@ impl Index {
         self.budget.is_exceeded()
     }
 
-    /// Tells the budget how much memory the index takes, by the ranks' last weights.
+    /// Updates the budget by the memory of the index, with the last weights of the ranks.
     pub(crate) fn charge_budget(&mut self) {
         let bytes = (self.ranks.weight() + self.bytes_beside_ranks()) as u64;
         self.budget.charge(self.charged, bytes);
@@ -155,20 +155,20 @@ impl Index {
         })
     }
 
-    /// Whether a residency range covers the block at a depth.
+    /// Returns whether a residency range covers the block at a depth.
     #[inline]
     pub(crate) fn has(&self, node: &Node, range: &ResidencyRange, depth: u32) -> bool {
         range.lo <= depth && depth < range.hi && (range.bits == 0 || self.bits.at(range.bits).get(depth - node.start))
     }
 
-    /// Whether a block is resident on a rank under an alias, in any tier.
+    /// Returns whether a block is resident on a rank under an alias, in any tier.
     #[inline]
     pub(crate) fn holds(&self, rank: u32, position: BlockPosition) -> bool {
         let node = self.nodes.at(position.node);
         node.of_rank(rank).iter().any(|range| range.alias == position.alias && self.has(node, range, position.depth))
     }
 
-    /// The place of a shared slot.
+    /// Returns the place of a shared slot.
     #[inline]
     pub(crate) fn position_of(&self, at: Slot) -> BlockPosition {
         let header = self.blocks.header(at);
@@ -176,7 +176,7 @@ impl Index {
         BlockPosition { node: header.owner, alias: SHARED, depth }
     }
 
-    /// Returns the position of an engine hash on a rank. `hash` is the secret's mix of it.
+    /// Returns the position of an engine hash on a rank. `hash` is the hash of the engine hash.
     pub(crate) fn locate(&self, rank: u32, engine: u64, hash: u64) -> Option<BlockPosition> {
         let mut position = None;
         let is_it = |at: Slot| {
@@ -223,9 +223,9 @@ impl Index {
         }
     }
 
-    /// Returns the sequence hash of the block before a node's first one.
+    /// Returns the sequence hash of the block before the first one of a node.
     pub(crate) fn prefix(&self, id: u32) -> u64 {
-        // Up to an ancestor whose prefix is known or that starts a sequence, then down again.
+        // Goes up to an ancestor whose prefix is known or that starts a sequence, then down again.
         let mut path = Vec::new();
         let mut at = id;
         let mut hash = 0;
@@ -254,7 +254,7 @@ impl Index {
         hash
     }
 
-    /// Returns the sequence hash of a block. It continues from the previous call, since chains are walked block by
+    /// Returns the sequence hash of a block. It continues from the previous call, because callers walk chains block by
     /// block.
     pub(crate) fn sequence_at(&mut self, node_id: u32, depth: u32) -> u64 {
         let node = self.nodes.at(node_id);

@@ -7,21 +7,21 @@ use crate::index::tree::keys::{SharedKeys, private_hash};
 use crate::index::tree::nodes::SHARED;
 use crate::index::tree::ranks::BlockPosition;
 
-/// Equal engine hashes in the shared table, at most. Further ones become hash aliases, which are found by (rank, engine
-/// hash), so that engines whose hashes are counters do not make long chains.
+/// Maximum number of equal engine hashes in the shared table. Further ones become hash aliases, which are found by
+/// (rank, engine hash), so that engines whose hashes are counters cause no long chains.
 const MAX_EQUAL: usize = 3;
 
-/// Blocks that are checked together after one that needed a check of its own. Where such blocks alternate with others,
-/// checks of the others are repeated.
+/// Number of blocks that are checked together after a block that needed a check of its own. If such blocks alternate
+/// with others, the checks of the others are repeated.
 const FEW: usize = 4;
 
-/// What becomes of a block's engine hash.
+/// Where the engine hash of a block is stored.
 enum Name {
-    /// It is, or has become, the block's shared one.
+    /// It is the shared one of the block, possibly since this call.
     Shared,
-    /// The rank already has an alias for it at this position.
+    /// It is in an alias of the rank at this position.
     Known(u32),
-    /// The rank needs an alias.
+    /// The rank needs an alias for it.
     Private,
 }
 
@@ -74,7 +74,7 @@ impl Index {
                 }
             };
             if alias != SHARED {
-                // Made resident at once: an alias is freed with its last resident block.
+                // The block becomes resident at once, because an alias is freed with its last resident block.
                 self.add_resident(rank_tier, node, alias, depth_of(at), depth_of(at) + 1, chain.counting);
                 at += 1;
             }
@@ -86,8 +86,8 @@ impl Index {
         Ok(())
     }
 
-    /// Goes on as long as engine hashes are, or can simply become, the shared ones. Returns where it stopped. `ahead` blocks
-    /// are looked at together: few after a stop, and more again as it goes well.
+    /// Proceeds while engine hashes are, or can directly become, the shared ones. Returns where it stopped. It checks
+    /// `ahead` blocks together: few after a stop, and more again while there is none.
     fn name_shared(
         &mut self,
         chain: &Chain<'_>,
@@ -124,7 +124,7 @@ impl Index {
         at
     }
 
-    /// Returns how many blocks of a chain, from `from` on, surely have no alias on its rank.
+    /// Returns a number of blocks of a chain, from `from` on, that certainly have no alias on its rank.
     fn without_aliases(&mut self, chain: &Chain<'_>, from: usize, to: usize) -> usize {
         let rank = chain.rank_tier.rank();
         let mut hashes = std::mem::take(&mut self.scratch.references);
@@ -139,7 +139,7 @@ impl Index {
         absent
     }
 
-    /// How many blocks, from a depth on, have the chain's engine hashes as their shared ones, listed nowhere else.
+    /// Returns how many blocks, from a depth on, have the chain's engine hashes as shared ones listed only once.
     fn named_alike(&self, chain: &Chain<'_>, node: u32, depth: u32, from: usize, to: usize) -> usize {
         let node = self.nodes.at(node);
         let mut offset = depth - node.start;
@@ -165,8 +165,8 @@ impl Index {
         at - from
     }
 
-    /// Gives blocks without a shared engine hash those of the chain, unless another block uses the hash. Returns how
-    /// many.
+    /// Sets the shared engine hashes of blocks without one to those of the chain, unless another block uses the hash.
+    /// Returns the number of blocks.
     fn name_new(&mut self, chain: &Chain<'_>, node_id: u32, depth: u32, from: usize, to: usize) -> usize {
         let node = self.nodes.at(node_id);
         let start = depth - node.start;
@@ -213,7 +213,7 @@ impl Index {
         named
     }
 
-    /// Finds the name of a block on a rank. If the rank has the engine hash at another position, it is released there.
+    /// Finds the name of a block on a rank. Releases the engine hash at another position of the rank.
     fn name(&mut self, chain: &Chain<'_>, position: BlockPosition, at: usize) -> Name {
         let (Some(&engine), Some(&hash)) = (chain.engines.get(at), chain.hashes.get(at)) else { return Name::Private };
         let rank = chain.rank_tier.rank();

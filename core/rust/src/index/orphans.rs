@@ -1,8 +1,8 @@
-//! Orphans: blocks of a rank whose ancestors are unknown. A dump may have them, since engines evict parents before
-//! children.
+//! Orphans: blocks of a rank whose ancestors are unknown. Dumps may contain them, because engines may evict parents
+//! before children.
 //!
-//! Only the sequence hash of an orphan is known, so it cannot be in the tree. It stays here until it is removed, or
-//! stored again below a known parent.
+//! Only the sequence hash of an orphan is known, so it cannot be in the tree. It is stored here until it is removed, or
+//! until it is stored again below a known parent.
 
 use std::collections::HashMap;
 
@@ -16,16 +16,16 @@ use crate::index::tree::ranks::{BlockPosition, Counting};
 #[derive(Clone, Copy, Debug)]
 pub struct OrphanBlock {
     pub sequence: u64,
-    /// Sequence hash of the block before it, where that is known.
+    /// Sequence hash of its parent, if that is known.
     pub parent: Option<u64>,
     pub local: u64,
     pub depth: u32,
-    /// Copies in each tier.
+    /// Number of copies in each tier.
     pub copies: [u32; 4],
 }
 
 impl OrphanBlock {
-    /// Returns the number of tiers with copies, and of those beyond the first tier.
+    /// Returns the number of tiers with copies, and the number without the first tier.
     fn entries(&self) -> (u64, u64) {
         let tiers = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
         (tiers, tiers - u64::from(matches!(self.copies, [first, ..] if first > 0)))
@@ -50,18 +50,18 @@ impl Orphans {
         self.blocks.get(&engine)
     }
 
-    /// Copies of an engine hash, to be changed; never to none in all tiers.
+    /// Returns the block of an engine hash for changes. At least one copy must be left.
     pub fn get_mut(&mut self, engine: u64) -> Option<&mut OrphanBlock> {
         self.blocks.get_mut(&engine)
     }
 
-    /// Adds a block; one with this engine hash must not be there.
+    /// Adds a block. There must be no block with this engine hash.
     pub fn add(&mut self, engine: u64, block: OrphanBlock) {
         self.places.entry(block.sequence).or_default().push(engine);
         self.blocks.insert(engine, block);
     }
 
-    /// Takes a block out.
+    /// Removes and returns a block.
     pub fn take(&mut self, engine: u64) -> Option<OrphanBlock> {
         let block = self.blocks.remove(&engine)?;
         if let Some(engines) = self.places.get_mut(&block.sequence) {
@@ -73,19 +73,20 @@ impl Orphans {
         Some(block)
     }
 
-    /// Whether a place is resident in a tier up to `tier` (from 0).
+    /// Returns whether a place is resident in a tier up to `tier` (from 0).
     pub fn holds(&self, sequence: u64, tier: u32) -> bool {
         self.places.get(&sequence).into_iter().flatten().any(|engine| {
             self.get(*engine).is_some_and(|block| block.copies.iter().take(tier as usize + 1).any(|copies| *copies > 0))
         })
     }
 
-    /// All blocks, by engine hash.
+    /// Returns all blocks, by engine hash.
     pub fn iter(&self) -> impl Iterator<Item = (u64, &OrphanBlock)> {
         self.blocks.iter().map(|(engine, block)| (*engine, block))
     }
 
-    /// Drops a tier, or all. Returns the entries dropped, and those of them in other tiers than the first.
+    /// Drops all copies in one tier, or in all. Returns the number of entries dropped, and the number without the first
+    /// tier.
     pub fn drop_tier(&mut self, tier: Option<u32>) -> (u64, u64) {
         let (mut dropped, mut slow) = (0, 0);
         let mut gone = Vec::new();
@@ -113,7 +114,7 @@ impl Orphans {
 }
 
 impl Index {
-    /// Takes an engine hash out of the orphans of a rank that stores it at a known position. If the place is the same,
+    /// Removes an engine hash from the orphans of a rank that stores it at a known position. If the place is the same,
     /// its copies are kept.
     pub(crate) fn adopt_orphan(&mut self, rank_slot: u32, engine: u64, position: BlockPosition) {
         let Some(rank) = self.ranks.get_mut(rank_slot) else { return };
@@ -125,7 +126,7 @@ impl Index {
         if block.depth != position.depth || self.sequence_at(position.node, position.depth) != block.sequence {
             return;
         }
-        // As if each copy were stored again at its place, where the tree now knows it.
+        // Stores each copy again at its place, which is now in the tree.
         let single = [engine];
         let hashes = [self.secret.mix(engine)];
         for (tier, copies) in (0u32..).zip(block.copies).filter(|(_, copies)| *copies > 0) {
@@ -167,7 +168,7 @@ impl Index {
         Ok(())
     }
 
-    /// Adds a copy of an orphan block in a tier. If the rank has the engine hash elsewhere, it moves.
+    /// Adds a copy of an orphan block in a tier. If the rank has the engine hash at another place, it moves.
     pub(crate) fn add_orphan(&mut self, rank_tier: RankTier, counting: Counting, engine: u64, block: OrphanBlock) {
         let rank = rank_tier.rank();
         let hash = self.secret.mix(engine);
@@ -205,7 +206,7 @@ impl Index {
         self.orphan_entries += entries;
     }
 
-    /// Subtracts the entries of a removed orphan from the counts.
+    /// Subtracts the entries of a removed orphan from the index's counts.
     fn uncount(&mut self, rank: u32, block: &OrphanBlock) {
         let (entries, slow) = block.entries();
         if let Some(rank) = self.ranks.get_mut(rank) {
@@ -216,7 +217,7 @@ impl Index {
         self.orphan_entries -= entries;
     }
 
-    /// Removes a copy of an orphan (under `Set` counting: all copies). Returns whether there was one.
+    /// Removes a copy of an orphan (with `Set` counting: all copies). Returns whether there was one.
     pub(crate) fn remove_orphan(&mut self, rank_tier: RankTier, counting: Counting, engine: u64) -> bool {
         let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return false };
         if rank.orphans.is_empty() {

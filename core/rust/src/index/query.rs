@@ -6,7 +6,7 @@ use crate::index::tree::nodes::{Node, ROOT, ResidencyRange};
 use crate::index::tree::ranks::Rank;
 use crate::wire::Writer;
 
-/// A part of a prompt that lies in one node.
+/// The part of a prompt that is in one node.
 struct Stretch {
     node: u32,
     from: u32,
@@ -14,7 +14,7 @@ struct Stretch {
 }
 
 impl Index {
-    /// The overlap of every slot, to a tier (from 0) or a faster one.
+    /// Returns the overlap of every slot to a tier (from 0) or a faster one.
     pub fn overlaps(&self, locals: &[u64], tier: u32) -> Vec<u32> {
         let mut overlaps = vec![0u32; self.ranks.slots()];
         self.for_stretches(locals, |node, stretch| {
@@ -39,7 +39,7 @@ impl Index {
         overlaps
     }
 
-    /// Returns the depth up to which the blocks of a node are resident without a hole, from `from` on, at most `to`.
+    /// Returns the depth up to which all blocks of a node from `from` on are resident, at most `to`.
     #[inline]
     fn leading(&self, node: &Node, of_rank: &[ResidencyRange], tier: u32, from: u32, to: u32) -> u32 {
         let mut depth = from;
@@ -56,7 +56,7 @@ impl Index {
                     };
                 }
             }
-            // A range of another tier or alias may continue where one ends.
+            // A range of another tier or alias may start where one ends.
             if depth == before || depth >= to || of_rank.len() == 1 {
                 return depth.min(to);
             }
@@ -84,7 +84,7 @@ impl Index {
         }
     }
 
-    /// Extends the overlaps of ranks that have blocks outside the tree.
+    /// Extends the overlaps of ranks with orphan blocks.
     fn add_orphans(&self, locals: &[u64], tier: u32, overlaps: &mut [u32]) {
         let mut stretches = Vec::new();
         self.for_stretches(locals, |_, stretch| {
@@ -148,7 +148,7 @@ impl Index {
 }
 
 impl Index {
-    /// The encoded FindMatchesResponse for a prompt.
+    /// Returns the encoded FindMatchesResponse for a prompt.
     pub fn find_matches(&self, locals: &[u64]) -> Vec<u8> {
         let device = self.overlaps(locals, 0);
         let slower: Vec<Vec<u32>> = if self.slow_entries == 0 {

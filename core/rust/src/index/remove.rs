@@ -1,4 +1,4 @@
-//! Removing blocks, in any order.
+//! Removes blocks, in any order.
 
 use crate::index::Index;
 use crate::index::store::CHUNKS_AHEAD;
@@ -7,7 +7,7 @@ use crate::index::tree::nodes::{RankTier, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting};
 
 impl Index {
-    /// Removes a copy of each block in a tier (under `Set` counting: all copies). Returns how many were resident.
+    /// Removes a copy of each block in a tier (with `Set` counting: all copies). Returns how many were resident.
     pub(crate) fn remove(&mut self, rank_tier: RankTier, counting: Counting, engines: &[u64]) -> u64 {
         let mut removed = 0;
         let mut at = 0;
@@ -30,7 +30,7 @@ impl Index {
                     range.bits == 0 && self.ranks.get(rank_tier.rank()).is_some_and(|rank| rank.extras.is_empty());
                 if plain {
                     let rest = engines.get(at + 1..).unwrap_or_default();
-                    // Engines remove from the leaf up, or from the root down: the neighbours follow.
+                    // Engines remove from the leaf up or from the root down, so neighbours usually follow.
                     from -= self.followed(position, range.lo, rest);
                     if from == position.depth {
                         to += self.preceded(position, range.hi, rest);
@@ -112,7 +112,7 @@ impl Index {
         self.locate(rank_tier.rank(), engine, self.secret.mix(engine))
     }
 
-    /// Drops a copy beyond the first; whether there was one.
+    /// Drops an extra copy of a block. Returns whether there was one.
     fn drop_copy(&mut self, rank_tier: RankTier, position: BlockPosition) -> bool {
         if self.ranks.get(rank_tier.rank()).is_none_or(|rank| rank.extras.is_empty()) {
             return false;

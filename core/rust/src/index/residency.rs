@@ -1,4 +1,4 @@
-//! Which blocks are resident where: residency ranges of nodes begin, change and end, and copies are counted.
+//! Residency of blocks: adds, changes and removes residency ranges of nodes, and counts copies.
 
 use crate::index::tree::nodes::{Bits, RankTier, ResidencyRange, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting, Rank, Residency, extra_key};
@@ -6,7 +6,7 @@ use crate::index::{Index, MAX_RECORDS};
 use crate::storage::table::Table;
 
 impl Index {
-    /// Key of a block in its rank's extra copies.
+    /// Returns the key of a block in the extra copies of its rank.
     #[inline]
     pub(crate) fn extra(&self, tier: u32, position: BlockPosition) -> u64 {
         let at = if position.alias == SHARED {
@@ -17,7 +17,7 @@ impl Index {
         extra_key(tier, position.alias, at)
     }
 
-    /// Returns the copies of a resident block in a tier.
+    /// Returns the number of copies of a resident block in a tier.
     pub(crate) fn copies(&self, rank: &Rank, tier: u32, position: BlockPosition) -> u32 {
         if rank.extras.is_empty() {
             return 1;
@@ -38,8 +38,8 @@ impl Index {
         }
     }
 
-    /// Makes the blocks `from..to` of a node resident in a tier of a rank, under an alias. Blocks that already are gain
-    /// a copy if copies are counted.
+    /// Makes the blocks `from..to` of a node resident in a tier of a rank, under an alias. Resident blocks get another
+    /// copy if copies are counted.
     pub(crate) fn add_resident(
         &mut self,
         rank_tier: RankTier,
@@ -116,7 +116,7 @@ impl Index {
         }
     }
 
-    /// Ends the residency of the blocks `from..to` with all their copies. All of them must be resident under the alias.
+    /// Ends the residency of the blocks `from..to` and all their copies. All must be resident under the alias.
     pub(crate) fn release(&mut self, rank_tier: RankTier, node_id: u32, alias: u32, from: u32, to: u32) {
         let gone = u64::from(to - from);
         if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {

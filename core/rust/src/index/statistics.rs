@@ -1,4 +1,4 @@
-//! What an index says about itself.
+//! Reports the state of ranks and the size of the index.
 
 use crate::index::Index;
 use crate::index::tree::ranks::Name;
@@ -23,12 +23,12 @@ pub struct Stats {
 }
 
 impl Index {
-    /// The rank behind each slot.
+    /// Returns the rank of each slot.
     pub fn names_by_slot(&self) -> Vec<Option<Name>> {
         (0..self.ranks.slots() as u32).map(|slot| self.ranks.get(slot).map(|rank| rank.name)).collect()
     }
 
-    /// (incarnation, next event id) of a rank.
+    /// Returns (incarnation, next event id) of a rank.
     pub fn cursor(&self, name: Name) -> Option<(u64, u64)> {
         let rank = self.ranks.get(self.ranks.slot_of(name)?)?;
         Some((rank.incarnation, rank.next_event_id))
@@ -39,19 +39,19 @@ impl Index {
         self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).map_or(0, |rank| rank.entries)
     }
 
-    /// Whether a rank was emptied because it took the index over a bound, and takes no blocks since.
+    /// Returns whether a rank was emptied because the index reached a bound, and stores no blocks since.
     pub fn is_evicted(&self, name: Name) -> bool {
         self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).is_some_and(|rank| rank.evicted)
     }
 
-    /// Sets whether a rank's blocks in the index may be fewer than it has.
+    /// Sets whether blocks of a rank may be missing.
     pub fn mark_partial(&mut self, name: Name, partial: bool) {
         if let Some(rank) = self.ranks.slot_of(name).and_then(|slot| self.ranks.get_mut(slot)) {
             rank.missing = partial;
         }
     }
 
-    /// All ranks, in order of their names. A rank's bytes are its share of the blocks, and what is its alone.
+    /// Returns all ranks, in order of their names. The memory of a rank is its own records and its share of the blocks.
     pub fn rank_infos(&self) -> Vec<RankInfo> {
         let shared = self.memory_bytes().saturating_sub(self.ranks.heap()) as u64;
         let ranks = self.ranks.in_order().filter_map(|(_, slot)| self.ranks.get(slot));
@@ -68,7 +68,7 @@ impl Index {
             .collect()
     }
 
-    /// Size of the index.
+    /// Returns the size of the index.
     pub fn stats(&self) -> Stats {
         Stats {
             ranks: self.ranks.count(),

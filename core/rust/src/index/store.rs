@@ -1,4 +1,4 @@
-//! Storing a chain of blocks: where it goes in the tree.
+//! Stores chains of blocks in the tree.
 
 use crate::index::tree::blocks::LANES;
 use crate::index::tree::keys::{BranchKeys, branch_hash};
@@ -6,7 +6,7 @@ use crate::index::tree::nodes::{MAX_BLOCKS, Node, ROOT, RankTier};
 use crate::index::tree::ranks::{BlockPosition, Counting};
 use crate::index::{Index, MAX_RECORDS};
 
-/// How many chunks are prefetched ahead: as many cache misses as can be outstanding at a time.
+/// Distance of prefetching, in chunks: the number of cache misses that can be outstanding at a time.
 pub(crate) const CHUNKS_AHEAD: usize = 24;
 
 /// Why a chain was not stored.
@@ -14,9 +14,9 @@ pub(crate) const CHUNKS_AHEAD: usize = 24;
 pub enum Refused {
     /// The parent is not resident on the rank.
     UnknownParent,
-    /// The event breaks the contract.
+    /// The event violates the contract.
     Malformed(&'static str),
-    /// There is no memory, or no room for ids.
+    /// There is not enough memory, or no free id.
     Exhausted,
 }
 
@@ -30,19 +30,19 @@ pub(crate) struct Chain<'a> {
 }
 
 impl Index {
-    /// Whether a chain is one that may be stored. Leaves the hashes of its engine hashes for `store`.
+    /// Validates a chain. Keeps the hashes of its engine hashes for `store`.
     pub(crate) fn check_chain(&mut self, parent: Option<u64>, engines: &[u64], locals: &[u64]) -> Result<(), Refused> {
         if engines.is_empty() {
             return Err(Refused::Malformed("it has no blocks"));
         }
         if engines.len() != locals.len() {
-            return Err(Refused::Malformed("it has unlike numbers of engine hashes and local hashes"));
+            return Err(Refused::Malformed("it has different numbers of engine hashes and local hashes"));
         }
         let secret = self.secret;
         self.scratch.hashes.clear();
         self.scratch.hashes.extend(engines.iter().map(|engine| secret.mix(*engine)));
         if self.scratch.repeats(engines) {
-            return Err(Refused::Malformed("an engine hash comes twice"));
+            return Err(Refused::Malformed("it has an engine hash twice"));
         }
         if parent.is_some_and(|parent| engines.contains(&parent)) {
             return Err(Refused::Malformed("a block is its own parent"));
@@ -50,7 +50,7 @@ impl Index {
         Ok(())
     }
 
-    /// Stores a chain of blocks for a rank, below `parent` or from the start of a sequence. `check_chain` comes first.
+    /// Stores a chain of blocks for a rank, below `parent` or from the start of a sequence. Call `check_chain` first.
     pub(crate) fn store(
         &mut self,
         rank_tier: RankTier,
@@ -129,7 +129,7 @@ impl Index {
         Ok(())
     }
 
-    /// Returns how many local hashes equal those of the node from a depth on.
+    /// Returns how many local hashes are equal to those of the node from a depth on.
     pub(crate) fn common(&self, node: &Node, depth: u32, locals: &[u64]) -> usize {
         let offset = depth.wrapping_sub(node.start);
         let most = locals.len().min(node.len.saturating_sub(offset) as usize);
@@ -190,7 +190,7 @@ impl Index {
         Ok(())
     }
 
-    /// Adds blocks at a node's end, without engine hashes.
+    /// Adds blocks without engine hashes at the end of a node.
     fn extend(&mut self, node_id: u32, locals: &[u64]) -> Result<(), Refused> {
         let node = self.nodes.at_mut(node_id);
         let before = node.heap();
@@ -198,7 +198,7 @@ impl Index {
         node.chunks.reserve_exact(if node.chunks.is_empty() {
             chunks
         } else {
-            // An end that grows again and again must not be copied each time.
+            // A node that grows repeatedly must not be copied each time.
             let more = chunks.saturating_sub(node.chunks.len());
             if more > node.chunks.capacity() - node.chunks.len() { more.max(node.chunks.len() / 4) } else { 0 }
         });

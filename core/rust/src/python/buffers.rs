@@ -1,4 +1,4 @@
-//! Bytes out of Python objects, without copies where the object has them in one piece.
+//! Access to the bytes of Python objects, without a copy if they are contiguous.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::hash::{Multimodal, scope_seed};
 
-/// Bytes that belong to a Python object, or were made from one.
+/// Bytes of a Python object, or a copy of them.
 pub enum Bytes<'a, 'py> {
     Borrowed(&'a Bound<'py, PyBytes>),
     Buffer(PyUntypedBuffer),
@@ -17,11 +17,11 @@ pub enum Bytes<'a, 'py> {
 }
 
 impl Bytes<'_, '_> {
-    /// The bytes. They must not be changed by Python code meanwhile: callers keep the GIL, or the object is `bytes`.
+    /// Returns the bytes. Python code must not change them meanwhile: callers keep the GIL, or the object is `bytes`.
     pub fn as_slice(&self) -> &[u8] {
         match self {
             Self::Borrowed(bytes) => bytes.as_bytes(),
-            // SAFETY: the buffer is contiguous (checked when it was taken), alive as long as `self`, and `len_bytes` long.
+            // SAFETY: the buffer is contiguous (checked at creation), lives as long as `self`, and is `len_bytes` long.
             Self::Buffer(buffer) => unsafe {
                 let length = buffer.len_bytes();
                 if length == 0 { &[] } else { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), length) }
@@ -30,7 +30,7 @@ impl Bytes<'_, '_> {
         }
     }
 
-    /// Calls `f` with the bytes; without the GIL if `long`, and then with a copy of what may be changed meanwhile.
+    /// Calls `f` with the bytes. Releases the GIL if `long`, and then passes a copy if Python code could change them.
     pub fn with<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&[u8]) -> T + Send) -> T {
         match (self, long) {
             (Self::Buffer(_), true) => {
@@ -46,7 +46,7 @@ impl Bytes<'_, '_> {
     }
 }
 
-/// The bytes of `bytes`, `bytearray`, or anything else that offers a contiguous buffer.
+/// Returns the bytes of `bytes`, `bytearray`, or another contiguous buffer.
 pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
     if let Ok(exact) = object.cast::<PyBytes>() {
         return Ok(Bytes::Borrowed(exact));
@@ -54,7 +54,7 @@ pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>>
     Ok(Bytes::Buffer(contiguous(object)?))
 }
 
-/// The bytes of an object, which Python code cannot change: where they lie for `bytes`, else a copy.
+/// Returns bytes that Python code cannot change: those of a `bytes` object, otherwise a copy.
 pub fn immutable<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u8]>> {
     match object.cast::<PyBytes>() {
         Ok(exact) => Ok(Cow::Borrowed(exact.as_bytes())),
@@ -70,14 +70,14 @@ fn contiguous(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
     Ok(buffer)
 }
 
-/// Packed hashes as words: where they lie, or a copy if they are not aligned or may be changed meanwhile.
+/// Returns packed hashes as integers: a view if they are aligned and cannot change, otherwise a copy.
 ///
-/// Raises TypeError for what is neither bytes nor unsigned 64-bit integers; ValueError where the buffer is not contiguous
+/// Raises TypeError if they are neither bytes nor unsigned 64-bit integers; ValueError if the buffer is not contiguous
 /// or its length is not a multiple of 8.
 pub fn words<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
     if let Ok(exact) = object.cast::<PyBytes>() {
         let packed = whole_words(exact.as_bytes())?;
-        // SAFETY: any eight bytes are a word.
+        // SAFETY: any eight bytes are a valid u64.
         let (before, words, after) = unsafe { packed.align_to::<u64>() };
         let there = cfg!(target_endian = "little") && before.is_empty() && after.is_empty();
         return Ok(if there { Cow::Borrowed(words) } else { Cow::Owned(copied(packed)) });
@@ -85,13 +85,13 @@ pub fn words<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
     let buffer = contiguous(object)?;
     match kind(&buffer) {
         Kind::Bytes | Kind::Unsigned(8) => Ok(Cow::Owned(copied(whole_words(Bytes::Buffer(buffer).as_slice())?))),
-        _ => Err(PyTypeError::new_err("packed hashes are bytes, or unsigned 64-bit integers")),
+        _ => Err(PyTypeError::new_err("expected packed hashes as bytes or unsigned 64-bit integers")),
     }
 }
 
 fn whole_words(packed: &[u8]) -> PyResult<&[u8]> {
     if !packed.len().is_multiple_of(8) {
-        return Err(PyValueError::new_err("packed hashes are 8 bytes each"));
+        return Err(PyValueError::new_err("expected packed hashes of 8 bytes each"));
     }
     Ok(packed)
 }
@@ -100,10 +100,10 @@ fn copied(packed: &[u8]) -> Vec<u64> {
     packed.chunks_exact(8).map(|word| word.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))).collect()
 }
 
-/// What a buffer is made of.
+/// The element type of a buffer.
 enum Kind {
     Bytes,
-    /// Integers of that many bytes, in little-endian order.
+    /// Little-endian integers of this many bytes.
     Unsigned(usize),
     Signed(usize),
     Other,
@@ -120,7 +120,7 @@ fn kind(buffer: &PyUntypedBuffer) -> Kind {
     }
 }
 
-/// Token ids as little-endian u32, from any of the forms of `TokenBuffer`.
+/// Converts any form of `TokenBuffer` to token ids as little-endian u32.
 pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
     if let Ok(list) = object.cast::<PyList>() {
         return from_iterable(list.as_any(), list.len());
@@ -140,7 +140,7 @@ pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>
         Kind::Signed(4) => {
             let tokens = Bytes::Buffer(buffer);
             if tokens.as_slice().chunks_exact(4).any(|token| token.last().is_some_and(|high| high & 0x80 != 0)) {
-                return Err(PyOverflowError::new_err("token ids are not negative"));
+                return Err(PyOverflowError::new_err("expected token ids of 0 or more"));
             }
             Ok(tokens)
         }
@@ -150,7 +150,7 @@ pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>
 
 fn whole_tokens<'a, 'py>(tokens: Bytes<'a, 'py>) -> PyResult<Bytes<'a, 'py>> {
     if !tokens.as_slice().len().is_multiple_of(4) {
-        return Err(PyValueError::new_err("token ids in bytes are 4 bytes each"));
+        return Err(PyValueError::new_err("expected token ids of 4 bytes each"));
     }
     Ok(tokens)
 }
@@ -164,20 +164,20 @@ fn from_iterable<'a, 'py>(object: &Bound<'py, PyAny>, length: usize) -> PyResult
     Ok(Bytes::Owned(owned))
 }
 
-/// The seed of a `Scope`, or of the base model where there is none.
+/// Returns the seed of a `Scope`; that of the base model without one.
 pub fn seed(scope: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
     let Some(scope) = scope else { return Ok(crate::hash::SEED) };
     let text = |name: &str| -> PyResult<String> { scope.getattr(name)?.extract() };
     Ok(scope_seed(&text("lora_name")?, &text("cache_salt")?, &text("tenant")?))
 }
 
-/// Pairs (block index, content hash).
+/// Converts pairs (block index, content hash).
 pub fn multimodal(pairs: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Multimodal>> {
     let Some(pairs) = pairs else { return Ok(Vec::new()) };
     pairs.try_iter()?.map(|pair| pair?.extract()).collect()
 }
 
-/// Packed little-endian u64 as Python `bytes`.
+/// Packs integers as little-endian u64 into Python `bytes`.
 pub fn pack<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBytes>> {
     PyBytes::new_with(py, hashes.len().saturating_mul(8), |to| {
         for (to, hash) in to.chunks_exact_mut(8).zip(hashes) {

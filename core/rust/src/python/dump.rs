@@ -1,4 +1,4 @@
-//! The chunks of a dump, as Python iterates over them.
+//! Python iterator over the chunks of a dump.
 
 use std::sync::{Mutex, PoisonError};
 use std::vec::IntoIter;
@@ -6,7 +6,7 @@ use std::vec::IntoIter;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// Encoded chunks, each copied into a Python object when it is read, so that no call holds the GIL for a whole dump.
+/// Encoded chunks. Each is copied to a Python object when it is read, so that no call holds the GIL for a whole dump.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct DumpChunks(Mutex<IntoIter<Vec<u8>>>);
 

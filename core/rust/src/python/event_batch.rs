@@ -1,4 +1,4 @@
-//! Event batches, as Python calls them: read once, looked at by callers, then applied to an index.
+//! Python class for event batches, which are parsed once, read by callers, and then applied to an index.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -7,15 +7,15 @@ use super::interface;
 use crate::index::tree::ranks::Name;
 use crate::wire::{Batch, Malformed};
 
-/// Messages that take longer than some 20 µs to read, whatever they contain, in bytes: the GIL is released.
+/// Size of messages from which parsing releases the GIL, in bytes. It may then take longer than 20 µs.
 const LONG: usize = 1 << 14;
 
-/// Parses a message, without the GIL if it is long.
+/// Parses a message. Releases the GIL if the message is long.
 pub fn parse<'a>(py: Python<'_>, data: &'a [u8]) -> Result<Batch<'a>, Malformed> {
     if data.len() > LONG { py.detach(|| Batch::parse(data)) } else { Batch::parse(data) }
 }
 
-/// A batch that was read and validated; see `kvrouter.core.interface.EventBatch`.
+/// A parsed and validated batch. Implements `kvrouter.core.interface.EventBatch`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct EventBatch {
     /// Borrows from `data`.
@@ -28,7 +28,7 @@ impl EventBatch {
         &self.batch
     }
 
-    /// Length of the encoded batch.
+    /// Length of the encoded batch, in bytes.
     pub fn bytes(&self, py: Python<'_>) -> usize {
         self.data.bind(py).as_bytes().len()
     }
@@ -44,7 +44,7 @@ impl EventBatch {
             Ok(PyErr::from_value(interface(py, "RefusedBatch")?.call1((reason, detail))?))
         };
         let kept = data.clone().unbind();
-        // SAFETY: `bytes` objects never change nor move, and the batch keeps a reference to this one as long as it lives.
+        // SAFETY: `bytes` objects never change or move, and the batch keeps a reference to this one.
         let bytes: &'static [u8] = unsafe { &*std::ptr::from_ref(data.as_bytes()) };
         let batch = match parse(py, bytes) {
             Ok(batch) => batch,

@@ -1,4 +1,4 @@
-//! State for one caller at a time. No thread waits for it with the GIL.
+//! State for one caller at a time. No thread holds the GIL while it waits.
 
 use std::sync::{Mutex, PoisonError, TryLockError};
 
@@ -12,7 +12,7 @@ impl<S: Send> Exclusive<S> {
         Self(Mutex::new(state))
     }
 
-    /// Calls `f` with the state, without the GIL if the mutex is not free or the call is `long`.
+    /// Calls `f` with the state. Releases the GIL if the mutex is not free or the call is `long`.
     pub fn with<T: Send>(&self, py: Python<'_>, long: bool, f: impl FnOnce(&mut S) -> T + Send) -> T {
         if !long {
             match self.0.try_lock() {

@@ -1,4 +1,4 @@
-//! Hashing, as Python calls it.
+//! Python functions for hashing.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -7,12 +7,12 @@ use pyo3::types::PyBytes;
 use super::buffers;
 use crate::hash;
 
-/// Bytes of tokens that take some 20 µs to hash, from where giving up the GIL pays.
+/// Size of tokens from which hashing releases the GIL, in bytes: it takes about 20 µs.
 const LONG_PROMPT: usize = 128 << 10;
-/// And so many blocks to chain.
+/// Number of blocks from which chaining releases the GIL: it takes about 20 µs.
 const LONG_CHAIN: usize = 4 << 10;
 
-/// Local hashes of the full blocks of a prompt, packed.
+/// Returns the packed local hashes of the full blocks of a prompt.
 #[pyfunction]
 #[pyo3(signature = (token_ids, block_size, scope=None, multimodal=None))]
 pub fn local_hashes<'py>(
@@ -26,7 +26,7 @@ pub fn local_hashes<'py>(
     buffers::pack(py, &hashes)
 }
 
-/// Local hashes of the full blocks of a prompt.
+/// Returns the local hashes of the full blocks of a prompt.
 pub fn hash_tokens(
     py: Python<'_>,
     token_ids: &Bound<'_, PyAny>,
@@ -36,7 +36,7 @@ pub fn hash_tokens(
 ) -> PyResult<Vec<u64>> {
     let tokens = buffers::tokens(token_ids)?;
     let Some(block_size) = usize::try_from(block_size).ok().filter(|size| *size > 0) else {
-        return Err(PyValueError::new_err("block_size must be 1 or more"));
+        return Err(PyValueError::new_err("expected a block size of 1 or more"));
     };
     let (seed, content) = (buffers::seed(scope)?, buffers::multimodal(multimodal)?);
     Ok(tokens.with(py, tokens.as_slice().len() > LONG_PROMPT, |tokens| {
@@ -46,7 +46,7 @@ pub fn hash_tokens(
     }))
 }
 
-/// Sequence hashes of a chain that starts a sequence, packed, from its packed local hashes.
+/// Returns the packed sequence hashes of packed local hashes from the start of a sequence.
 #[pyfunction]
 pub fn sequence_hashes<'py>(py: Python<'py>, local: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
     let locals = buffers::words(local)?;

@@ -1,4 +1,4 @@
-//! The Python module `kvrouter.core._native`: conversions at the edge, and nothing else.
+//! The Python module `kvrouter.core._native`. It converts between Python objects and the core, and contains no logic.
 
 mod buffers;
 mod dump;
@@ -18,7 +18,7 @@ pub use sequences::ActiveSequences;
 
 use pyo3::prelude::*;
 
-/// A class of `kvrouter.core.interface`.
+/// Returns a class of `kvrouter.core.interface`.
 fn interface<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     py.import("kvrouter.core.interface")?.getattr(name)
 }

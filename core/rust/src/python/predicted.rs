@@ -1,4 +1,4 @@
-//! The approximate mode's index, as Python calls it.
+//! Python class for the index of predicted blocks.
 
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
@@ -10,10 +10,10 @@ use crate::index::tree::ranks::Name;
 use crate::predicted::Predicted;
 use crate::storage::memory::trim_heap;
 
-/// Blocks that take some 20 µs to record, to look up or to drop, from where giving up the GIL pays.
+/// Number of blocks from which a call releases the GIL: it takes about 20 µs.
 const LONG: usize = 512;
 
-/// Blocks that ranks are predicted to have; see `kvrouter.core.interface.PredictedIndex`.
+/// Implements `kvrouter.core.interface.PredictedIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct PredictedIndex {
     index: Exclusive<Predicted>,
@@ -33,13 +33,15 @@ impl PredictedIndex {
     #[pyo3(signature = (ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8))]
     fn new(ttl_seconds: f64, max_blocks: i128, prune_ratio: f64) -> PyResult<Self> {
         if ttl_seconds.is_nan() || ttl_seconds <= 0.0 {
-            return Err(PyValueError::new_err(format!("entries live {ttl_seconds} seconds, must be above 0")));
+            return Err(PyValueError::new_err(format!(
+                "expected a time to live above 0 seconds, received {ttl_seconds}"
+            )));
         }
         if max_blocks < 1 {
-            return Err(PyValueError::new_err(format!("there is room for {max_blocks} blocks, must be 1 or more")));
+            return Err(PyValueError::new_err(format!("expected a bound of 1 or more blocks, received {max_blocks}")));
         }
         if !(0.0..=1.0).contains(&prune_ratio) {
-            return Err(PyValueError::new_err(format!("the prune ratio is {prune_ratio}, must be 0 to 1")));
+            return Err(PyValueError::new_err(format!("expected a prune ratio from 0 to 1, received {prune_ratio}")));
         }
         let max_blocks = usize::try_from(max_blocks).unwrap_or(usize::MAX);
         Ok(Self { index: Exclusive::new(Predicted::new(ttl_seconds, max_blocks, prune_ratio)) })
@@ -50,7 +52,7 @@ impl PredictedIndex {
         let long = self.index.with(py, false, |index| index.work(locals.len(), now, LONG)) >= LONG;
         let recorded = self.index.with(py, long, |index| index.record(rank, &locals, now));
         self.trim_if_due(py);
-        recorded.map_err(|_| PyMemoryError::new_err("no memory for the request's blocks"))
+        recorded.map_err(|_| PyMemoryError::new_err("not enough memory for the blocks of the request"))
     }
 
     fn overlaps<'py>(

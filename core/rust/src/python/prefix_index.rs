@@ -1,4 +1,4 @@
-//! The prefix index, as Python calls it.
+//! Python class for the prefix index.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::index::dump::Dump;
 use crate::index::tree::ranks::Name;
 use crate::wire::{Batch, Malformed};
 
-/// A memory bound that several indexes share; see `kvrouter.core.interface.MemoryBudget`.
+/// Implements `kvrouter.core.interface.MemoryBudget`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct MemoryBudget(Arc<budget::MemoryBudget>);
 
@@ -40,17 +40,16 @@ impl MemoryBudget {
 }
 
 fn bound(value: i128) -> PyResult<u64> {
-    u64::try_from(value).map_err(|_| PyValueError::new_err("bounds are 0 (none) or more, below 2^64"))
+    u64::try_from(value).map_err(|_| PyValueError::new_err("expected a bound of 0 (none) or more, below 2^64"))
 }
 
-/// Which blocks are resident on which rank; see `kvrouter.core.interface.PrefixIndex`.
+/// Implements `kvrouter.core.interface.PrefixIndex`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct PrefixIndex {
     index: Shared<Index>,
 }
 
-/// Estimates of what calls take, ns, from the measurements of `bench/core`. They decide whether a call releases the
-/// GIL.
+/// Estimated durations of calls, in ns, measured with `bench/core`. They decide whether a call releases the GIL.
 mod work {
     use super::{Batch, Index, Name};
 
@@ -111,7 +110,7 @@ fn pack_overlaps<'py>(py: Python<'py>, overlaps: &[u32]) -> PyResult<Bound<'py, 
 fn tier_index(tier: i64) -> PyResult<u32> {
     match tier {
         1..=4 => Ok(tier as u32 - 1),
-        _ => Err(PyValueError::new_err(format!("there is no tier {tier}"))),
+        _ => Err(PyValueError::new_err(format!("expected a tier from 1 to 4, received {tier}"))),
     }
 }
 
@@ -218,7 +217,7 @@ impl PrefixIndex {
     #[pyo3(signature = (rank, chunk_blocks=4096))]
     fn dump_rank(&self, py: Python<'_>, rank: Name, chunk_blocks: i64) -> PyResult<DumpChunks> {
         let Some(chunk_blocks) = usize::try_from(chunk_blocks).ok().filter(|blocks| *blocks > 0) else {
-            return Err(PyValueError::new_err(format!("chunks of {chunk_blocks} blocks, must be 1 or more")));
+            return Err(PyValueError::new_err(format!("expected chunks of 1 or more blocks, received {chunk_blocks}")));
         };
         let dump = |index: &Index| index.dump(rank, chunk_blocks);
         Ok(DumpChunks::new(self.index.read_long(py, |index| work::dump(index, rank), dump)))
@@ -228,7 +227,7 @@ impl PrefixIndex {
         let objects: Vec<Bound<'_, PyAny>> = chunks.try_iter()?.collect::<PyResult<_>>()?;
         let chunks: Vec<Cow<'_, [u8]>> = objects.iter().map(buffers::immutable).collect::<PyResult<_>>()?;
         let bytes: usize = chunks.iter().map(|chunk| chunk.len()).sum();
-        // Checking a dump takes longer than storing its blocks, and queries go on meanwhile.
+        // The dump is validated without the lock, because that takes longer than storing its blocks.
         let loaded = py
             .detach(|| Dump::parse(&chunks))
             .and_then(|dump| self.index.write(py, |_| work::load(bytes), |index| index.replace(&dump)));
@@ -266,14 +265,14 @@ impl PrefixIndex {
         interface(py, "IndexStats")?.call1((stats.ranks, stats.blocks, stats.distinct_blocks, stats.memory_bytes))
     }
 
-    /// The most entries of its tables that one operation has moved, since the index was made.
+    /// Returns the maximum number of table entries that one operation has moved since the index was created.
     fn most_moved(&self, py: Python<'_>) -> usize {
         self.index.read(py, work::little, Index::most_moved)
     }
 }
 
 impl PrefixIndex {
-    /// Applies the events of a batch; then compares its digest, while queries go on.
+    /// Applies the events of a batch, then compares its digest while queries run.
     fn apply_batch(&self, py: Python<'_>, batch: &Batch<'_>, bytes: usize) -> ApplySummary {
         let work = |index: &Index| work::batch(index, batch, bytes);
         let apply = |index: &mut Index| index.apply_events(batch);
@@ -286,7 +285,7 @@ impl PrefixIndex {
     }
 }
 
-/// What one batch did to the index: `kvrouter.core.interface.ApplySummary`, its fields made when they are read.
+/// Implements `kvrouter.core.interface.ApplySummary`. It creates the Python value of a field when the field is read.
 #[pyclass(frozen, module = "kvrouter.core._native", name = "ApplySummary")]
 pub struct ApplySummary(Summary);
 

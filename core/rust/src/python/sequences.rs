@@ -1,4 +1,4 @@
-//! Active sequences, as Python calls them.
+//! Python class for active sequences.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,31 +15,31 @@ use crate::index::tree::ranks::Name;
 use crate::load::active_sequences::{Blocks, Booked, Key, Request, Sequences};
 use crate::storage::memory::trim_heap;
 
-/// Blocks that take some 20 µs to book, to free or to look up, from where giving up the GIL pays.
+/// Number of blocks from which a call releases the GIL: it takes about 20 µs.
 const LONG: usize = 512;
 
-/// Load that requests in flight put on ranks; see `kvrouter.core.interface.ActiveSequences`.
+/// Implements `kvrouter.core.interface.ActiveSequences`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ActiveSequences {
     sequences: Exclusive<Sequences>,
     ranks: Mutex<Option<Ranks>>,
 }
 
-/// The ranks as Python has them.
+/// The ranks as a Python tuple.
 struct Ranks {
     names: Arc<[Name]>,
     tuple: Py<PyTuple>,
 }
 
-/// A bound: 0 or more, and what does not fit into memory is none.
+/// Converts a bound of 0 or more. A bound above the address space is no bound.
 fn bound(value: i128) -> PyResult<usize> {
     if value < 0 {
-        return Err(PyValueError::new_err("bounds are 0 or more"));
+        return Err(PyValueError::new_err("expected bounds of 0 or more"));
     }
     Ok(usize::try_from(value).unwrap_or(usize::MAX))
 }
 
-/// A number of tokens; None for a negative one.
+/// Converts a number of tokens; None if it is negative.
 fn tokens(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
     match value.extract() {
         Ok(tokens) => Ok(Some(tokens)),
@@ -53,7 +53,7 @@ fn load_columns(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     CLASS.import(py, "kvrouter.core.interface", "LoadColumns")
 }
 
-/// A column as a buffer of words.
+/// Returns a column as a buffer of 64-bit integers.
 fn buffer<'py>(py: Python<'py>, column: &[i64]) -> PyResult<Bound<'py, PyAny>> {
     let bytes = PyBytes::new_with(py, size_of_val(column), |to| {
         for (to, word) in to.chunks_exact_mut(8).zip(column) {
@@ -71,7 +71,7 @@ impl ActiveSequences {
         }
     }
 
-    /// The same tuple for the same ranks.
+    /// Returns the same tuple as before if the ranks have not changed.
     fn ranks<'py>(&self, py: Python<'py>, names: &Arc<[Name]>) -> PyResult<Bound<'py, PyTuple>> {
         let lock = || self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(ranks) = &*lock()
@@ -79,7 +79,7 @@ impl ActiveSequences {
         {
             return Ok(ranks.tuple.bind(py).clone());
         }
-        // Not under the lock: making objects may run other Python code, which may call this method again.
+        // Without the lock, because creating objects may run other Python code, which may call this method again.
         let tuple = PyTuple::new(py, names.iter())?;
         let made = Ranks { names: Arc::clone(names), tuple: tuple.clone().unbind() };
         let before = lock().replace(made);
@@ -94,7 +94,9 @@ impl ActiveSequences {
     #[pyo3(signature = (block_size, max_bookings=1 << 20, tombstones=1 << 16))]
     fn new(block_size: i128, max_bookings: i128, tombstones: i128) -> PyResult<Self> {
         let Some(size) = u64::try_from(block_size).ok().filter(|size| *size > 0) else {
-            return Err(PyValueError::new_err(format!("the block size is {block_size}, must be 1 to 2^64 - 1")));
+            return Err(PyValueError::new_err(format!(
+                "expected a block size from 1 to 2^64 - 1, received {block_size}"
+            )));
         };
         let sequences = Sequences::new(size, bound(max_bookings)?, bound(tombstones)?);
         Ok(Self { sequences: Exclusive::new(sequences), ranks: Mutex::new(None) })
@@ -118,7 +120,7 @@ impl ActiveSequences {
         let prompt_tokens = tokens(&part(intern!(py, "prompt_tokens"))?)?;
         let prefill_tokens = tokens(&part(intern!(py, "prefill_tokens"))?)?;
         let (Some(prompt_tokens), Some(prefill_tokens)) = (prompt_tokens, prefill_tokens) else {
-            return Err(PyValueError::new_err("numbers of tokens are 0 or more"));
+            return Err(PyValueError::new_err("expected 0 or more tokens"));
         };
         let key: Key = part(intern!(py, "key"))?.extract()?;
         let rank = part(intern!(py, "rank"))?;
@@ -136,9 +138,9 @@ impl ActiveSequences {
             Booked::UnknownRank => Err(PyKeyError::new_err(rank.unbind())),
             Booked::Full => {
                 let most = self.sequences.with(py, false, |sequences| sequences.max_bookings());
-                Err(PyOverflowError::new_err(format!("there are {most} bookings already")))
+                Err(PyOverflowError::new_err(format!("expected at most {most} bookings, received one more")))
             }
-            Booked::NoMemory => Err(PyMemoryError::new_err("no memory for the booking's blocks")),
+            Booked::NoMemory => Err(PyMemoryError::new_err("not enough memory for the blocks of the booking")),
         }
     }
 
@@ -173,7 +175,7 @@ impl ActiveSequences {
         let hashes = sequence_hashes.map_or_else(|| Ok(Cow::default()), buffers::words)?;
         let prompt_tokens = prompt_tokens.map_or(Ok(Some(0)), tokens)?;
         let Some(prompt_tokens) = prompt_tokens else {
-            return Err(PyValueError::new_err("numbers of tokens are 0 or more"));
+            return Err(PyValueError::new_err("expected 0 or more tokens"));
         };
         let columns = self.sequences.with(py, hashes.len() > LONG, |sequences| {
             let tail = u64::from(!prompt_tokens.is_multiple_of(sequences.block_size()));

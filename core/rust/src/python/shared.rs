@@ -1,13 +1,13 @@
-//! State shared between Python threads, and when a call releases the GIL.
+//! State shared between Python threads. Decides when a call releases the GIL.
 
 use pyo3::prelude::*;
 
 use crate::fair_lock::FairLock;
 
-/// Calls that take longer release the GIL, ns. A shorter call would spend more time on getting it back.
+/// Calls that take longer release the GIL, in ns. For a shorter call, taking the GIL back would cost more.
 const LONG: usize = 20_000;
 
-/// State with many readers or one writer. No thread waits for it with the GIL.
+/// State with many readers or one writer. No thread holds the GIL while it waits.
 pub struct Shared<S>(FairLock<S>);
 
 impl<S: Send + Sync> Shared<S> {
@@ -15,7 +15,7 @@ impl<S: Send + Sync> Shared<S> {
         Self(FairLock::new(state))
     }
 
-    /// Calls `f` with read access, without the GIL if the lock is not free or `work` estimates a long call, ns.
+    /// Calls `f` with read access. Releases the GIL if the lock is not free or `work` estimates a long call, in ns.
     pub fn read<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&S) -> usize, f: impl FnOnce(&S) -> T + Send) -> T {
         match self.0.try_read() {
             Some(state) if work(&state) <= LONG => f(&state),
@@ -27,7 +27,7 @@ impl<S: Send + Sync> Shared<S> {
         }
     }
 
-    /// As `read`; None if that would have to wait for a writer.
+    /// Does what `read` does, but returns None instead of waiting for a writer.
     pub fn try_read<T: Send>(
         &self,
         py: Python<'_>,
@@ -42,7 +42,7 @@ impl<S: Send + Sync> Shared<S> {
         py.detach(|| self.0.try_read().map(|state| f(&state)))
     }
 
-    /// As `read`, for calls that may take very long: writers wait meanwhile, other readers do not.
+    /// Does what `read` does, for calls that may take very long: writers wait meanwhile, other readers do not.
     pub fn read_long<T: Send>(
         &self,
         py: Python<'_>,
@@ -57,7 +57,7 @@ impl<S: Send + Sync> Shared<S> {
         py.detach(|| self.0.read_long(f))
     }
 
-    /// Calls `f` with write access, as `read`.
+    /// Calls `f` with write access. Releases the GIL in the same cases as `read`.
     pub fn write<T: Send>(
         &self,
         py: Python<'_>,
@@ -72,7 +72,7 @@ impl<S: Send + Sync> Shared<S> {
         py.detach(|| self.0.write(f))
     }
 
-    /// Calls `f` with write access, then `g` with read access, as `FairLock::write_then_read`.
+    /// Calls `f` with write access, then `g` with read access; see `FairLock::write_then_read`.
     pub fn write_then_read<T: Send, U: Send>(
         &self,
         py: Python<'_>,

@@ -1,10 +1,10 @@
-//! Memory straight from the system, so that it can be given back.
+//! Memory mapped from the operating system, so that it can be returned at once.
 
 use std::ptr::NonNull;
 
-/// Bytes of a page; all sizes here are multiples of it.
+/// Size of a page in bytes. All sizes are multiples of it.
 pub const PAGE: usize = 4096;
-/// Bytes of a huge page, where the system has such.
+/// Size of a huge page in bytes, on systems that have them.
 pub const HUGE_PAGE: usize = 2 << 20;
 
 /// Zeroed, page-aligned memory, returned to the system when dropped.
@@ -13,16 +13,16 @@ pub struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: a mapping is plain memory with one owner.
+// SAFETY: a mapping is memory with one owner.
 unsafe impl Send for Mapping {}
-// SAFETY: shared references give out nothing but an address.
+// SAFETY: a shared reference gives access to the address only.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// `bytes` of zeroes; None if the system has none left.
+    /// Maps `bytes` of zeroes; None if there is not enough memory.
     #[cfg(unix)]
     pub fn zeroed(bytes: usize) -> Option<Self> {
-        // SAFETY: an anonymous private mapping at an address of the system's choice touches no memory in use.
+        // SAFETY: an anonymous private mapping at an address chosen by the system overlaps no memory in use.
         let start = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -39,7 +39,7 @@ impl Mapping {
         Some(Self { start: NonNull::new(start.cast())?, bytes })
     }
 
-    /// `bytes` of zeroes; None if the system has none left.
+    /// Maps `bytes` of zeroes; None if there is not enough memory.
     #[cfg(not(unix))]
     pub fn zeroed(bytes: usize) -> Option<Self> {
         let layout = std::alloc::Layout::from_size_align(bytes, PAGE).ok()?;
@@ -47,13 +47,13 @@ impl Mapping {
         Some(Self { start: NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?, bytes })
     }
 
-    /// Address of the first byte.
+    /// Returns the address of the first byte.
     #[inline]
     pub fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// Advises the system to use huge pages, which Linux aligns mappings of their size for.
+    /// Advises the system to use huge pages. Linux aligns mappings of this size accordingly.
     pub fn prefer_huge_pages(&self) {
         #[cfg(target_os = "linux")]
         // SAFETY: the range is that of the mapping, and the advice changes no content.
@@ -62,7 +62,7 @@ impl Mapping {
         }
     }
 
-    /// Gives a range of pages back to the system. They read as zeroes afterwards.
+    /// Returns a range of pages to the system. They read as zeroes afterwards.
     pub fn give_back(&mut self, offset: usize, bytes: usize) {
         if offset.saturating_add(bytes) > self.bytes || !offset.is_multiple_of(PAGE) {
             return;
@@ -73,7 +73,7 @@ impl Mapping {
             #[cfg(target_os = "linux")]
             let zeroed = libc::madvise(at.cast(), bytes, libc::MADV_DONTNEED) == 0;
             #[cfg(not(target_os = "linux"))]
-            let zeroed = false; // elsewhere the advice does not promise zeroes
+            let zeroed = false; // other systems do not guarantee zeroes after the advice
             if !zeroed {
                 at.write_bytes(0, bytes);
             }
@@ -95,7 +95,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Lets the allocator return free pages of its heap to the system, after much was dropped at once.
+/// Makes the allocator return free pages of its heap to the system. Call it after a large part was dropped.
 pub fn trim_heap() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: takes no pointers.
@@ -104,8 +104,8 @@ pub fn trim_heap() {
     }
 }
 
-/// Prefetches the cache line at an address, which need not be valid, into the second-level cache: it supports more
-/// outstanding misses than the first, and random lines arrive from memory at twice the rate.
+/// Prefetches the cache line at an address, which need not be valid, to the second-level cache. It supports more
+/// outstanding misses than the first level, so that random lines arrive from memory at twice the rate.
 #[inline]
 pub fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Tables, pages and memory that go back to the system: what the index and the load are kept in.
+//! Storage of the index and the load: tables and pages whose memory is returned to the system.
 
 pub(crate) mod memory;
 pub(crate) mod pages;

@@ -1,7 +1,7 @@
-//! Small units of memory, allocated in 4 KiB pages that go back to the system when they are empty.
+//! Allocator of small units in 4 KiB pages. Empty pages are returned to the system.
 //!
-//! A page keeps the bitmap of its live units in itself, so that a page of zeroes is an empty page, and a page that was
-//! given back needs no bookkeeping. Growth adds a segment of pages and moves nothing.
+//! A page contains the bitmap of its live units. A page of zeroes is thus an empty page, and a page that was returned
+//! needs no bookkeeping. Growth adds a segment of pages and moves nothing.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -13,33 +13,33 @@ use crate::storage::memory::{Mapping, PAGE};
 /// # Safety
 /// The type is 4096 bytes long, aligned to at most that, and any zeroed memory is a valid, empty page.
 pub unsafe trait Page {
-    /// Units in a page: at most `1 << SHIFT`, and at most 64.
+    /// Number of units in a page: at most `1 << SHIFT`, and at most 64.
     const UNITS: u32;
     /// A unit's id is its page's number shifted left by this, plus its number in the page.
     const SHIFT: u32;
-    /// Which units are live.
+    /// Returns the bitmap of live units.
     fn live(&self) -> u64;
-    /// Sets which units are live.
+    /// Sets the bitmap of live units.
     fn set_live(&mut self, live: u64);
 }
 
 const SEGMENT_PAGES: u32 = 256;
 /// Ids stay below this, which leaves room for 8 lanes and a flag in 32 bits.
 const MAX_ID: u32 = 1 << 28;
-/// Empty pages that are kept for use, at least; beyond a sixteenth of all pages they go back to the system.
+/// Minimum number of empty pages to keep. Those above it and above a sixteenth of all pages are returned to the system.
 const KEPT_PAGES: usize = 32;
 
 /// An arena of pages.
 pub struct Pages<P: Page> {
     segments: Vec<Mapping>,
-    /// Pages in use so far; those below are either touched or given back.
+    /// Number of pages used so far. Each of them is in memory or was returned.
     pages: u32,
     current: u32,
-    /// Pages with room, apart from the current one; each at most once.
+    /// Pages with free units, without the current page and without duplicates.
     roomy: Vec<u32>,
-    /// Pages that became empty and are not given back yet; may be stale.
+    /// Pages that became empty and were not returned yet; may contain pages that are in use again.
     empty: Vec<u32>,
-    /// Whether a page is in memory.
+    /// Whether each page is in memory.
     resident: Vec<bool>,
     resident_pages: usize,
     null: Box<P>,
@@ -70,18 +70,18 @@ impl<P: Page> Pages<P> {
         Some(unsafe { segment.start().cast::<P>().add((page % SEGMENT_PAGES) as usize) })
     }
 
-    /// The page of a unit; an empty one for an id that was never given out.
+    /// Returns the page of a unit; an empty page for an id that was never allocated.
     #[inline]
     pub fn page(&self, id: u32) -> &P {
         match self.address(id >> P::SHIFT) {
-            // SAFETY: the address is that of a page in a live mapping, valid as any zeroed or written page is, and shared
-            // references to it live no longer than the borrow of `self`.
+            // SAFETY: the address is that of a page in a live mapping, which is valid because it is zeroed or written,
+            // and the reference does not outlive the borrow of `self`.
             Some(page) => unsafe { page.as_ref() },
             None => &self.null,
         }
     }
 
-    /// The page of a unit, to be changed; a scratch page for an id that was never given out.
+    /// Returns the page of a unit for changes; a scratch page for an id that was never allocated.
     #[inline]
     pub fn page_mut(&mut self, id: u32) -> &mut P {
         match self.address(id >> P::SHIFT) {
@@ -91,7 +91,7 @@ impl<P: Page> Pages<P> {
         }
     }
 
-    /// Number of a unit in its page.
+    /// Returns the number of a unit in its page.
     #[inline]
     pub const fn unit(id: u32) -> usize {
         (id & ((1 << P::SHIFT) - 1)) as usize
@@ -99,7 +99,7 @@ impl<P: Page> Pages<P> {
 
     const FULL: u64 = if P::UNITS == 64 { u64::MAX } else { (1 << P::UNITS) - 1 };
 
-    /// A unit, its content unspecified; None if there is no memory or no id left.
+    /// Allocates a unit with unspecified content; None if there is not enough memory or no free id.
     pub fn allocate(&mut self) -> Option<u32> {
         let mut page = self.current;
         if page == u32::MAX || self.page(page << P::SHIFT).live() == Self::FULL {
@@ -137,7 +137,7 @@ impl<P: Page> Pages<P> {
         Some(page)
     }
 
-    /// Frees a unit that `allocate` gave.
+    /// Frees a unit that `allocate` returned.
     pub fn free(&mut self, id: u32) {
         let page = id >> P::SHIFT;
         let header = self.page_mut(id);
@@ -156,7 +156,7 @@ impl<P: Page> Pages<P> {
         }
     }
 
-    /// Gives empty pages back to the system, but for a few that are kept for use.
+    /// Returns empty pages to the system, except a few that are kept for use.
     pub fn give_back(&mut self) {
         let kept = KEPT_PAGES.max(self.resident_pages / 16);
         if self.empty.len() <= kept {
@@ -187,12 +187,12 @@ impl<P: Page> Pages<P> {
         }
     }
 
-    /// Bytes in memory.
+    /// Returns the memory in use, in bytes.
     pub fn bytes(&self) -> usize {
         self.resident_pages * PAGE + self.resident.capacity() + 4 * (self.roomy.capacity() + self.empty.capacity())
     }
 
-    /// Units in use.
+    /// Returns the number of live units.
     #[cfg(test)]
     pub fn units(&self) -> usize {
         self.units
@@ -209,7 +209,7 @@ mod tests {
         words: [u64; 60],
     }
 
-    // SAFETY: 4096 bytes by its alignment, plain integers.
+    // SAFETY: 4096 bytes (by its alignment) of integers.
     unsafe impl Page for Words {
         const UNITS: u32 = 60;
         const SHIFT: u32 = 6;

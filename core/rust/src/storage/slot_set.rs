@@ -1,6 +1,6 @@
-//! A set of rank slots with a value for each. A set of one takes no memory of its own.
+//! A map from rank slots to values. A map of one entry uses no heap memory.
 
-/// Slots with a value each, in order of the slots.
+/// Slots and their values, in order of the slots.
 #[derive(Clone, Default)]
 pub enum SlotSet<T> {
     #[default]

@@ -1,15 +1,15 @@
-//! Records with heap parts of their own, by id; growth moves nothing, and empty stretches are dropped.
+//! A table of records by id. Growth moves no record, and empty stretches are dropped.
 
 const STRETCH: u32 = 512;
 
-/// Records by id. Id 0 is never given out: it stands for "none" and reads as a default record.
+/// Records by id. Id 0 is never allocated: it means "none" and reads as a default record.
 pub struct Table<T> {
     stretches: Vec<Stretch<T>>,
     free: Vec<u32>,
     next: u32,
     null: T,
     live: usize,
-    /// Records that there is room for.
+    /// Number of records that fit without growth.
     room: usize,
 }
 
@@ -23,7 +23,7 @@ impl<T: Default> Table<T> {
         Self { stretches: Vec::new(), free: Vec::new(), next: 1, null: T::default(), live: 0, room: 0 }
     }
 
-    /// The record with an id; a default one where there is none.
+    /// Returns the record of an id; a default one for a free id.
     #[inline]
     pub fn at(&self, id: u32) -> &T {
         self.stretches
@@ -32,7 +32,7 @@ impl<T: Default> Table<T> {
             .unwrap_or(&self.null)
     }
 
-    /// The record with an id, to be changed; a scratch one where there is none.
+    /// Returns the record of an id for changes; a scratch one for a free id.
     #[inline]
     pub fn at_mut(&mut self, id: u32) -> &mut T {
         self.stretches
@@ -41,7 +41,7 @@ impl<T: Default> Table<T> {
             .unwrap_or(&mut self.null)
     }
 
-    /// Adds a record; None if there is no id left below `limit`.
+    /// Adds a record and returns its id; None if no id below `limit` is free.
     pub fn add(&mut self, record: T, limit: u32) -> Option<u32> {
         let id = match self.free.pop() {
             Some(id) => id,
@@ -69,7 +69,7 @@ impl<T: Default> Table<T> {
         Some(id)
     }
 
-    /// Takes a record out.
+    /// Removes and returns a record.
     pub fn take(&mut self, id: u32) -> T {
         let record = std::mem::take(self.at_mut(id));
         if let Some(stretch) = self.stretches.get_mut((id / STRETCH) as usize) {
@@ -84,22 +84,22 @@ impl<T: Default> Table<T> {
         record
     }
 
-    /// Records in the table.
+    /// Returns the number of records.
     pub fn len(&self) -> usize {
         self.live
     }
 
-    /// Bytes of the table itself.
+    /// Returns the memory of the table itself, in bytes.
     pub fn bytes(&self) -> usize {
         self.room * size_of::<T>() + self.free.capacity() * 4 + self.stretches.capacity() * size_of::<Stretch<T>>()
     }
 
-    /// All ids that may be in use.
+    /// Returns all ids that may be in use.
     pub fn ids(&self) -> impl Iterator<Item = u32> + use<T> {
         1..self.next
     }
 
-    /// Forgets the ids of an empty table, so that it starts small again.
+    /// Drops the ids of an empty table, so that it starts small again.
     pub fn shrink(&mut self) {
         if self.live == 0 {
             *self = Self::new();

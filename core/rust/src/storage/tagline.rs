@@ -1,22 +1,22 @@
-//! A cache line of a table of references: what a `TagMap` is made of.
+//! A line of a `TagMap`: one cache line of references and their tags.
 
-/// References in a line, at most.
+/// Maximum number of references in a line.
 pub const LANES: usize = 12;
 
-/// Twelve lanes, each with a reference and 10 bits of its hash.
+/// A line of twelve lanes, each with a reference and 10 bits of its hash.
 #[repr(C, align(64))]
 pub struct Line {
-    /// 8 bits of the hash for each lane, 0 where the lane is free.
+    /// 8 bits of the hash of each lane, 0 for a free lane.
     bytes: [u8; LANES],
-    /// In the lowest byte the number of references that overflowed to a later line; it saturates at 255. Above it 2
-    /// more bits of the hash for each lane.
+    /// In the lowest byte the number of references that overflowed to a later line, at most 255. Above it, 2 more bits
+    /// of the hash of each lane.
     rest: u32,
     references: [u32; LANES],
 }
 
 const _: () = assert!(size_of::<Line>() == 64);
 
-/// What a lane keeps of a hash.
+/// The bits of a hash that a lane stores.
 #[derive(Clone, Copy)]
 pub struct Tag {
     byte: u8,
@@ -31,11 +31,11 @@ impl Tag {
 }
 
 impl Line {
-    /// Which lanes have this byte, as bits.
+    /// Returns a bitmap of the lanes with this byte.
     #[inline]
     fn with_byte(&self, byte: u8) -> u32 {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: SSE2 is part of x86_64, and a line is 64 readable bytes, aligned to as many.
+        // SAFETY: SSE2 is part of x86_64, and a line is 64 readable bytes, aligned to 64.
         unsafe {
             use std::arch::x86_64::{__m128i, _mm_cmpeq_epi8, _mm_load_si128, _mm_movemask_epi8, _mm_set1_epi8};
             let bytes = _mm_load_si128(std::ptr::from_ref(self).cast::<__m128i>());
@@ -45,19 +45,19 @@ impl Line {
         self.bytes.iter().enumerate().fold(0, |lanes, (lane, &at)| lanes | u32::from(at == byte) << lane)
     }
 
-    /// Whether a reference with this tag may be here; without a look at all that is known of each.
+    /// Returns whether a reference with this tag may be here. Compares only a part of the tag.
     #[inline]
     pub fn may_have(&self, tag: Tag) -> bool {
         self.with_byte(tag.byte) != 0
     }
 
-    /// Which lanes are free, as bits.
+    /// Returns a bitmap of the free lanes.
     #[inline]
     pub fn free(&self) -> u32 {
         self.with_byte(0)
     }
 
-    /// The first reference with this tag that `is_it` accepts, and its lane.
+    /// Returns the first reference with this tag that `is_it` accepts, and its lane.
     #[inline]
     pub fn find(&self, tag: Tag, mut is_it: impl FnMut(u32) -> bool) -> Option<(u32, u32)> {
         let mut lanes = self.with_byte(tag.byte);
@@ -88,14 +88,14 @@ impl Line {
         }
     }
 
-    /// Takes everything out.
+    /// Removes and returns all references.
     pub fn empty(&mut self, into: &mut Vec<u32>) {
         into.extend(self.bytes.iter().zip(self.references).filter(|(byte, _)| **byte != 0).map(|(_, to)| to));
         self.bytes = [0; LANES];
         self.rest = 0;
     }
 
-    /// How many references were passed on.
+    /// Returns the number of references that overflowed to a later line.
     #[inline]
     pub fn passed(&self) -> u32 {
         self.rest & 0xFF

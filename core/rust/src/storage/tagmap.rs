@@ -1,13 +1,14 @@
-//! A hash table of references, some 13 bytes each: 10 bits of the key's hash beside a 32-bit reference to the key.
+//! A hash table of 32-bit references to keys, about 13 bytes each. It stores 10 bits of the key's hash beside each.
 //!
-//! Keys stay where they are referred to, so a lookup names the references that may be right and its caller looks. Equal
-//! keys may be there several times. Twelve references and their tags share a cache line; a line that is full passes
-//! references on to the next one and counts them, so that a lookup knows where to stop and a removal leaves no mark.
+//! The table does not contain the keys: a lookup yields references that may match, and the caller compares the keys.
+//! A key may be present several times. A line is one cache line with twelve references and their tags. References that
+//! do not fit into their line overflow to the next one. Each line counts its overflows, so that a lookup knows where to
+//! stop and a removal leaves no tombstone.
 //!
-//! Lines are in segments of 16 KiB, and the table grows by one segment at a time (spiral storage, see `growth`). Hashes are
-//! spread so that bucket `b` has a load in proportion to 1/b: the bucket to be parted is always the fullest, so that the
-//! table is as full at every size, and no two moments of its growth differ. A directory leads from the first bits of a
-//! spread hash to its bucket's segment.
+//! Lines are in segments of 16 KiB, and the table grows by one segment at a time (spiral storage, see `growth`). Hashes
+//! are transformed so that the load of bucket `b` is proportional to 1/b. The next bucket to split is then always the
+//! fullest one, so that the table is equally full at every size and each step of growth costs the same. A directory
+//! maps the first bits of a transformed hash to the segment of its bucket.
 
 mod growth;
 
@@ -16,17 +17,17 @@ use std::ptr::NonNull;
 use crate::storage::memory::{HUGE_PAGE, Mapping, prefetch};
 use crate::storage::tagline::{Line, Tag};
 
-/// Lines of a segment: as many as a u8 can number.
+/// Number of lines in a segment: all values of a u8.
 const LINES: usize = 256;
 const SEGMENT_BYTES: usize = LINES * 64;
-/// Segments of a mapping: a huge page's.
+/// Number of segments in a mapping, which has the size of a huge page.
 const STRETCH: usize = HUGE_PAGE / SEGMENT_BYTES;
-/// How many lines are prefetched at once, at most 32, while the group before is worked on.
+/// Number of lines that are prefetched together while the group before is processed; at most 32.
 const GROUP: usize = 32;
 
-/// What references refer to.
+/// The keys that references refer to.
 pub trait Keys {
-    /// Hash of the key that a reference refers to.
+    /// Returns the hash of a reference's key.
     fn hash(&self, reference: u32) -> u64;
     /// Prefetches the key's cache line.
     fn prefetch(&self, _reference: u32) {}
@@ -38,16 +39,16 @@ impl<F: Fn(u32) -> u64> Keys for F {
     }
 }
 
-/// A segment of a table. Good as long as the table has it.
+/// A segment of a table. Valid until the table drops the segment.
 #[derive(Clone, Copy)]
 struct Segment(NonNull<Line>);
 
-// SAFETY: a segment is an address, of plain memory that its table owns; to look there takes a borrow of the table.
+// SAFETY: a segment is the address of memory that its table owns; access to it requires a borrow of the table.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
-/// A line of a table. Good until the table grows or shrinks.
+/// A line of a table. Valid until the table grows or shrinks.
 #[derive(Clone, Copy)]
 struct At {
     segment: Segment,
@@ -61,7 +62,7 @@ impl At {
         unsafe { self.segment.0.add(usize::from(self.line)) }
     }
 
-    /// The line that takes what this one passes on.
+    /// Returns the line to which this one overflows.
     #[inline]
     fn next(self) -> Self {
         Self { line: self.line.wrapping_add(1), ..self }
@@ -72,11 +73,11 @@ impl At {
 pub struct TagMap {
     stretches: Vec<Mapping>,
     segments: u32,
-    /// The segments by the first bits of spread hashes: a power of two of them, none in a table that was never used.
+    /// The segment for each value of the first bits of transformed hashes; empty in a table that was never used.
     directory: Vec<Segment>,
-    /// Shifts a spread hash of 32 bits to its place in the directory.
+    /// Shift from a transformed hash of 32 bits to its index in the directory.
     shift: u32,
-    /// References for each segment on average, at most.
+    /// Maximum of the average number of references in a segment.
     most: usize,
     count: usize,
     moving: Vec<u32>,
@@ -84,12 +85,12 @@ pub struct TagMap {
 }
 
 impl TagMap {
-    /// A table that is quick.
+    /// Creates a table that is optimized for speed.
     pub fn new() -> Self {
         Self::filled_to(growth::ROOMY)
     }
 
-    /// A table that takes 11 bytes for each reference rather than 13, and some more time.
+    /// Creates a table with 11 instead of 13 bytes for each reference. It is a little slower.
     pub fn dense() -> Self {
         Self::filled_to(growth::DENSE)
     }
@@ -107,13 +108,13 @@ impl TagMap {
         }
     }
 
-    /// References in the table.
+    /// Returns the number of references.
     #[cfg(test)]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Bytes in memory.
+    /// Returns the memory of the table, in bytes.
     pub fn bytes(&self) -> usize {
         self.segments as usize * SEGMENT_BYTES
             + self.directory.capacity() * size_of::<Segment>()
@@ -121,15 +122,15 @@ impl TagMap {
             + self.moving.capacity() * 4
     }
 
-    /// The most references that one operation has moved.
+    /// Returns the maximum number of references that one operation has moved.
     pub fn most_moved(&self) -> usize {
         self.most_moved
     }
 
-    /// The line that is a hash's home; None in a table without segments.
+    /// Returns the home line of a hash; None in a table without segments.
     #[inline]
     fn home(&self, hash: u64) -> Option<At> {
-        // 2^x - 1 is nearly x * (5 + 3 * x) / 8: near enough for even loads.
+        // x * (5 + 3 * x) / 8 approximates 2^x - 1 well enough for even loads.
         const FLAT: u64 = 5 << 29;
         let x = hash >> 32;
         let spread = (x * (FLAT + ((x * 3) >> 3))) >> 32;
@@ -139,8 +140,8 @@ impl TagMap {
 
     #[inline]
     fn line(&self, at: At) -> &Line {
-        // SAFETY: the table has not changed since it led here, so that the line is in a live mapping; it is aligned, any
-        // bytes are a line, and `self` is borrowed as long.
+        // SAFETY: the table has not changed since it returned `at`, so the line is in a live mapping. It is aligned,
+        // any bytes are a valid line, and the reference does not outlive the borrow of `self`.
         unsafe { at.address().as_ref() }
     }
 
@@ -182,8 +183,7 @@ impl TagMap {
     }
 
     /// Inserts references in order, and stops before the first one for which `is_same`, called with its number and a
-    /// stored reference of the same hash, returns true. Returns how many were inserted. `grow` must have been called
-    /// for them.
+    /// stored reference of the same hash, returns true. Returns how many were inserted. Call `grow` first.
     pub fn insert_alone(&mut self, references: &[(u64, u32)], is_same: impl Fn(usize, u32) -> bool) -> usize {
         let mut number = 0;
         let Some(mut ahead) = self.nowhere() else { return 0 };
@@ -191,8 +191,7 @@ impl TagMap {
         for group in references.chunks(GROUP) {
             let homes = ahead;
             self.prefetch_homes(references.get(number + GROUP..).unwrap_or_default(), &mut ahead);
-            // References that need a further look: their line overflowed or is full. They are checked after the others
-            // are in.
+            // References whose line overflowed or is full. They are checked after the others were inserted.
             let mut later = 0u32;
             for (at, (&(hash, reference), &home)) in group.iter().zip(&homes).enumerate() {
                 let tag = Tag::of(hash);
@@ -238,7 +237,7 @@ impl TagMap {
         })
     }
 
-    /// Removes references, those that are there. `shrink_to_fit` should follow.
+    /// Removes references and ignores missing ones. Call `shrink_to_fit` afterwards.
     pub fn remove_all(&mut self, references: &[(u64, u32)]) {
         self.at_homes(references, |map, home, _, hash, reference| {
             map.count -= usize::from(map.remove_from(home, Tag::of(hash), reference));
@@ -270,7 +269,7 @@ impl TagMap {
         number
     }
 
-    /// Room for the homes of a group.
+    /// Returns a buffer for the home lines of a group.
     fn nowhere(&self) -> Option<[At; GROUP]> {
         Some([At { segment: *self.directory.first()?, line: 0 }; GROUP])
     }
@@ -285,7 +284,7 @@ impl TagMap {
         }
     }
 
-    /// Inserts; false if there is no memory, or if thousands of equal keys are there.
+    /// Inserts a reference. Returns false if there is not enough memory, or if the table has thousands of equal keys.
     pub fn insert(&mut self, hash: u64, reference: u32, keys: impl Keys) -> bool {
         if !self.grow(1, &keys) {
             return false;
@@ -295,7 +294,7 @@ impl TagMap {
         inserted
     }
 
-    /// Puts a reference into the first line with room from its home on.
+    /// Puts a reference into the first line with a free lane, starting at its home line.
     #[inline]
     fn put_from(&mut self, home: At, tag: Tag, reference: u32) -> bool {
         let mut at = home;
@@ -309,12 +308,12 @@ impl TagMap {
             line.pass();
             at = at.next();
         }
-        // No line has room, and each has counted one more overflow.
+        // No line has a free lane, and each has counted one more overflow.
         self.unpass(home, home);
         false
     }
 
-    /// Takes back that a reference was passed on from its home up to a line; if they are one, all around.
+    /// Decreases the overflow counts from a reference's home line up to another line; of all lines if they are equal.
     fn unpass(&mut self, home: At, to: At) {
         let mut at = home;
         loop {
@@ -326,7 +325,7 @@ impl TagMap {
         }
     }
 
-    /// Removes a reference; false if it is not there.
+    /// Removes a reference. Returns false if it is missing.
     pub fn remove(&mut self, hash: u64, reference: u32, keys: impl Keys) -> bool {
         let removed = self.home(hash).is_some_and(|home| self.remove_from(home, Tag::of(hash), reference));
         self.count -= usize::from(removed);
@@ -354,7 +353,7 @@ impl TagMap {
         false
     }
 
-    /// Gives all memory of an empty table back.
+    /// Frees all memory of an empty table.
     pub fn shrink(&mut self) {
         if self.count == 0 {
             *self = Self { most_moved: self.most_moved, ..Self::filled_to(self.most) };

@@ -1,7 +1,7 @@
 //! Decides when free memory is returned to the system: after a large share of many entries was removed.
 
-/// Peaks below this never trim: the allocator keeps some 60 MB at most, which is not worth the time that a trim takes (a
-/// tenth of a second for ten times as many entries).
+/// Peaks below this never trim. The allocator then keeps at most about 60 MB, which is not worth the time of a trim: a
+/// tenth of a second for ten times as many entries.
 const MIN_PEAK: usize = 1 << 20;
 
 /// Tracks the number of entries since the last trim.
@@ -11,7 +11,7 @@ pub struct TrimWatermark {
 }
 
 impl TrimWatermark {
-    /// Records the current count. Returns whether to trim: the peak was large, and three quarters of it are gone.
+    /// Records the current count. Returns whether to trim: the peak was large, and three quarters of it were removed.
     pub fn observe(&mut self, count: usize) -> bool {
         self.peak = self.peak.max(count);
         let fallen = self.peak >= MIN_PEAK && count <= self.peak / 4;

@@ -1,7 +1,7 @@
-//! The protobuf wire format, as far as the core's messages need it.
+//! Reader and writer of the protobuf wire format, for the messages of the core.
 //!
-//! Unknown fields, and known ones of another wire type, are skipped, as protobuf has it; fields that come twice are
-//! merged. Lists of fixed64 stay where they are in the input.
+//! As in protobuf, unknown fields and fields of another wire type are skipped, and repeated occurrences of a field are
+//! merged. Lists of fixed64 are not copied out of the input.
 
 mod rank_state;
 
@@ -9,7 +9,7 @@ use std::borrow::Cow;
 
 pub use rank_state::{BlockRecord, RankState};
 
-/// Why bytes are no message.
+/// Why bytes cannot be parsed as a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
@@ -19,7 +19,7 @@ pub enum Value<'a> {
     Varint(u64),
     Fixed64(u64),
     Bytes(&'a [u8]),
-    /// Of no use here: 32-bit values and groups.
+    /// A value that no message of the core uses: 32 bits or a group.
     Other,
 }
 
@@ -28,7 +28,7 @@ pub struct Fields<'a> {
     rest: &'a [u8],
 }
 
-/// Groups may be nested this deep, as in other readers.
+/// Maximum depth of nested groups, the same as in other readers.
 const MAX_NESTING: u32 = 100;
 
 impl<'a> Fields<'a> {
@@ -45,20 +45,22 @@ impl<'a> Fields<'a> {
         }
         let mut value = 0u64;
         for shift in (0..70).step_by(7) {
-            let Some((&byte, rest)) = self.rest.split_first() else { return Err(Malformed("cut off in a number")) };
+            let Some((&byte, rest)) = self.rest.split_first() else {
+                return Err(Malformed("the input ends within a varint"));
+            };
             self.rest = rest;
-            // Bits beyond the 64th are dropped, as the usual readers drop them.
+            // Bits beyond the 64th are dropped, as in other readers.
             value |= u64::from(byte & 0x7F) << shift;
             if byte < 0x80 {
                 return Ok(value);
             }
         }
-        Err(Malformed("a number of more than ten bytes"))
+        Err(Malformed("a varint has more than ten bytes"))
     }
 
     fn take(&mut self, count: u64) -> Result<&'a [u8], Malformed> {
         let split = usize::try_from(count).ok().and_then(|count| self.rest.split_at_checked(count));
-        let Some((taken, rest)) = split else { return Err(Malformed("cut off in a field")) };
+        let Some((taken, rest)) = split else { return Err(Malformed("the input ends within a field")) };
         self.rest = rest;
         Ok(taken)
     }
@@ -68,11 +70,11 @@ impl<'a> Fields<'a> {
         let number = u32::try_from(tag >> 3).ok().filter(|number| (1..1 << 29).contains(number));
         match number {
             Some(number) => Ok((number, (tag & 7) as u8)),
-            None => Err(Malformed("a field number that cannot be")),
+            None => Err(Malformed("a field has an invalid number")),
         }
     }
 
-    /// The next field's number and value; None at the end.
+    /// Returns the number and the value of the next field; None at the end.
     pub fn next(&mut self) -> Result<Option<(u32, Value<'a>)>, Malformed> {
         if self.rest.is_empty() {
             return Ok(None);
@@ -93,7 +95,7 @@ impl<'a> Fields<'a> {
                 self.take(4)?;
                 Value::Other
             }
-            _ => return Err(Malformed("a wire type that cannot be")),
+            _ => return Err(Malformed("a field has an invalid wire type")),
         };
         Ok(Some((number, value)))
     }
@@ -112,7 +114,7 @@ impl<'a> Fields<'a> {
                 3 if open.len() < MAX_NESTING as usize => open.push(number),
                 4 if number == innermost => drop(open.pop()),
                 5 => drop(self.take(4)?),
-                _ => return Err(Malformed("a group that does not end")),
+                _ => return Err(Malformed("a group has no end")),
             }
         }
         Ok(())
@@ -124,16 +126,16 @@ fn word(bytes: &[u8]) -> u64 {
     bytes.first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
-/// A repeated fixed64: in the input where it comes in one piece, as it does from any usual writer.
+/// A repeated fixed64. It refers to the input if it is contiguous there, as usual writers encode it.
 #[derive(Clone, Debug, Default)]
 pub struct Words<'a>(Cow<'a, [u8]>);
 
 impl<'a> Words<'a> {
-    /// Adds a field's value, if it is one that such a list has.
+    /// Adds the value of a field. Ignores values of another wire type.
     fn add(&mut self, value: Value<'a>) -> Result<(), Malformed> {
         match value {
             Value::Bytes(packed) if !packed.len().is_multiple_of(8) => {
-                return Err(Malformed("a list of hashes that are not 8 bytes each"));
+                return Err(Malformed("the size of a list of hashes is not a multiple of 8 bytes"));
             }
             Value::Bytes(packed) if self.0.is_empty() => self.0 = Cow::Borrowed(packed),
             Value::Bytes(packed) => self.0.to_mut().extend_from_slice(packed),
@@ -155,14 +157,14 @@ impl<'a> Words<'a> {
         self.0.len() / 8
     }
 
-    /// Copies the words out.
+    /// Copies the words to a vector.
     pub fn copy_to(&self, to: &mut Vec<u64>) {
         to.clear();
         to.extend(self.0.chunks_exact(8).map(word));
     }
 }
 
-/// What an event changes.
+/// The change of an event.
 #[derive(Clone, Debug)]
 pub enum Change<'a> {
     None,
@@ -214,23 +216,23 @@ impl<'a> Batch<'a> {
         Ok(batch)
     }
 
-    /// Returns the first event id that the batch does not reach: the cursor after it.
+    /// Returns the cursor after the batch: the first event id that is not in it.
     pub fn reached(&self) -> u64 {
         let after = self.events.iter().map(|event| event.id.saturating_add(1)).max();
         after.unwrap_or_default().max(self.next_event_id)
     }
 
-    /// Whether an event clears a tier, or all of them.
+    /// Returns whether an event clears one tier or all tiers.
     pub fn clears(&self) -> bool {
         self.events.iter().any(|event| matches!(event.change, Change::Cleared))
     }
 
-    /// Whether an event clears all tiers.
+    /// Returns whether an event clears all tiers.
     pub fn clears_all(&self) -> bool {
         self.events.iter().any(|event| matches!(event.change, Change::Cleared) && event.tier == 0)
     }
 
-    /// Bytes on the heap, without the input.
+    /// Returns the heap memory in bytes, without the input.
     pub fn heap(&self) -> usize {
         let lists: usize = self.events.iter().map(|event| event.change.heap()).sum();
         self.events.capacity() * size_of::<Event<'_>>() + lists
@@ -300,7 +302,7 @@ impl<'a> Event<'a> {
     }
 }
 
-/// Writes messages.
+/// Encodes a message.
 #[derive(Default)]
 pub struct Writer(pub Vec<u8>);
 
@@ -314,7 +316,7 @@ impl Writer {
         self.0.push(value as u8);
     }
 
-    /// A varint field; none for 0, as proto3 has it.
+    /// Writes a varint field, or nothing for 0, as proto3 requires.
     pub fn varint(&mut self, number: u32, value: u64) {
         if value != 0 {
             self.raw_varint(u64::from(number) << 3);
@@ -322,20 +324,20 @@ impl Writer {
         }
     }
 
-    /// A fixed64 field, even for 0.
+    /// Writes a fixed64 field, also for 0.
     pub fn fixed64(&mut self, number: u32, value: u64) {
         self.raw_varint(u64::from(number) << 3 | 1);
         self.0.extend_from_slice(&value.to_le_bytes());
     }
 
-    /// A field of bytes, or of a message.
+    /// Writes a field of bytes or a message.
     pub fn bytes(&mut self, number: u32, value: &[u8]) {
         self.raw_varint(u64::from(number) << 3 | 2);
         self.raw_varint(value.len() as u64);
         self.0.extend_from_slice(value);
     }
 
-    /// A packed list of varints.
+    /// Writes a packed list of varints.
     pub fn packed(&mut self, number: u32, values: impl Iterator<Item = u64> + Clone) {
         let length: u64 = values.clone().map(|value| (70 - u64::from((value | 1).leading_zeros())) / 7).sum();
         if length > 0 {
@@ -347,7 +349,7 @@ impl Writer {
         }
     }
 
-    /// A packed list of fixed64.
+    /// Writes a packed list of fixed64.
     pub fn packed_fixed64(&mut self, number: u32, values: impl ExactSizeIterator<Item = u64>) {
         if values.len() > 0 {
             self.raw_varint(u64::from(number) << 3 | 2);

@@ -1,4 +1,4 @@
-//! The state of a rank, as dumps have it.
+//! Messages of a dump: RankState and BlockRecord.
 
 use super::{Fields, Malformed, Value};
 
@@ -10,7 +10,7 @@ pub struct BlockRecord {
     pub local: u64,
     pub sequence: u64,
     pub depth: u32,
-    /// (tier, copies), as they come.
+    /// (tier, copies), in the order of the input.
     pub copies: Vec<(i32, u32)>,
 }
 

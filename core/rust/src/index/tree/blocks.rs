@@ -1,24 +1,24 @@
 //! Storage of blocks: chunks of eight, in pages of the arena.
 //!
-//! A chunk of a node has eight local hashes and the eight shared engine hashes, a cache line each. A chunk of an alias
-//! has eight engine hashes. Each chunk has an 8-byte header, so that a reference alone leads to the block's position.
+//! A chunk of a node has eight local hashes and eight shared engine hashes, a cache line each. A chunk of an alias has
+//! eight engine hashes. Each chunk has an 8-byte header, so that a reference is enough to find the position of a block.
 
 use crate::storage::memory::prefetch;
 use crate::storage::pages::{Page, Pages};
 
-/// Blocks in a chunk.
+/// Number of blocks in a chunk.
 pub const LANES: u32 = 8;
 
 /// Refers to a block in a chunk: the chunk's id, then the lane.
 pub type Slot = u32;
 
-/// The slot of a lane of a chunk.
+/// Returns the slot of a lane of a chunk.
 #[inline]
 pub const fn slot(chunk: u32, lane: u32) -> Slot {
     chunk << 3 | (lane & 7)
 }
 
-/// What a chunk belongs to.
+/// The owner of a chunk, and the state of its lanes.
 #[derive(Clone, Copy)]
 pub struct Header {
     /// The node (of a block chunk) or the alias (of an alias chunk).
@@ -27,7 +27,7 @@ pub struct Header {
     pub number: u16,
     /// Lanes whose engine hash is in the table of engine hashes.
     pub listed: u8,
-    /// Lanes whose engine hash may be listed elsewhere too.
+    /// Lanes whose engine hash may also be listed for another block.
     pub doubled: u8,
 }
 
@@ -91,7 +91,7 @@ fn lane(words: &[u64; 8], slot: Slot) -> u64 {
     words.get((slot & 7) as usize).copied().unwrap_or_default()
 }
 
-/// A bit per lane.
+/// Returns the bit of a slot's lane.
 #[inline]
 pub const fn bit(slot: Slot) -> u8 {
     1 << (slot & 7)
@@ -133,7 +133,7 @@ impl Blocks {
         self.0.page_mut(id).chunks.get_mut(Pages::<BlockPage>::unit(id))
     }
 
-    /// A chunk with its header.
+    /// Returns a chunk and its header.
     #[inline]
     pub fn both_mut(&mut self, id: u32) -> Option<(&mut Header, &mut Chunk)> {
         let unit = Pages::<BlockPage>::unit(id);

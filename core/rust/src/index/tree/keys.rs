@@ -1,4 +1,4 @@
-//! The keys of the index's tables, and how they are hashed.
+//! The keys of the index's tables and their hashes.
 
 use crate::hash::Secret;
 use crate::index::tree::blocks::{AliasBlocks, Blocks, Slot};

@@ -6,57 +6,57 @@ use crate::index::tree::blocks::{LANES, Slot, slot};
 
 /// The node that every sequence starts from: it has no blocks.
 pub const ROOT: u32 = 0;
-/// In place of an alias's id: the shared engine hashes beside the node's own blocks.
+/// Stands for the shared engine hashes of the node's own blocks, where an alias id is expected.
 pub const SHARED: u32 = 0;
-/// Blocks of a node or of an alias, at most: a chunk's number is a u16.
+/// Maximum number of blocks of a node or an alias: the number of a chunk is a u16.
 pub const MAX_BLOCKS: u32 = (1 << 16) * LANES;
 
 /// A radix node: consecutive blocks, from any of which other nodes may branch off.
 ///
-/// Depths are absolute, counted from the start of the sequence, so nothing changes when a branch appears: nodes are
-/// never split. A node begins where a rank first stored blocks that differ from all that were there.
+/// Depths are absolute, counted from the start of the sequence, so that a new branch changes nothing: nodes are never
+/// split. A node begins where a rank first stored blocks that differ from all blocks of the index.
 #[derive(Default)]
 pub struct Node {
-    /// The node that it branches off, at its own `start`.
+    /// The node it branches off, at its own `start`.
     pub parent: u32,
     /// Depth of its first block.
     pub start: u32,
     /// Number of its blocks, resident or not; 0 for a free record.
     pub len: u32,
-    /// Nodes that branch off it.
+    /// Number of nodes that branch off it.
     pub children: u32,
-    /// No branch is at a greater depth than this.
+    /// Upper bound of the depths of its branches.
     pub deepest_branch: u32,
-    /// Blocks removed at its end since the last scan for blocks without residents.
+    /// Number of blocks removed at its end since the last scan for blocks without residents.
     pub dropped: u32,
-    /// Its chunks.
+    /// Ids of its chunks.
     pub chunks: Vec<u32>,
     /// Its residency ranges, in order of (rank, tier, alias).
     pub residency_ranges: Vec<ResidencyRange>,
-    /// Sequence hash of the block before its first one; 0 until it is first needed.
+    /// Sequence hash of the block before its first one; 0 until it is computed.
     prefix: AtomicU64,
 }
 
 impl Node {
-    /// Makes a node without blocks.
+    /// Creates a node without blocks.
     pub fn branch(parent: u32, start: u32) -> Self {
         Self { parent, start, deepest_branch: start, ..Self::default() }
     }
 
-    /// Depth after its last block.
+    /// Returns the depth after its last block.
     #[inline]
     pub fn end(&self) -> u32 {
         self.start + self.len
     }
 
-    /// The slot of the block at a depth; one that is in no chunk if it has none.
+    /// Returns the slot of the block at a depth; a slot outside all chunks if there is no such block.
     #[inline]
     pub fn slot(&self, depth: u32) -> Slot {
         let offset = depth.wrapping_sub(self.start);
         self.chunks.get((offset / LANES) as usize).map_or(u32::MAX, |&chunk| slot(chunk, offset % LANES))
     }
 
-    /// Finds the residency range of a (rank, tier) under an alias: its index, or the index to insert at.
+    /// Finds the residency range of a (rank, tier) under an alias. Returns its index, or the index to insert it at.
     #[inline]
     pub fn find(&self, rank_tier: RankTier, alias: u32) -> Result<usize, usize> {
         let key = order(rank_tier, alias);
@@ -82,23 +82,23 @@ impl Node {
         rest.get(..count).unwrap_or_default()
     }
 
-    /// Sequence hash before the first block, if it is known.
+    /// Returns the sequence hash before the first block, if it is known.
     pub fn prefix(&self) -> Option<u64> {
         Some(self.prefix.load(Ordering::Relaxed)).filter(|hash| *hash != 0)
     }
 
-    /// Remembers the sequence hash before the first block.
+    /// Stores the sequence hash before the first block.
     pub fn set_prefix(&self, hash: u64) {
         self.prefix.store(hash, Ordering::Relaxed);
     }
 
-    /// Bytes on the heap.
+    /// Returns the heap memory, in bytes.
     pub fn heap(&self) -> usize {
         self.chunks.capacity() * 4 + self.residency_ranges.capacity() * size_of::<ResidencyRange>()
     }
 }
 
-/// A rank and a tier: a rank's slot shifted left by 2, plus the tier from 0.
+/// A rank and a tier: the slot of the rank shifted left by 2, plus the tier from 0.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct RankTier(u32);
 
@@ -108,13 +108,13 @@ impl RankTier {
         Self(rank << 2 | (tier & 3))
     }
 
-    /// The rank's slot.
+    /// Returns the slot of the rank.
     #[inline]
     pub const fn rank(self) -> u32 {
         self.0 >> 2
     }
 
-    /// The tier, from 0.
+    /// Returns the tier, from 0.
     #[inline]
     pub const fn tier(self) -> u32 {
         self.0 & 3
@@ -135,7 +135,7 @@ pub struct ResidencyRange {
     pub lo: u32,
     /// The depth after the last resident one.
     pub hi: u32,
-    /// Where there are holes: the bitmap. 0 where there are none.
+    /// Id of the bitmap; 0 if the range has no holes.
     pub bits: u32,
     /// Index of this range in the rank's `residencies`.
     pub listed_at: u32,
@@ -148,14 +148,14 @@ impl ResidencyRange {
     }
 }
 
-/// Which blocks are resident, where there are holes. Bit i stands for the node's block i.
+/// Bitmap of the resident blocks of a range with holes. Bit i stands for block i of the node.
 #[derive(Default)]
 pub struct Bits {
-    /// From the first one with a bit that was ever set: few blocks at a great depth take little.
+    /// Words from the first one in which a bit was ever set, so that few blocks at a great depth need little memory.
     words: Vec<u64>,
-    /// Words before them.
+    /// Number of words before them.
     before: u32,
-    /// Bits set.
+    /// Number of bits that are set.
     pub count: u32,
 }
 
@@ -168,7 +168,7 @@ impl Bits {
         bits
     }
 
-    /// The word with a bit.
+    /// Returns the word of a bit.
     #[inline]
     fn word(&self, at: u32) -> u64 {
         (at / 64).checked_sub(self.before).and_then(|place| self.words.get(place as usize)).copied().unwrap_or(0)
@@ -184,7 +184,7 @@ impl Bits {
         self.word(at) >> (at % 64) & 1 != 0
     }
 
-    /// Sets a bit; whether it was clear.
+    /// Sets a bit. Returns whether it was clear.
     pub fn set(&mut self, at: u32) -> bool {
         let word_at = at / 64;
         if self.words.is_empty() {
@@ -205,7 +205,7 @@ impl Bits {
         new
     }
 
-    /// Clears a bit; whether it was set.
+    /// Clears a bit. Returns whether it was set.
     pub fn clear(&mut self, at: u32) -> bool {
         let Some(word) = self.word_mut(at) else { return false };
         let was = *word >> (at % 64) & 1 != 0;
@@ -214,7 +214,7 @@ impl Bits {
         was
     }
 
-    /// The first position from `at` on whose bit is `value`; `until` if there is none before it.
+    /// Returns the first position from `at` on whose bit is `value`; `until` if there is none below it.
     pub fn next(&self, at: u32, until: u32, value: bool) -> u32 {
         let mut at = at;
         while at < until {
@@ -228,7 +228,7 @@ impl Bits {
         until
     }
 
-    /// The position after the last set bit below `until`.
+    /// Returns the position after the last set bit below `until`.
     pub fn last(&self, until: u32) -> u32 {
         let mut at = until;
         while at > 0 && !self.get(at - 1) {
@@ -243,7 +243,7 @@ impl Bits {
     }
 }
 
-/// Engine hashes that one rank alone uses for blocks of a node.
+/// Engine hashes that only one rank uses for blocks of a node.
 #[derive(Default)]
 pub struct HashAlias {
     /// The rank's slot.
@@ -261,7 +261,7 @@ impl HashAlias {
         self.start + self.len
     }
 
-    /// The slot of the block at a depth.
+    /// Returns the slot of the block at a depth.
     #[inline]
     pub fn slot(&self, depth: u32) -> Slot {
         let offset = depth.wrapping_sub(self.start);

@@ -1,4 +1,4 @@
-//! The ranks of an index: their cursors, and what must be known about each beside the tree.
+//! The ranks of an index: their cursors, and their state outside the tree.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
@@ -14,13 +14,13 @@ pub type Name = (u64, u32);
 /// How copies of a block are counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Counting {
-    /// Every copy is stored and removed on its own.
+    /// Each copy is stored and removed separately.
     Counted,
-    /// Stores and removals name a set.
+    /// A block is stored once or not at all, whatever the number of events.
     Set,
 }
 
-/// Refers to a residency range: an entry in a rank's list of them.
+/// A reference to a residency range, in the list of its rank.
 #[derive(Clone, Copy)]
 pub struct Residency {
     pub node: u32,
@@ -36,7 +36,7 @@ pub struct BlockPosition {
     pub depth: u32,
 }
 
-/// Hashes small integers that no client can choose.
+/// A hasher for small integers that clients cannot choose.
 #[derive(Default)]
 pub struct SlotHasher(u64);
 
@@ -55,7 +55,7 @@ impl Hasher for SlotHasher {
     }
 }
 
-/// Copies beyond the first, by tier and slot.
+/// Extra copies: the number of copies beyond the first, by tier and slot.
 pub type Extras = HashMap<u64, u32, BuildHasherDefault<SlotHasher>>;
 
 /// The key of a block in `Extras`.
@@ -68,23 +68,23 @@ pub struct Rank {
     pub name: Name,
     pub incarnation: u64,
     pub next_event_id: u64,
-    /// Whether blocks may be missing for another reason than a bound.
+    /// Whether blocks may be missing for a reason other than a bound.
     pub missing: bool,
-    /// Emptied over a bound: its events move the cursor only.
+    /// Whether the rank is evicted: its events only move the cursor.
     pub evicted: bool,
     pub counting: Counting,
-    /// Resident (engine hash, tier) pairs.
+    /// Number of resident (engine hash, tier) pairs.
     pub entries: u64,
-    /// Blocks that are resident under an alias of the rank.
+    /// Number of blocks that are resident under an alias of the rank.
     pub private: u64,
-    /// All its residency ranges.
+    /// References to all its residency ranges.
     pub residencies: Vec<Residency>,
     pub extras: Extras,
-    /// The last block stored: most likely the next store's parent.
+    /// The last stored block, which is probably the parent of the next store.
     pub tail: Option<BlockPosition>,
-    /// The last block removed: the next one is most likely beside it.
+    /// The last removed block, which is probably a neighbour of the next one.
     pub removed: Option<BlockPosition>,
-    /// Blocks whose ancestors are unknown.
+    /// Its orphan blocks.
     pub orphans: Orphans,
 }
 
@@ -107,12 +107,12 @@ impl Rank {
         }
     }
 
-    /// Whether blocks may be missing.
+    /// Returns whether blocks may be missing.
     pub fn partial(&self) -> bool {
         self.missing || self.evicted
     }
 
-    /// Bytes on the heap.
+    /// Returns the heap memory of the rank, in bytes.
     pub fn heap(&self) -> usize {
         size_of::<Self>()
             + self.residencies.capacity() * size_of::<Residency>()
@@ -121,23 +121,23 @@ impl Rank {
     }
 }
 
-/// Ranks by slot and by name. A rank keeps its slot; free slots are used again, the lowest first.
+/// Ranks by slot and by name. A rank keeps its slot; free slots are reused, the lowest first.
 #[derive(Default)]
 pub struct Ranks {
     slots: Vec<Option<Box<Rank>>>,
     by_name: BTreeMap<Name, u32>,
     free: BinaryHeap<Reverse<u32>>,
-    /// Bytes on the heap of each slot's rank when it was last weighed.
+    /// Heap memory of the rank of each slot when it was last measured, in bytes.
     weights: Vec<usize>,
-    /// The sum of the weights.
+    /// Sum of the weights.
     weight: usize,
 }
 
-/// Slots of ranks stay below this, so that a `RankTier` fits into 32 bits.
+/// Exclusive upper bound of the slots of ranks, so that a `RankTier` fits into 32 bits.
 const MAX_RANKS: usize = 1 << 29;
 
 impl Ranks {
-    /// The slot of a rank.
+    /// Returns the slot of a rank.
     pub fn slot_of(&self, name: Name) -> Option<u32> {
         self.by_name.get(&name).copied()
     }
@@ -152,22 +152,22 @@ impl Ranks {
         self.slots.get_mut(slot as usize)?.as_deref_mut()
     }
 
-    /// Number of slots, free ones among them.
+    /// Returns the number of slots, including free ones.
     pub fn slots(&self) -> usize {
         self.slots.len()
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn count(&self) -> usize {
         self.by_name.len()
     }
 
-    /// Slots in order of (worker_id, dp_rank).
+    /// Returns slots in order of (worker_id, dp_rank).
     pub fn in_order(&self) -> impl Iterator<Item = (Name, u32)> {
         self.by_name.iter().map(|(name, slot)| (*name, *slot))
     }
 
-    /// Adds a rank that is not there; None if there are too many.
+    /// Adds an unknown rank; None if there are too many ranks.
     pub fn add(&mut self, rank: Rank) -> Option<u32> {
         let name = rank.name;
         let slot = match self.free.pop() {
@@ -186,7 +186,7 @@ impl Ranks {
         Some(slot)
     }
 
-    /// Takes a rank out.
+    /// Removes and returns a rank.
     pub fn remove(&mut self, slot: u32) -> Option<Box<Rank>> {
         let rank = self.slots.get_mut(slot as usize)?.take()?;
         self.by_name.remove(&rank.name);
@@ -195,7 +195,7 @@ impl Ranks {
         Some(rank)
     }
 
-    /// Brings the weight up to date, of which only one rank's part has changed.
+    /// Updates the weight of one rank, which is the only one that has changed.
     pub fn weigh(&mut self, slot: u32) {
         let heap = self.get(slot).map_or(0, |rank| rank.heap() + 64);
         if let Some(weight) = self.weights.get_mut(slot as usize) {
@@ -204,12 +204,12 @@ impl Ranks {
         }
     }
 
-    /// Returns the bytes on the heap by the last weights.
+    /// Returns the heap memory by the last weights, in bytes.
     pub fn weight(&self) -> usize {
         self.weight + self.slots_heap()
     }
 
-    /// Bytes on the heap.
+    /// Returns the heap memory of all ranks, in bytes.
     pub fn heap(&self) -> usize {
         let ranks: usize = self.slots.iter().flatten().map(|rank| rank.heap() + 64).sum();
         ranks + self.slots_heap()

@@ -1,12 +1,12 @@
-//! Buffers that are used again from batch to batch.
+//! Buffers that are reused for each batch.
 
 use crate::index::tree::blocks::Slot;
 
-/// The buffers.
+/// Reused buffers.
 #[derive(Default)]
 pub struct Scratch {
     pub hashes: Vec<u64>,
-    /// Hashes of engine hashes, with the slots that they are to have or to leave.
+    /// Hashes of engine hashes, with the slots at which they are inserted or removed.
     pub references: Vec<(u64, Slot)>,
     marks: Vec<u32>,
     generation: u16,
@@ -14,7 +14,7 @@ pub struct Scratch {
     pub locals: Vec<u64>,
 }
 
-/// Buffers larger than this many words are not kept.
+/// Maximum size of a buffer that is kept, in words.
 const KEPT_WORDS: usize = 1 << 18;
 
 impl Scratch {
@@ -35,12 +35,12 @@ impl Scratch {
         }
     }
 
-    /// Whether any of the words is there twice. `self.hashes` are theirs.
+    /// Returns whether any of the words occurs twice. `self.hashes` must contain their hashes.
     pub fn repeats(&mut self, words: &[u64]) -> bool {
         if words.len() < 2 {
             return false;
         }
-        // Marks are words' numbers and, above them, the number of the call; a mark of another call is none.
+        // A mark is the index of a word and, in its upper bits, the number of the call. Other calls' marks are ignored.
         let size = (words.len() * 8).next_power_of_two().max(64);
         if self.marks.len() < size || self.generation == u16::MAX || words.len() > 1 << 16 {
             self.marks.clear();

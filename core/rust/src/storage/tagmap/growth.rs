@@ -1,24 +1,25 @@
-//! How a table of references grows and shrinks: by one segment at a time.
+//! Growth and shrinking of a table of references, by one segment at a time.
 //!
-//! Of `s` segments, the buckets `s..2s` are in use. To grow is to part bucket `s` between the buckets `2s` and `2s + 1`, to
-//! shrink the reverse: buckets are the leaves of a tree, numbered as in a heap, and the directory has them in order.
+//! A table of `s` segments uses the buckets `s..2s`. Growth splits bucket `s` into the buckets `2s` and `2s + 1`;
+//! shrinking joins them. Buckets are the leaves of a binary tree, numbered as in a heap, and the directory lists them
+//! from left to right.
 
 use super::{At, Keys, LINES, SEGMENT_BYTES, STRETCH, Segment, TagMap};
 use crate::storage::memory::{HUGE_PAGE, Mapping};
 use crate::storage::tagline::{LANES, Line, Tag};
 
-/// References for each segment on average, at most. The fullest segment has 1.5 times as many: 60% of its lanes. Fuller
-/// lines would pass more on: a wrongly predicted branch each, and often a cache miss.
+/// Maximum of the average number of references in a segment. The fullest segment has 1.5 times as many: 60% of its
+/// lanes. Fuller lines would overflow more often, each time with a mispredicted branch and often a cache miss.
 pub const ROOMY: usize = LINES * LANES * 40 / 100;
-/// The same for a table that had better be small: 72% of the lanes of the fullest segment.
+/// The same for a table that is optimized for memory: 72% of the lanes of the fullest segment.
 pub const DENSE: usize = LINES * LANES * 48 / 100;
-/// Segments are numbered by less than this: room for 5 billion references.
+/// Maximum number of segments: enough for 5 billion references.
 const MAX_SEGMENTS: u32 = 1 << 22;
-/// How many keys are prefetched ahead.
+/// Distance of prefetching, in keys.
 const KEYS_AHEAD: usize = 60;
 
 impl TagMap {
-    /// Makes room for so many more references; false if there is no memory.
+    /// Makes room for `more` references. Returns false if there is not enough memory.
     #[inline]
     pub fn grow(&mut self, more: usize, keys: &impl Keys) -> bool {
         while self.count + more > self.segments as usize * self.most {
@@ -29,8 +30,8 @@ impl TagMap {
         true
     }
 
-    /// Gives up segments that the references left do not need: two thirds of what makes the table grow would fill the
-    /// rest. A table that is emptied at random shrinks with its content.
+    /// Drops segments while the remaining ones would be filled to less than two thirds of the bound for growth. A table
+    /// from which random references are removed shrinks with its content.
     #[inline]
     pub fn shrink_to_fit(&mut self, keys: &impl Keys) {
         while self.segments > 1 && self.count < (self.segments - 1) as usize * self.most * 2 / 3 {
@@ -38,7 +39,7 @@ impl TagMap {
         }
     }
 
-    /// Parts the fullest bucket.
+    /// Splits the fullest bucket.
     fn add_segment(&mut self, keys: &impl Keys) -> bool {
         let parted = self.segments;
         if parted >= MAX_SEGMENTS {
@@ -98,7 +99,7 @@ impl TagMap {
         }
     }
 
-    /// The segment with a number.
+    /// Returns the segment with a number.
     fn segment(&self, number: u32) -> Option<Segment> {
         let stretch = self.stretches.get(number as usize / STRETCH)?;
         // SAFETY: a stretch has STRETCH segments, so the address lies inside its mapping.
@@ -113,7 +114,7 @@ impl TagMap {
         }
     }
 
-    /// Puts references where they belong.
+    /// Puts references into their home lines.
     fn put_all(&mut self, moving: &[u32], keys: &impl Keys) {
         for reference in moving.iter().take(KEYS_AHEAD) {
             keys.prefetch(*reference);
@@ -131,13 +132,13 @@ impl TagMap {
     }
 }
 
-/// Where a bucket is: a bucket of an even number is where its half was.
+/// Returns the number of a bucket's segment. A bucket with an even number has the segment of the bucket it came from.
 #[inline]
 fn segment_of(bucket: u32) -> u32 {
     bucket >> (bucket.trailing_zeros() + 1)
 }
 
-/// Where the directory has a bucket of the lowest level: at its number among those of its level.
+/// Returns the index of a bucket of the lowest level in the directory: its number within the level.
 fn place_of(bucket: u32) -> usize {
     (bucket - (1 << bucket.ilog2())) as usize
 }
