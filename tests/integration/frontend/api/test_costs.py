@@ -182,7 +182,7 @@ HOSTILE_MESSAGES: dict[str, tuple[str, bytes]] = {
     "multimodal hashes": ("Generate", filled(b"", b"\x5a\x00", b"")),
     "unpacked tokens": ("Generate", filled(b"", b"\x1d\x01\x00\x00\x00", b"")),
     "tokens as varints": ("Generate", filled(b"", b"\x18\x01", b"")),
-    "labels": ("Generate", filled(b"", b"\x62\x02\x0a\x00", b"")),
+    "required labels": ("Generate", filled(b"", b"\x3a\x04\x2a\x02\x0a\x00", b"")),
     "unknown fields": ("Generate", filled(b"", b"\xf8\x07\x01", b"")),
     "excluded workers": (
         "BestWorker",
