@@ -93,7 +93,7 @@ class FrontendSettings(RoutingSettings):
     )
     static_schedulers: tuple[Address, ...] = Field(
         default=(),
-        description="gRPC addresses of the Schedulers, host:port, separated by commas; only with --static-workers.",
+        description="gRPC addresses of the Schedulers of a system without etcd, host:port, separated by commas.",
     )
 
     def static_endpoints(self) -> StaticEndpoints | None:

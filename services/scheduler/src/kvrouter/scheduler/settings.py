@@ -66,7 +66,7 @@ class SchedulerSettings(RoutingSettings):
     replica_heartbeat_seconds: float = Field(
         default=1.0,
         gt=0,
-        description="Interval of replication heartbeats, in seconds; only with --replica-sync.",
+        description="Interval between heartbeats that Schedulers send each other to detect lost bookings, in seconds.",
     )
     load_report_age_seconds: float = Field(
         default=10.0, gt=0, description="Age above which a load report is ignored, in seconds."
@@ -84,18 +84,18 @@ class SchedulerSettings(RoutingSettings):
         default=120.0,
         gt=0,
         allow_inf_nan=False,
-        description="Time for which a block is predicted to be resident, in seconds; only with --no-kv-events.",
+        description="Time after a request for which its blocks are predicted to be resident, in seconds.",
     )
     router_max_tree_size: int = Field(
         default=1 << 20,
         ge=1,
-        description="Most blocks of a component that are predicted to be resident; only with --no-kv-events.",
+        description="Most blocks that are predicted to be resident, summed over the ranks of a component.",
     )
     router_prune_target_ratio: float = Field(
         default=0.8,
         ge=0,
         le=1,
-        description="Share of --router-max-tree-size that is kept when it is exceeded; only with --no-kv-events.",
+        description="Share of the most predicted blocks, 0 to 1, that is kept when there are more.",
     )
     max_queued_requests: int = Field(
         default=MAX_QUEUED_REQUESTS,
@@ -115,34 +115,34 @@ class SchedulerSettings(RoutingSettings):
     @classmethod
     def _is_known(cls, mode: str) -> str:
         if mode not in POLICIES:
-            raise ValueError(f"there is no such mode; use one of {', '.join(POLICIES)}")
+            raise ValueError(f"unknown mode: use one of {', '.join(POLICIES)}")
         return mode
 
     @model_validator(mode="after")
-    def _asks_nobody_who_is_not_there(self) -> SchedulerSettings:
+    def _needs_no_etcd_with_listed_workers(self) -> SchedulerSettings:
         if self.static_workers and self.kv_events and self.routing().queries_indexer:
             raise ValueError(
-                f"--static-workers: mode {self.router_mode} asks an Indexer, and there is none without etcd;"
+                f"--static-workers: mode {self.router_mode} queries an Indexer, which needs etcd;"
                 " add --no-kv-events, or choose another --router-mode (round-robin, random, power-of-two, direct)"
             )
         if self.static_workers and self.replica_sync:
-            raise ValueError("--static-workers: there is no NATS to sync over; leave --replica-sync out")
+            raise ValueError("--static-workers: replica sync needs NATS; leave --replica-sync out")
         return self
 
     def routing(self) -> RoutingOptions:
-        """How requests are routed."""
+        """Returns the default routing options of requests."""
         thresholds = Thresholds(self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
         return RoutingOptions(self.router_mode, self.overlap_score_weight, self.router_temperature, thresholds)
 
     def prediction_limits(self) -> PredictionLimits:
-        """How much is predicted where there are no events."""
+        """Returns the limits of predicted blocks."""
         return PredictionLimits(self.router_ttl, self.router_max_tree_size, self.router_prune_target_ratio)
 
     def ignored_options(self) -> list[str]:
-        """Flags that were given and have no effect, because events tell what the predictions would."""
+        """Returns flags that were given without effect: limits of predictions, although overlaps come from events."""
         given = self.model_fields_set if self.kv_events else set()
         return [f"--{name.replace('_', '-')}" for name in _PREDICTION_OPTIONS if name in given]
 
     def accounting(self) -> Accounting:
-        """What counts as load."""
+        """Returns what counts as load."""
         return Accounting(self.track_active_blocks, self.assume_kv_reuse, self.track_output_blocks)
