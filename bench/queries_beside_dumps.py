@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import nats
+import uvloop
 from kvrouter.core import PrefixIndex
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.indexer.app import running
@@ -314,7 +315,8 @@ def main() -> None:
     if options.dump_from:
         asyncio.run(dump_from(options.dump_from))
     else:
-        asyncio.run(measure(options.only.split(","), options.seconds, options.blocks))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(measure(options.only.split(","), options.seconds, options.blocks))
 
 
 if __name__ == "__main__":

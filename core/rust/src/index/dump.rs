@@ -9,6 +9,10 @@ use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
 use crate::wire::{BlockRecord, Malformed, RankState, Writer};
 
+/// Blocks between two moments at which other threads may have the processor. The kernel would let a thread that wakes,
+/// such as one that answers queries, wait for milliseconds until this one has used up its time.
+const BLOCKS_PER_TURN: usize = 8192;
+
 /// A block of a rank, as the walk over all blocks visits it.
 struct Block {
     position: BlockPosition,
@@ -22,9 +26,11 @@ struct Block {
 }
 
 impl Index {
-    /// Calls `visit` with every block of a rank that is in the tree, ancestors before descendants.
+    /// Calls `visit` with every block of a rank that is in the tree, ancestors before descendants. Yields the processor
+    /// at times.
     fn for_blocks(&self, slot: u32, mut visit: impl FnMut(Block)) {
         let Some(rank) = self.ranks.get(slot) else { return };
+        let mut blocks = 0;
         // A node starts deeper than the node it branches off.
         let mut nodes: Vec<(u32, u32)> =
             rank.residencies.iter().map(|resident| (self.nodes.at(resident.node).start, resident.node)).collect();
@@ -57,6 +63,11 @@ impl Index {
                         let engine = self.engine_at(position).unwrap_or_default();
                         visit(Block { position, engine, local, sequence, above, copies });
                     }
+                }
+                blocks += 1;
+                if blocks == BLOCKS_PER_TURN {
+                    blocks = 0;
+                    std::thread::yield_now();
                 }
             }
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 import pytest
@@ -101,9 +102,9 @@ async def test_what_comes_after_the_bound_is_not_swept(
         await until(lambda: index.ready)
         assert index.snapshots
         store = index.snapshots._store
-        await store.put("early", [b"1"])
+        await store.put("early", deque([b"1"]))
         bound = await store.last_sequence()
-        await store.put("late", [b"2"])
+        await store.put("late", deque([b"2"]))
         await store.sweep((), bound)
         assert await store.get("late") == b"2"
         with pytest.raises(InvalidSnapshot, match="gone"):

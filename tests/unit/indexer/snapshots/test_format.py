@@ -2,7 +2,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from kvrouter.indexer.snapshots.format import FORMAT_VERSION, InvalidSnapshot, SnapshotWriter, decode
+from kvrouter.indexer.snapshots.format import FORMAT_VERSION, InvalidSnapshot, SnapshotCheck, SnapshotWriter, decode
 from kvrouter.v1.common_pb2 import Component, Cursor, Rank
 from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
@@ -81,3 +81,35 @@ def test_a_later_version_is_refused_by_its_number() -> None:
 def test_a_snapshot_of_something_else_is_refused(other: SnapshotHeader) -> None:
     with pytest.raises(InvalidSnapshot):
         decode(encode(HEADER, RANKS), other)
+
+
+def test_a_check_in_pieces_finds_what_decoding_finds() -> None:
+    data = encode(HEADER, RANKS)
+    header = decode(data, HEADER).header
+    start = len(data) - header.body_bytes
+    for cut in range(start, len(data)):
+        check = SnapshotCheck(HEADER)
+        check.add(data[:cut])
+        with pytest.raises(InvalidSnapshot, match="after the header"):
+            check.finish()
+        check.add(data[cut:])
+        assert check.finish() == header
+        damaged = SnapshotCheck(HEADER)
+        damaged.add(data[:cut])
+        damaged.add(bytes([data[cut] ^ 0x10]) + data[cut + 1 :])
+        with pytest.raises(InvalidSnapshot, match="damaged"):
+            damaged.finish()
+
+
+def test_a_check_of_nothing_fails() -> None:
+    with pytest.raises(InvalidSnapshot, match="empty"):
+        SnapshotCheck(HEADER).finish()
+
+
+def test_parts_can_be_released_one_by_one() -> None:
+    writer = SnapshotWriter(HEADER)
+    for chunk_ in itertools.chain.from_iterable(RANKS):
+        writer.add(chunk_)
+    parts = writer.parts()
+    data = b"".join(parts.popleft() for _ in range(len(parts)))
+    assert decode(data, HEADER).header.blocks == 3

@@ -91,9 +91,11 @@ class SharedIndex:
 
     async def dump_rank(self, rank: Rank, chunk_blocks: int) -> AsyncIterator[bytes]:
         """Yields a rank's present state as encoded RankState chunks of ``chunk_blocks`` blocks; none if unknown."""
-        chunks = await self.read(lambda index: iter(index.dump_rank(rank, chunk_blocks)))
-        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+        chunks = await self.read(lambda index: index.dump_rank(rank, chunk_blocks))
+        # The chunks are encoded already. To copy one costs less than to ask a thread for it.
+        for chunk in chunks:
             yield chunk
+            await asyncio.sleep(0)
 
     async def cursor(self, rank: Rank) -> tuple[int, int] | None:
         """Returns (incarnation, next event id) of a rank; None if it is unknown."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -26,7 +27,7 @@ from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.ingest.jetstream import created_unix_ns, heed_cancellation
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshots.failpoints import reach
-from kvrouter.indexer.snapshots.format import InvalidSnapshot, Snapshot, SnapshotWriter, check, decode
+from kvrouter.indexer.snapshots.format import InvalidSnapshot, Snapshot, SnapshotCheck, SnapshotWriter, decode
 from kvrouter.indexer.snapshots.lock import AcquiredLock, LockLost, acquired, live_replicas, read_pointer
 from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshots.store import SnapshotStore
@@ -293,18 +294,31 @@ class Snapshots:
                 writer.add(chunk)
         reach("snapshot.read")
         parts = writer.parts()
+        size = sum(map(len, parts))
         name = f"{taken:020d}-{self._replica_id}"
         await self._store.put(name, parts)
         reach("snapshot.put")
-        await asyncio.to_thread(check, await self._store.get(name), self._header)
+        await self._verify(name)
         ref = SnapshotRef(
             object_name=name,
             stream_sequence=at.applied,
             stream=header.stream,
             taken_unix_ns=taken,
-            bytes=sum(map(len, parts)),
+            bytes=size,
         )
         return ref, writer.blocks
+
+    async def _verify(self, name: str) -> None:
+        """Reads a snapshot back.
+
+        Raises:
+            InvalidSnapshot: it is missing, incomplete or damaged.
+        """
+        check = SnapshotCheck(self._header)
+        async with aclosing(self._store.pieces(name)) as pieces:
+            async for piece in pieces:
+                check.add(piece)
+        check.finish()
 
     async def _clean(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
         """Deletes objects that the pointer does not name, then purges what both snapshots cover from the stream.

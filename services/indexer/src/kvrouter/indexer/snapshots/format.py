@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class SnapshotWriter:
         self._header = SnapshotHeader()
         self._header.CopyFrom(header)
         self._header.format_version = FORMAT_VERSION
-        self._body: list[bytes] = []
+        self._body: deque[bytes] = deque()
         self._checksum = xxh3_64(seed=_SEED)
 
     @property
@@ -54,11 +55,55 @@ class SnapshotWriter:
             self._body.append(part)
             self._checksum.update(part)
 
-    def parts(self) -> list[bytes]:
-        """Returns the snapshot in parts. It is the largest object of an Indexer, so it is never copied into one."""
+    def parts(self) -> deque[bytes]:
+        """Returns the snapshot in parts, which the caller may take out of the queue.
+
+        A snapshot is the largest object of an Indexer: it is never copied into one, and released part by part.
+        """
         self._header.body_checksum = self._checksum.intdigest()
         encoded = self._header.SerializeToString()
-        return [encode_varint(len(encoded)), encoded, *self._body]
+        self._body.extendleft((encoded, encode_varint(len(encoded))))
+        return self._body
+
+
+class SnapshotCheck:
+    """Checks version, component, length and checksum of a snapshot piece by piece, without keeping it."""
+
+    def __init__(self, expected: SnapshotHeader) -> None:
+        """Starts a check. ``expected`` has the component, block_size and hash_scheme that the snapshot must have."""
+        self._expected = expected
+        self._header: SnapshotHeader | None = None
+        self._body_bytes = 0
+        self._checksum = xxh3_64(seed=_SEED)
+
+    def add(self, piece: bytes | bytearray | memoryview) -> None:
+        """Adds the next piece; the first one must contain the whole header.
+
+        Raises:
+            InvalidSnapshot: the snapshot is truncated, of a later version, or of another component.
+        """
+        body = memoryview(piece)
+        if self._header is None:
+            length, start = _read_varint(body, 0)
+            self._header = _read_header(bytes(body[start : start + length]), self._expected)
+            body = body[start + length :]
+        self._body_bytes += len(body)
+        self._checksum.update(body)
+
+    def finish(self) -> SnapshotHeader:
+        """Returns the header, after the last piece.
+
+        Raises:
+            InvalidSnapshot: the snapshot is truncated or damaged.
+        """
+        header = self._header
+        if header is None:
+            raise InvalidSnapshot("the snapshot is empty")
+        if self._body_bytes != header.body_bytes:
+            raise InvalidSnapshot(f"expected {header.body_bytes} bytes after the header, received {self._body_bytes}")
+        if self._checksum.intdigest() != header.body_checksum:
+            raise InvalidSnapshot("the checksum differs: the snapshot is damaged")
+        return header
 
 
 def decode(data: bytes | bytearray, expected: SnapshotHeader) -> Snapshot:
@@ -71,22 +116,18 @@ def decode(data: bytes | bytearray, expected: SnapshotHeader) -> Snapshot:
     Raises:
         InvalidSnapshot: the snapshot is truncated, damaged, of a later version, or of another component.
     """
-    header, body = check(data, expected)
-    ranks = list(_ranks(body))
+    check = SnapshotCheck(expected)
+    check.add(data)
+    header = check.finish()
+    ranks = list(_ranks(memoryview(data)[len(data) - header.body_bytes :]))
     if len(ranks) != header.ranks:
         raise InvalidSnapshot(f"expected {header.ranks} ranks, received {len(ranks)}")
     return Snapshot(header, ranks)
 
 
-def check(data: bytes | bytearray, expected: SnapshotHeader) -> tuple[SnapshotHeader, memoryview]:
-    """Checks length, version, component and checksum of a snapshot. Returns its header and body.
-
-    Raises:
-        InvalidSnapshot: the snapshot is truncated, damaged, of a later version, or of another component.
-    """
-    length, start = _read_varint(data, 0)
+def _read_header(encoded: bytes, expected: SnapshotHeader) -> SnapshotHeader:
     try:
-        header = SnapshotHeader.FromString(bytes(data[start : start + length]))
+        header = SnapshotHeader.FromString(encoded)
     except DecodeError as error:
         raise InvalidSnapshot(f"the header cannot be decoded: {error}") from None
     if header.format_version > FORMAT_VERSION or not header.format_version:
@@ -97,12 +138,7 @@ def check(data: bytes | bytearray, expected: SnapshotHeader) -> tuple[SnapshotHe
     for name in ("component", "block_size", "hash_scheme"):
         if getattr(header, name) != getattr(expected, name):
             raise InvalidSnapshot(f"expected {name} {getattr(expected, name)!r}, received {getattr(header, name)!r}")
-    body = memoryview(data)[start + length :]
-    if len(body) != header.body_bytes:
-        raise InvalidSnapshot(f"expected {header.body_bytes} bytes after the header, received {len(body)}")
-    if xxh3_64(body, seed=_SEED).intdigest() != header.body_checksum:
-        raise InvalidSnapshot("the checksum differs: the snapshot is damaged")
-    return header, body
+    return header
 
 
 def _ranks(body: memoryview) -> Iterator[RankDump]:
@@ -124,7 +160,7 @@ def _ranks(body: memoryview) -> Iterator[RankDump]:
         raise InvalidSnapshot("the last rank is incomplete")
 
 
-def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
     """Returns the number at an offset, and the offset after it."""
     value = 0
     for shift in range(0, 64, 7):

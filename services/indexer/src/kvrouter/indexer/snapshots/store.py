@@ -7,7 +7,10 @@ import base64
 import contextlib
 import hashlib
 import io
-from collections.abc import Collection, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
@@ -46,14 +49,25 @@ class SnapshotStore:
         self._bucket = component.snapshot_bucket
         self._stream = f"OBJ_{self._bucket}"
 
-    async def put(self, name: str, parts: Sequence[bytes]) -> None:
-        """Writes an object whose content is these parts, concatenated."""
+    async def put(self, name: str, parts: deque[bytes]) -> None:
+        """Writes an object whose content is these parts, concatenated. Removes each part once it is read."""
         store = await self._made()
         async with asyncio.timeout(_TRANSFER_SECONDS):
             await store.put(name, io.BufferedReader(_Parts(parts), _WRITTEN_BYTES))
 
     async def get(self, name: str) -> bytearray:
         """Returns the content of an object.
+
+        Raises:
+            InvalidSnapshot: the object is missing, incomplete or damaged.
+        """
+        content = bytearray()
+        async for piece in self.pieces(name):
+            content += piece
+        return content
+
+    async def pieces(self, name: str) -> AsyncGenerator[bytes, None]:
+        """Yields the content of an object in pieces. They are known to be intact only after the last one.
 
         Raises:
             InvalidSnapshot: the object is missing, incomplete or damaged.
@@ -70,25 +84,25 @@ class SnapshotStore:
                 "expected object metadata with a number of chunks and an alphanumeric nuid, "
                 f"received chunks {info.chunks!r} and nuid {info.nuid!r}"
             )
+        digest = hashlib.sha256()
+        subject = OBJ_CHUNKS_PRE_TEMPLATE.format(bucket=self._bucket, obj=info.nuid)
         try:
-            async with asyncio.timeout(_TRANSFER_SECONDS):
-                data = await self._pieces(
-                    OBJ_CHUNKS_PRE_TEMPLATE.format(bucket=self._bucket, obj=info.nuid), info.chunks
-                )
+            async with aclosing(self._messages(subject, info.chunks)) as messages:
+                async for data in messages:
+                    digest.update(data)
+                    yield data
         except _GONE:
             raise InvalidSnapshot("the object is gone") from None
         except TimeoutError:
             # NATS has just returned the metadata, so it is reachable and the pieces are missing.
             raise InvalidSnapshot("pieces of the object are missing") from None
-        if info.digest != await asyncio.to_thread(_digest, data):
+        if info.digest != f"SHA-256={base64.urlsafe_b64encode(digest.digest()).decode()}":
             raise InvalidSnapshot("the object is damaged: its digest differs")
-        return data
 
-    async def _pieces(self, subject: str, count: int) -> bytearray:
-        """Reads an object's content. A push consumer, which the client library uses, takes four times as long."""
-        content = bytearray()
+    async def _messages(self, subject: str, count: int) -> AsyncGenerator[bytes, None]:
+        """Yields the messages of a subject. The client library uses a push consumer, which takes four times as long."""
         if not count:
-            return content
+            return
         subscription = await self._js.pull_subscribe(
             subject,
             stream=self._stream,
@@ -97,12 +111,16 @@ class SnapshotStore:
         )
         try:
             read = 0
+            deadline = time.monotonic() + _TRANSFER_SECONDS
             while read < count:
-                messages = await subscription.fetch(min(_TOGETHER, count - read), timeout=_PIECE_SECONDS)
+                left = min(_PIECE_SECONDS, deadline - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError
+                messages = await subscription.fetch(min(_TOGETHER, count - read), timeout=left)
                 read += len(messages)
                 for message in messages:
-                    content += message.data
-            return content
+                    yield message.data
+                    await asyncio.sleep(0)
         finally:
             await subscription.unsubscribe()
 
@@ -171,10 +189,10 @@ class SnapshotStore:
 
 
 class _Parts(io.RawIOBase):
-    """File-like reader over parts."""
+    """File-like reader over parts, which it takes out of their queue."""
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        self._parts = iter(parts)
+    def __init__(self, parts: deque[bytes]) -> None:
+        self._parts = parts
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
@@ -184,17 +202,11 @@ class _Parts(io.RawIOBase):
     def readinto(self, to: WriteableBuffer) -> int:
         """Copies the next bytes to a buffer. Returns their number, 0 at the end."""
         while not self._left:
-            part = next(self._parts, None)
-            if part is None:
+            if not self._parts:
                 return 0
-            self._left = memoryview(part)
+            self._left = memoryview(self._parts.popleft())
         with memoryview(to).cast("B") as target:
             taken = min(len(target), len(self._left))
             target[:taken] = self._left[:taken]
         self._left = self._left[taken:]
         return taken
-
-
-def _digest(data: bytearray) -> str:
-    """Returns the digest in the form of a NATS object's metadata."""
-    return f"SHA-256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()}"
