@@ -10,8 +10,7 @@ import pytest
 import structlog
 from aetcd import Client
 from kvrouter.devtools.system.servers import EtcdServer
-from kvrouter.net import etcd
-from kvrouter.net.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch_prefix
+from kvrouter.net.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch, watch_prefix
 from structlog.testing import capture_logs
 
 from ..publisher.worker_harness import eventually
@@ -20,7 +19,7 @@ from ..publisher.worker_harness import eventually
 @pytest.fixture(autouse=True)
 def log_that_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A logger that no other test in this process has configured: a cached one writes past ``capture_logs``."""
-    monkeypatch.setattr(etcd, "log", structlog.get_logger())
+    monkeypatch.setattr(watch, "log", structlog.get_logger())
 
 
 @asynccontextmanager

@@ -1,0 +1,24 @@
+"""Leases and watches on etcd that survive etcd's absence.
+
+Each lease and each watch has a connection of its own, so that a lost connection disturbs no other.
+"""
+
+from kvrouter.net.etcd.connection import AWAY, EtcdAway, InvalidEndpoint, connect, parse_endpoints
+from kvrouter.net.etcd.leased_keys import DEFAULT_TTL_SECONDS, KeyTaken, LeasedKeys
+from kvrouter.net.etcd.watch import Change, Delete, Put, Snapshot, watch_prefix
+
+__all__ = [
+    "AWAY",
+    "DEFAULT_TTL_SECONDS",
+    "Change",
+    "Delete",
+    "EtcdAway",
+    "InvalidEndpoint",
+    "KeyTaken",
+    "LeasedKeys",
+    "Put",
+    "Snapshot",
+    "connect",
+    "parse_endpoints",
+    "watch_prefix",
+]

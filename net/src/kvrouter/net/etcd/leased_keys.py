@@ -1,0 +1,259 @@
+"""Keeps keys in etcd under a lease. The client library does not renew leases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+import aetcd
+import structlog
+from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, connect, parse_endpoints, pause
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_TTL_SECONDS = 10
+"""Time after which an unrenewed lease expires: how long a dead process appears to be alive."""
+
+
+class KeyTaken(Exception):
+    """Another process registered the same key, so that two live processes have one identity."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"another process registered {key}: give each process an id of its own")
+        self.key = key
+
+
+class LeasedKeys:
+    """Keys that exist in etcd for as long as this process lives.
+
+    ``run`` writes the keys under one lease and renews it. It writes all keys again if the lease expired, etcd lost its
+    data, or somebody deleted a key. The process that registers a key last owns it; the previous owner gets
+    ``KeyTaken``. If values contain an incarnation, the highest incarnation owns the key, whoever registers last.
+
+    Companions are keys without a lease that must exist as well. Each renewal checks them.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        *,
+        ttl_seconds: int = DEFAULT_TTL_SECONDS,
+        on_registered: Callable[[], Awaitable[None]] | None = None,
+        incarnation_of: Callable[[bytes], int] | None = None,
+        companions: Mapping[str, Callable[[bytes], bool]] | None = None,
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            endpoints: etcd endpoints, separated by commas.
+            ttl_seconds: Time after which the keys expire without renewal, seconds.
+            on_registered: Awaited each time that all keys were written under a new lease, and when a companion is
+                missing or invalid. It should write the companions.
+            incarnation_of: Returns the incarnation in a value; None if values have no incarnation.
+            companions: For each companion key, a function that returns whether a value is valid.
+
+        Raises:
+            InvalidEndpoint: an endpoint is malformed.
+        """
+        parse_endpoints(endpoints)
+        self._endpoints = endpoints
+        self._ttl = ttl_seconds
+        self._on_registered = on_registered
+        self._incarnation_of = incarnation_of
+        self._companions = companions or {}
+        self._desired: dict[str, bytes] = {}
+        self._deleted: set[str] = set()
+        self._owned: set[str] = set()
+        self._lease: int | None = None
+        # An earlier lease that seemed lost may exist until its TTL expires; keys under it are still this process's.
+        self._leases: deque[int] = deque(maxlen=64)
+        self._expires = 0.0
+        self._changed = asyncio.Event()
+        self._registered = asyncio.Event()
+        self._announce = False
+        self._stopping = False
+        self._failures = 0
+        self.registrations = 0
+        """Number of times that all keys were written under a new lease."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Sets the value that ``run`` writes for ``key``. Await ``wait_registered`` for it to be written."""
+        self._desired[key] = value
+        self._deleted.discard(key)
+        self._touch()
+
+    def delete(self, key: str) -> None:
+        """Lets ``run`` delete ``key``."""
+        if self._desired.pop(key, None) is not None:
+            self._deleted.add(key)
+            self._touch()
+
+    def stop(self) -> None:
+        """Makes ``run`` revoke the lease, which deletes the keys, and return."""
+        self._stopping = True
+        self._changed.set()
+
+    @property
+    def lease_id(self) -> int | None:
+        """Id of the current lease; None if there is none."""
+        return self._lease
+
+    @property
+    def registered(self) -> bool:
+        """Whether every key was written and its lease has not expired by this process's clock."""
+        return self._registered.is_set() and time.monotonic() < self._expires
+
+    async def wait_registered(self) -> None:
+        """Waits until every key is written."""
+        while not self.registered:
+            self._registered.clear()
+            await self._registered.wait()
+
+    def _touch(self) -> None:
+        self._registered.clear()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Keeps the keys in etcd until ``stop`` or cancellation, then revokes the lease.
+
+        Raises:
+            KeyTaken: another process registered one of the keys.
+        """
+        try:
+            while not self._stopping:
+                try:
+                    async with connect(self._endpoints) as client:
+                        await self._keep(client)
+                except AWAY as error:
+                    if not self._failures:
+                        log.warning("etcd.unreachable", endpoints=self._endpoints, error=str(error))
+                    self._failures += 1
+                    if time.monotonic() >= self._expires:
+                        self._registered.clear()
+                    await pause(self._failures)
+        finally:
+            self._registered.clear()
+            with contextlib.suppress(*AWAY):
+                await self._revoke()
+
+    async def _keep(self, client: aetcd.Client) -> None:
+        while not self._stopping:
+            await self._renew(client)
+            await self._write(client)
+            await self._check_companions(client)
+            if self._failures:
+                log.info("etcd.reachable", endpoints=self._endpoints, failures=self._failures)
+                self._failures = 0
+            # ``_write`` clears the event, which ``stop`` may have set just before.
+            if self._stopping:
+                return
+            # Two renewals may fail before the lease expires.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._ttl / 3):
+                    await self._changed.wait()
+
+    async def _renew(self, client: aetcd.Client) -> None:
+        asked = time.monotonic()
+        if self._lease is not None:
+            reply = await client.refresh_lease(self._lease)
+            if reply is not None and reply.TTL > 0:
+                self._expires = asked + float(reply.TTL)
+                return
+            log.warning("etcd.lease_expired", lease=self._lease)
+            self._lease = None
+            self._registered.clear()
+        lease = await client.lease(self._ttl)
+        self._lease = int(lease.id)
+        self._leases.append(self._lease)
+        self._expires = asked + float(lease.ttl)
+        self._announce = True
+
+    async def _write(self, client: aetcd.Client) -> None:
+        self._changed.clear()
+        desired = dict(self._desired)
+        lease = self._lease
+        for key in sorted(self._deleted):
+            await self._delete_own(client, key)
+        for key, value in desired.items():
+            # Writing many keys may take longer than the lease lasts.
+            if time.monotonic() > self._expires - self._ttl * 2 / 3:
+                await self._renew(client)
+            if self._lease != lease:
+                self._changed.set()
+                return
+            await self._put_own(client, key, value)
+        if self._changed.is_set() or not desired:
+            return
+        self._registered.set()
+        if self._announce:
+            self.registrations += 1
+            log.info("registration.written", keys=sorted(desired), lease=self._lease)
+            if self._on_registered is not None:
+                await self._on_registered()
+            self._announce = False
+
+    async def _check_companions(self, client: aetcd.Client) -> None:
+        for key, is_valid in self._companions.items():
+            found = await client.get(key.encode())
+            if found is not None and is_valid(found.value):
+                continue
+            log.warning("etcd.key_lost", key=key, reason="missing" if found is None else "replaced")
+            if self._on_registered is not None:
+                await self._on_registered()
+            return
+
+    async def _put_own(self, client: aetcd.Client, key: str, value: bytes) -> None:
+        name = key.encode()
+        for _ in range(16):
+            found = await client.get(name)
+            if found is not None and found.lease == self._lease and found.value == value:
+                self._owned.add(key)
+                return
+            # A key without a lease was written by hand: no process maintains it, so it may be replaced.
+            if (
+                found is not None
+                and found.lease
+                and found.lease not in self._leases
+                and self._is_later(key, found.value, value)
+            ):
+                raise KeyTaken(key)
+            # Compares the revision, so that a process that registers at the same moment is noticed.
+            revision = 0 if found is None else found.mod_revision
+            written, _responses = await client.transaction(
+                compare=[client.transactions.mod(name) == revision],
+                success=[client.transactions.put(name, value, lease=self._lease)],
+                failure=[],
+            )
+            if written:
+                self._owned.add(key)
+                return
+        raise KeyTaken(key)
+
+    def _is_later(self, key: str, theirs: bytes, ours: bytes) -> bool:
+        """Returns whether another process's value takes precedence over this one's."""
+        if self._incarnation_of is not None:
+            there, here = self._incarnation_of(theirs), self._incarnation_of(ours)
+            if there != here:
+                return there > here
+        return key in self._owned
+
+    async def _delete_own(self, client: aetcd.Client, key: str) -> None:
+        name = key.encode()
+        found = await client.get(name)
+        if found is not None and found.lease in self._leases:
+            await client.transaction(
+                compare=[client.transactions.mod(name) == found.mod_revision],
+                success=[client.transactions.delete(name)],
+                failure=[],
+            )
+        self._deleted.discard(key)
+        self._owned.discard(key)
+
+    async def _revoke(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            async with asyncio.timeout(CALL_SECONDS), connect(self._endpoints) as client:
+                await client.revoke_lease(lease)
