@@ -436,7 +436,7 @@ class Moves(RuleBasedStateMachine):
             return
         for _ in range(3):
             for name in NODES:
-                self._replicate(name, self._replicas(name).heartbeat())
+                self._replicate(name, self._replicas(name).announcer.heartbeat())
             while any(self.events.values()):
                 for sender, to in list(self.events):
                     for event in self.events.pop((sender, to)):

@@ -229,7 +229,7 @@ async def test_an_update_received_elsewhere_is_announced_again_by_the_owner() ->
     kinds = [each.WhichOneof("event") for each in node.sent]
     assert kinds == ["add_request", "mark_prefill_completed", "output_progress", "free"]
     assert [each.sequence for each in node.sent] == [0, 1, 2, 3]
-    assert len(node.replicas.own) == 0
+    assert len(node.replicas.announcer.own) == 0
     assert node.parts.idle()
 
 
@@ -240,7 +240,7 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     for number in range(1, 4):
         await teller.parts.select(selecting(f"r{number}", routing(2, seed=number)))
     hearer.hear(added(0, 0))
-    hearer.hear(teller.replicas.heartbeat())
+    hearer.hear(teller.replicas.announcer.heartbeat())
     heard = next(each for each in hearer.replicas.logs if each.scheduler == (1, "teller"))
     assert heard.state_requested == "join"
 
@@ -257,14 +257,14 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     fetch = Fetch(hearer.replicas, heard)
     assert [fetch.take(part) for part in parts] == [False] * 4 + [True]
     assert not heard.state_requested
-    assert (heard.owned.digest, len(heard.owned)) == (teller.replicas.own.digest, 3)
+    assert (heard.owned.digest, len(heard.owned)) == (teller.replicas.announcer.own.digest, 3)
     assert sum(hearer.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
 
 
 async def test_a_booking_too_large_to_announce_is_counted_here_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrouter.scheduler.replication.replicas.MAX_ANNOUNCED_BYTES", 10)
+    monkeypatch.setattr("kvrouter.scheduler.replication.announcer.MAX_ANNOUNCED_BYTES", 10)
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
     assert node.sent == []
@@ -293,7 +293,7 @@ def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
     assert node.log().state_requested
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
-    assert node.log().next_sequence == teller.replicas.next_sequence
+    assert node.log().next_sequence == teller.replicas.announcer.next_sequence
     assert len(node.parts.booking_table) == 0, "what the Scheduler does not hold is not counted"
     node.hear(added(0, 3, scheduler=(99, "other")))
     assert node.quarantined("unconfirmed_incarnation") == 1
@@ -312,15 +312,15 @@ def test_a_state_of_another_incarnation_settles_which_one_counts() -> None:
 def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
     teller, node = Node("other", incarnation=7), Node("n")
     node.hear(added(0, 0), added(1, 1), added(2, 2))
-    node.hear(teller.replicas.heartbeat())
+    node.hear(teller.replicas.announcer.heartbeat())
     assert node.log().state_requested == ""
     node.parts.now += 5
-    node.hear(teller.replicas.heartbeat())
+    node.hear(teller.replicas.announcer.heartbeat())
     assert node.log().state_requested == "behind"
     fetch = Fetch(node.replicas, node.log())
     assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
     assert (node.log().next_sequence, len(node.parts.booking_table)) == (0, 0)
-    node.hear(teller.replicas.heartbeat())
+    node.hear(teller.replicas.announcer.heartbeat())
     assert node.log().state_requested == ""
 
 

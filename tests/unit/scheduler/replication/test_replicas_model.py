@@ -253,7 +253,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(node=nodes)
     def heartbeat(self, node: str) -> None:
         if node in self.alive:
-            self._send(node, self._replicas(node).heartbeat())
+            self._send(node, self._replicas(node).announcer.heartbeat())
 
     @rule(sender=nodes, to=nodes, count=st.integers(1, 5))
     def deliver(self, sender: str, to: str, count: int) -> None:
@@ -352,7 +352,7 @@ class Cluster(RuleBasedStateMachine):
     def what_is_owned_here_is_what_is_announced(self) -> None:
         for name, parts in self.alive.items():
             owned = {booking.key for booking in parts.booking_table if parts.booking_table.is_here(booking)}
-            assert set(self._replicas(name).own) == owned
+            assert set(self._replicas(name).announcer.own) == owned
             assert all(booking.owners for booking in parts.booking_table)
 
     # Means.

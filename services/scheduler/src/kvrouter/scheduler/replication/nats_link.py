@@ -232,7 +232,7 @@ class _Channel:
     async def _beat(self) -> None:
         while True:
             # Queued behind the events, so that it does not overtake those that it counts.
-            self.put(self._replicas.heartbeat())
+            self.put(self._replicas.announcer.heartbeat())
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
                     # A new Scheduler should learn of this one at once.

@@ -1,9 +1,7 @@
 """Merges the events of a component's Schedulers into the bookings that this one counts.
 
-Each Scheduler announces the bookings that its sessions and leases own. A booking lives while at least one Scheduler
-owns it and none has freed it. A Scheduler that learns of progress or an end announces it, and the owners announce it
-again under their own sequence: what a Scheduler owns then follows from its own events alone, and digests can be
-compared.
+Each Scheduler announces the bookings that its sessions and leases own (``announcer``). A booking lives while at least
+one Scheduler owns it and none has freed it.
 
     booked or moved here         AddRequest             the sender owns it
     prompt computed              MarkPrefillCompleted   merged by maximum
@@ -20,44 +18,27 @@ from collections.abc import Callable, Collection, Iterator
 
 import structlog
 from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
-from kvrouter.scheduler.bookings.booking import Booking, SchedulerIncarnation
-from kvrouter.scheduler.bookings.changes import (
-    BookingChange,
-    Freed,
-    OutputGenerated,
-    OwnerAdded,
-    OwnerRemoved,
-    PrefillCompleted,
-    SessionEnded,
-)
-from kvrouter.scheduler.bookings.conversions import add_request, placement_of, replicated_booking
+from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
+from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import checked_key
-from kvrouter.scheduler.identifiers import Key, component_message, key_message
+from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.replication.announcer import Announcer
 from kvrouter.scheduler.replication.event_log import Log
 from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
-from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReplicaStatus
 from kvrouter.v1.sync_pb2 import (
     AddRequest,
-    FreeBooking,
-    MarkPrefillCompleted,
-    OutputProgress,
     ReplicaSyncEvent,
-    SyncHeartbeat,
 )
-from kvrouter.v1.sync_pb2 import SessionEnded as SessionEndedEvent
 
 log = structlog.get_logger(component="scheduler")
 
 MAX_INCARNATIONS = 64
 """Incarnations of other Schedulers that are followed: far more than a component has."""
-MAX_ANNOUNCED_BYTES = 768 << 10
-"""Size above which a booking is not announced. With the other bookings of a chunk it must stay below the message limit
-of NATS (1 MiB). It allows a prompt of 98,000 blocks, 49,000 with predicted blocks."""
 
 
 class Replicas:
@@ -77,12 +58,9 @@ class Replicas:
         """Starts alone. ``send`` takes this Scheduler's events in order; orphans live for ``grace_seconds``."""
         self.component = component
         self.booking_table = booking_table
-        self.own = OwnedBookings()
-        """Bookings that this Scheduler owns."""
-        self.next_sequence = 0
+        self.announcer = Announcer(component, booking_table, metrics, send, clock)
         self._pools = pools
         self._metrics = metrics
-        self._send = send
         self._grace = grace_seconds
         self.now = clock
         """Seconds of a monotonic clock."""
@@ -93,63 +71,6 @@ class Replicas:
     def logs(self) -> Collection[Log]:
         """Followed incarnations, including those of gone Schedulers until their grace is over."""
         return self._logs.values()
-
-    # Changes of the booking table.
-
-    def announcement(self, booking: Booking) -> AddRequest:
-        """Returns the announcement of a booking that this Scheduler owns."""
-        return add_request(booking, booking.owners[self.booking_table.here], self.now())
-
-    def announce(self, change: BookingChange) -> None:
-        """Announces a change of this component's bookings, if it is for this Scheduler to announce.
-
-        An owner announces again what it receives of its own bookings. Whoever receives a report of a booking that
-        another Scheduler owns announces every repetition: the announcements renew its lease there.
-        """
-        match change:
-            case OwnerAdded(booking, owner) if owner == self.booking_table.here:
-                self._announce_booking(booking)
-            case OwnerRemoved(booking, owner) if owner == self.booking_table.here:
-                self.own.drop(booking.key)
-            case PrefillCompleted(booking, is_remote):
-                if self.own.prefilled(booking.key) or (not is_remote and booking.key not in self.own):
-                    self._announce_prefilled(booking)
-            case OutputGenerated(booking, is_remote):
-                if not is_remote or booking.key in self.own:
-                    self._announce_output(booking)
-            case Freed(key, is_remote=is_remote):
-                if self.own.drop(key) or not is_remote:
-                    self._send_event(free=FreeBooking(booking=key_message(key)))
-            case SessionEnded(session_id):
-                self._send_event(session_ended=SessionEndedEvent(session_id=session_id))
-            case _:
-                pass
-
-    def _announce_booking(self, booking: Booking) -> None:
-        announcement = self.announcement(booking)
-        if announcement.ByteSize() > MAX_ANNOUNCED_BYTES:
-            self._quarantine("too_large")
-            return
-        self.own.put(booking.key, booking.session_id)
-        self._send_event(add_request=announcement)
-        if booking.prefilled and self.own.prefilled(booking.key):
-            self._announce_prefilled(booking)
-        if booking.output_tokens:
-            self._announce_output(booking)
-
-    def _announce_prefilled(self, booking: Booking) -> None:
-        self._send_event(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(booking.key)))
-
-    def _announce_output(self, booking: Booking) -> None:
-        progress = OutputProgress(booking=key_message(booking.key), output_tokens=booking.output_tokens)
-        self._send_event(output_progress=progress)
-
-    def heartbeat(self) -> ReplicaSyncEvent:
-        """Returns a heartbeat with the sequence and the digest of this Scheduler."""
-        digest = SyncHeartbeat(digest=self.own.digest, bookings=len(self.own))
-        return self._event(heartbeat=digest)
-
-    # Events of other Schedulers.
 
     def hear(self, event: ReplicaSyncEvent) -> None:
         """Applies an event, and the events that waited for it. Unusable ones are counted."""
@@ -258,9 +179,9 @@ class Replicas:
         yield ReplicaStatus(
             scheduler_id=scheduler_id,
             incarnation=incarnation,
-            next_sequence=self.next_sequence,
-            bookings=len(self.own),
-            digest=self.own.digest,
+            next_sequence=self.announcer.next_sequence,
+            bookings=len(self.announcer.own),
+            digest=self.announcer.own.digest,
             complete=True,
         )
         now = self.now()
@@ -348,20 +269,6 @@ class Replicas:
         if booking.component != self.component or not is_same_prompt:
             raise RequestIdReused(key[0])
         self.booking_table.add_owner(booking, scheduler, placement_of(announced))
-
-    def _send_event(self, **event: object) -> None:
-        self._send(self._event(**event))
-        self.next_sequence += 1
-
-    def _event(self, **event: object) -> ReplicaSyncEvent:
-        incarnation, scheduler_id = self.booking_table.here
-        return ReplicaSyncEvent(
-            scheduler_id=scheduler_id,
-            incarnation=incarnation,
-            sequence=self.next_sequence,
-            component=component_message(self.component),
-            **event,  # type: ignore[arg-type]  # one of the events
-        )
 
     def _quarantine(self, reason: str) -> None:
         self._metrics.quarantined.labels(reason=reason).inc()

@@ -37,7 +37,7 @@ class StateBroken(Exception):
 def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
     """Yields the state of this Scheduler."""
     incarnation, scheduler_id = replicas.booking_table.here
-    next_sequence = replicas.next_sequence
+    next_sequence = replicas.announcer.next_sequence
     numbers = itertools.count()
     chunk, size = SyncStateResponse(), 0
 
@@ -57,11 +57,11 @@ def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
 
 def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     booking_table = replicas.booking_table
-    own, all_bookings, freed = list(replicas.own), list(booking_table), booking_table.freed()
+    own, all_bookings, freed = list(replicas.announcer.own), list(booking_table), booking_table.freed()
     for key in own:
         booking = booking_table.get(key)
         if booking is not None:
-            yield "bookings", _state(booking, replicas.announcement(booking))
+            yield "bookings", _state(booking, replicas.announcer.announcement(booking))
     for booking in all_bookings:
         is_remote = booking.component == replicas.component and not booking_table.is_here(booking)
         if is_remote and booking.has_local_progress:

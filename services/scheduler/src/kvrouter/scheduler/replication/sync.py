@@ -73,14 +73,14 @@ class ReplicaSync:
         match change:
             case Freed(booking=None):
                 for replicas in self:
-                    replicas.announce(change)
+                    replicas.announcer.announce(change)
             case SessionEnded(bookings=bookings):
                 for component in {booking.component for booking in bookings}:
-                    self.of(component).announce(change)
+                    self.of(component).announcer.announce(change)
             case Freed(booking=Booking() as booking):
-                self.of(booking.component).announce(change)
+                self.of(booking.component).announcer.announce(change)
             case OwnerAdded() | OwnerRemoved() | PrefillCompleted() | OutputGenerated():
-                self.of(change.booking.component).announce(change)
+                self.of(change.booking.component).announcer.announce(change)
             case _:
                 pass
 
@@ -91,7 +91,7 @@ class ReplicaSync:
 
     def remote_bookings(self) -> int:
         """Returns the number of bookings that only other Schedulers own."""
-        own = sum(len(replicas.own) for replicas in self)
+        own = sum(len(replicas.announcer.own) for replicas in self)
         return max(0, len(self.booking_table) - own)
 
     def replicas(self) -> int:
