@@ -3,6 +3,7 @@
 pub mod fair_lock;
 pub mod hash;
 pub mod index;
+mod json_tokens;
 mod load;
 mod predicted;
 mod python;
@@ -16,6 +17,6 @@ mod _native {
     #[pymodule_export]
     use crate::python::{
         ActiveSequences, ApplySummary, EventBatch, MemoryBudget, PredictedIndex, PrefixIndex, local_hashes,
-        sequence_hashes,
+        sequence_hashes, tokens_from_json, tokens_to_json,
     };
 }

@@ -17,6 +17,8 @@ NAMES = {
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",
+    "tokens_from_json",
+    "tokens_to_json",
 }
 SHOW = "import kvrouter.core as core; print(core.IMPLEMENTATION, *sorted(set(core.IMPLEMENTATIONS.values())))"
 

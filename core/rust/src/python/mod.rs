@@ -5,6 +5,7 @@ mod dump;
 mod event_batch;
 mod exclusive;
 mod hashing;
+mod json_tokens;
 mod predicted;
 mod prefix_index;
 mod sequences;
@@ -12,6 +13,7 @@ mod shared;
 
 pub use event_batch::EventBatch;
 pub use hashing::{local_hashes, sequence_hashes};
+pub use json_tokens::{tokens_from_json, tokens_to_json};
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
 pub use sequences::ActiveSequences;

@@ -17,6 +17,7 @@ from kvrouter.core.interface import (
     IndexStats,
     InvalidDump,
     LoadColumns,
+    NotATokenId,
     Rank,
     RankInfo,
     RefusedBatch,
@@ -33,6 +34,8 @@ _NAMES = (
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",
+    "tokens_from_json",
+    "tokens_to_json",
 )
 
 
@@ -88,11 +91,11 @@ if TYPE_CHECKING:
         PrefixIndex,
         local_hashes,
         sequence_hashes,
+        tokens_from_json,
+        tokens_to_json,
     )
 else:
-    local_hashes, sequence_hashes, EventBatch, MemoryBudget, PrefixIndex, PredictedIndex, ActiveSequences = (
-        _chosen[name][1] for name in _NAMES
-    )
+    globals().update((name, chosen) for name, (_, chosen) in _chosen.items())
 
 __all__ = [
     "IMPLEMENTATION",
@@ -106,6 +109,7 @@ __all__ = [
     "InvalidDump",
     "LoadColumns",
     "MemoryBudget",
+    "NotATokenId",
     "PredictedIndex",
     "PrefixIndex",
     "Rank",
@@ -116,4 +120,6 @@ __all__ = [
     "local_hashes",
     "multimodal_hash",
     "sequence_hashes",
+    "tokens_from_json",
+    "tokens_to_json",
 ]

@@ -64,6 +64,15 @@ class RefusedBatch(ValueError):
         self.reason = reason
 
 
+class NotATokenId(ValueError):
+    """Raised when an element of a JSON array is not an integer from 0 to 2^32 - 1."""
+
+    def __init__(self, index: int) -> None:
+        """Creates the error: ``index`` is the number of the element, from 0."""
+        super().__init__(f"expected an integer from 0 to 2^32 - 1 as element {index}")
+        self.index = index
+
+
 class EventBatch(Protocol):
     """A parsed event batch with a valid envelope. ``PrefixIndex.apply`` validates its events.
 

@@ -1,4 +1,4 @@
-"""A prompt that is hashed in parts has the hashes that it has as a whole."""
+"""The hashes of a request are those of its prompt's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 1 << 17])
 @pytest.mark.parametrize("count", [0, 15, 16, 70_000, 200_001])
-def test_parts_make_the_whole(count: int, block_size: int) -> None:
+def test_a_prompt_has_the_hashes_of_its_tokens(count: int, block_size: int) -> None:
     tokens = [token * 7919 % 128_000 for token in range(count)]
     request = FrontendServiceGenerateRequest(token_ids=tokens, scope=BlockScope(cache_salt="s"))
     assert hash_prompt(request, block_size) == local_hashes(tokens, block_size, Scope("", "s", ""))

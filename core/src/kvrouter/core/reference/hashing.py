@@ -52,7 +52,7 @@ def local_hashes(
     """
     if block_size < 1:
         raise ValueError(f"expected a block size of 1 or more, received {block_size}")
-    tokens = _le32(token_ids)
+    tokens = le32(token_ids)
     appended = _by_block(multimodal)
     seed = scope_seed(scope)
     width = 4 * block_size
@@ -112,7 +112,8 @@ def unpack(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{view.nbytes // 8}Q", view.tobytes())
 
 
-def _le32(token_ids: TokenBuffer) -> bytes:
+def le32(token_ids: TokenBuffer) -> bytes:
+    """Token ids as little-endian u32. Raises what ``local_hashes`` raises for them."""
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
     except TypeError:

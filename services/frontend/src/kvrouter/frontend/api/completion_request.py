@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
 from kvrouter.frontend.api.token_list import TokenId, parse_token_ids
+from kvrouter.frontend.lifecycle.packed_prompt import add_packed_prompt
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -82,8 +82,8 @@ class CompletionRequest:
     """A parsed completion request."""
 
     fields: CompletionFields
-    token_ids: array[int] = field(repr=False)
-    """The prompt, as u32."""
+    token_ids: bytes = field(repr=False)
+    """The prompt, as a packed buffer."""
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> CompletionRequest:
@@ -114,10 +114,9 @@ class CompletionRequest:
         """Returns the request as the Frontend's gRPC contract defines it."""
         fields = self.fields
         override = fields.router_config_override
-        return FrontendServiceGenerateRequest(
+        request = FrontendServiceGenerateRequest(
             request_id=fields.request_id,
             model=fields.model,
-            token_ids=self.token_ids,
             stop_conditions=StopConditions(
                 max_tokens=fields.max_tokens,
                 min_tokens=fields.min_tokens,
@@ -146,3 +145,5 @@ class CompletionRequest:
             priority=fields.priority,
             conversation_id=fields.conversation_id,
         )
+        add_packed_prompt(request, self.token_ids)
+        return request

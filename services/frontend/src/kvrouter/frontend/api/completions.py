@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.api.token_list import TOKEN_BYTES, encode_token_ids
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
@@ -24,8 +23,8 @@ _FINISH: dict[int, str] = {
 class Completion:
     """The response to one request, as a whole or as chunks of a stream."""
 
-    def __init__(self, model: str, prompt: Sequence[int]) -> None:
-        """``prompt`` has the token ids that the response repeats."""
+    def __init__(self, model: str, prompt: bytes) -> None:
+        """``prompt`` has the token ids that the response repeats, as a packed buffer."""
         self._model = model
         self._prompt = prompt
         self._created = int(time.time())
@@ -86,7 +85,7 @@ class Completion:
         }
 
     def _usage(self) -> dict[str, Any]:
-        prompt, output = len(self._prompt), len(self._token_ids)
+        prompt, output = len(self._prompt) // TOKEN_BYTES, len(self._token_ids)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

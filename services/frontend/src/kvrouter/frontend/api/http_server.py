@@ -13,14 +13,14 @@ import msgspec
 import structlog
 from aiohttp import web
 from kvrouter.frontend.api.busy_threshold import BusyThresholdBody, listed, shown
-from kvrouter.frontend.api.completion_request import CompletionFields, CompletionRequest
+from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completions import Completion
 from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, ListModelsRequest
+from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -161,34 +161,31 @@ class HttpApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
-        fields, to_generate = await self._parsed(request)
-        if fields.stream:
-            return await self._stream(request, fields, to_generate)
-        completion = Completion(fields.model, to_generate.token_ids)
-        pieces = self._frontend.pieces(to_generate, deadline=Deadline.never())
+        completion_request = await self._parsed(request)
+        if completion_request.fields.stream:
+            return await self._stream(request, completion_request)
+        completion = Completion(completion_request.fields.model, completion_request.token_ids)
+        pieces = self._frontend.pieces(completion_request.to_generate(), deadline=Deadline.never())
         async with aclosing(pieces):
             async for piece in pieces:
                 completion.gather(piece.output, piece.routing)
         return _json_response(completion.whole())
 
-    async def _parsed(self, request: web.Request) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:
+    async def _parsed(self, request: web.Request) -> CompletionRequest:
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if len(body) <= _LONG_BODY_BYTES:
             return self._parse(body)
         # The parser releases the GIL between pieces of the prompt, so other requests continue meanwhile.
         return await asyncio.to_thread(self._parse, body)
 
-    def _parse(self, body: bytearray) -> tuple[CompletionFields, FrontendServiceGenerateRequest]:
-        limits = self._frontend.options.limits
-        completion_request = CompletionRequest.parse(body, max_prompt_tokens=limits.max_prompt_tokens)
-        return completion_request.fields, completion_request.to_generate()
+    def _parse(self, body: bytearray) -> CompletionRequest:
+        return CompletionRequest.parse(body, max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens)
 
-    async def _stream(
-        self, request: web.Request, fields: CompletionFields, to_generate: FrontendServiceGenerateRequest
-    ) -> web.StreamResponse:
-        completion = Completion(fields.model, to_generate.token_ids)
+    async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
+        fields = completion_request.fields
+        completion = Completion(fields.model, completion_request.token_ids)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        pieces = self._frontend.pieces(to_generate, deadline=Deadline.never())
+        pieces = self._frontend.pieces(completion_request.to_generate(), deadline=Deadline.never())
         async with aclosing(pieces):
             try:
                 async for piece in pieces:

@@ -1,0 +1,28 @@
+//! Token ids as JSON arrays, as Python calls it.
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::{buffers, interface};
+use crate::json_tokens;
+
+/// Bytes of text that take some 20 µs, from where giving up the GIL pays.
+const LONG: usize = 32 << 10;
+
+/// Reads a JSON array of token ids; see `kvrouter.core.reference.json_tokens`.
+#[pyfunction]
+pub fn tokens_from_json<'py>(py: Python<'py>, text: &Bound<'py, PyAny>, limit: usize) -> PyResult<Bound<'py, PyBytes>> {
+    let text = buffers::bytes(text)?;
+    match text.with(py, text.as_slice().len() > LONG, |text| json_tokens::read(text, limit)) {
+        Ok(tokens) => Ok(PyBytes::new(py, &tokens)),
+        Err(error) => Err(PyErr::from_value(interface(py, "NotATokenId")?.call1((error.index,))?)),
+    }
+}
+
+/// Writes token ids as a JSON array.
+#[pyfunction]
+pub fn tokens_to_json<'py>(py: Python<'py>, tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    let tokens = buffers::tokens(tokens)?;
+    let text = tokens.with(py, tokens.as_slice().len() > LONG, json_tokens::write);
+    Ok(PyBytes::new(py, &text))
+}

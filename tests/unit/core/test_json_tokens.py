@@ -1,0 +1,95 @@
+"""Token ids as JSON arrays, for every implementation."""
+
+from __future__ import annotations
+
+import json
+import struct
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.core import NotATokenId
+
+from .conftest import implementation
+
+IMPLEMENTATIONS = ["reference", "native"]
+TOKENS = st.lists(st.integers(0, (1 << 32) - 1))
+
+
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+def core(request: pytest.FixtureRequest) -> ModuleType:
+    return implementation(request.param, "tokens_from_json")
+
+
+def packed(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+@given(TOKENS, st.sampled_from([None, 1]), st.sampled_from([", ", ",", " ,\t\r\n"]))
+def test_an_array_is_read_and_written(core: ModuleType, tokens: list[int], indent: int | None, comma: str) -> None:
+    text = json.dumps(tokens, indent=indent, separators=(comma, ":")).encode()
+    assert core.tokens_from_json(text, 1000) == packed(tokens)
+    assert core.tokens_from_json(memoryview(bytearray(text)), 1000) == packed(tokens)
+    assert core.tokens_to_json(packed(tokens)) == json.dumps(tokens, separators=(",", ":")).encode()
+    assert core.tokens_to_json(tokens) == json.dumps(tokens, separators=(",", ":")).encode()
+
+
+@given(TOKENS.filter(bool), st.integers(0, 10))
+def test_reading_stops_after_one_token_more_than_the_limit(core: ModuleType, tokens: list[int], limit: int) -> None:
+    assert core.tokens_from_json(json.dumps(tokens).encode(), limit) == packed(tokens[: limit + 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        (b"", 0),
+        (b"7", 0),
+        (b"[", 0),
+        (b"[]]", 0),
+        (b"[,]", 0),
+        (b"[1", 0),
+        (b"[1,", 1),
+        (b"[1,]", 1),
+        (b"[1,-1]", 1),
+        (b"[1,-0]", 1),
+        (b"[1,+2]", 1),
+        (b"[1,01]", 1),
+        (b"[1,2.0]", 1),
+        (b"[1,2e0]", 1),
+        (b"[1 2]", 0),
+        (b"[1,4294967296]", 1),
+        (b"[1," + b"9" * 40 + b"]", 1),
+        (b"[1,18446744073709551617]", 1),
+        (b"[1,true]", 1),
+        (b'[1,"2"]', 1),
+        (b'["1,2"]', 0),
+        (b"[1,[2]]", 1),
+        (b"[1,2] 3", 1),
+        (b"[1,\xc2\xa02]", 1),
+        (b"[1,\x0b2]", 1),
+        (b"[1,\x00]", 1),
+    ],
+)
+def test_the_first_element_that_is_no_token_is_named(core: ModuleType, text: bytes, index: int) -> None:
+    with pytest.raises(NotATokenId) as caught:
+        core.tokens_from_json(text, 1000)
+    assert caught.value.index == index
+
+
+@given(st.binary(max_size=12) | st.text("[]0123456789,- \n", max_size=12).map(str.encode))
+def test_both_implementations_agree_on_anything(text: bytes) -> None:
+    outcomes = []
+    for name in IMPLEMENTATIONS:
+        try:
+            outcomes.append(implementation(name, "tokens_from_json").tokens_from_json(text, 3))
+        except NotATokenId as error:
+            outcomes.append(error.index)
+    assert outcomes[0] == outcomes[-1]
+
+
+def test_a_long_array_is_read_whole(core: ModuleType) -> None:
+    tokens = [(token * 7919) % (1 << 32) for token in range(100_000)]
+    text = json.dumps(tokens).encode()
+    assert core.tokens_from_json(bytearray(text), len(tokens)) == packed(tokens)
+    assert json.loads(core.tokens_to_json(packed(tokens))) == tokens
