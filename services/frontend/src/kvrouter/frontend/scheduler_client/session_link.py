@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 
 import structlog
-from kvrouter.frontend.scheduler_client.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.scheduler_choice import SchedulerChoice
 from kvrouter.frontend.scheduler_client.session_bookings import SessionBookings
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
+from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline

@@ -1,0 +1,1 @@
+"""Calls between two processes over long-lived streams."""
