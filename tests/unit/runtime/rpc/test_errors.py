@@ -34,6 +34,7 @@ TYPED_ERRORS: list[errors.KvRouterError] = [
     errors.OutOfRange("too old"),
     errors.Unimplemented("not offered"),
     errors.TooLarge("too large"),
+    errors.TooMuchUnread("4 MB wait"),
 ]
 
 

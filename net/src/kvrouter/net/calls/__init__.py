@@ -1,1 +1,38 @@
-"""Calls between two processes over long-lived streams."""
+"""Call streams: many calls between two processes on one long-lived stream, in batches (kvrouter/v1/calls.proto).
+
+``ClientStream`` and ``ServerStream`` are the two sides of a stream without I/O: they form messages out of what waits,
+and say what a message or the end of the stream means for each call. ``CallStreamClient`` and ``CallStreamServer`` run
+them over gRPC. A message carries all that is ready when the stream can take it. No timer delays anything.
+"""
+
+from kvrouter.net.calls.client import CallStreamClient
+from kvrouter.net.calls.counts import CallStreamCounts
+from kvrouter.net.calls.errors import (
+    CallError,
+    CallRefused,
+    CallTimedOut,
+    NotSent,
+    OutcomeUnknown,
+    TooMuchUnread,
+)
+from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
+from kvrouter.net.calls.server import SERVICE, CallStreamServer
+from kvrouter.net.calls.server_call import ServerCall
+
+__all__ = [
+    "SERVICE",
+    "CallError",
+    "CallLimits",
+    "CallRefused",
+    "CallStreamClient",
+    "CallStreamCounts",
+    "CallStreamServer",
+    "CallTimedOut",
+    "NotSent",
+    "OutcomeUnknown",
+    "ResponseReceiver",
+    "RunningCall",
+    "ServerCall",
+    "TooMuchUnread",
+]

@@ -296,10 +296,24 @@ class TooLarge(KvRouterError):
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class TooMuchUnread(KvRouterError):
+    """More of a call's output waited to be read than its bound allows."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = ErrorReason.ERROR_REASON_TOO_MUCH_UNREAD
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, advice="Read the output as fast as it is produced.")
+
+
 class Internal(KvRouterError):
     """The service failed unexpectedly; its log has the cause."""
 
     status = grpc.StatusCode.INTERNAL
+
+
+INTERNAL_ERROR = Internal("internal error", advice="The service's log has the cause.")
+"""The error that a caller receives for a defect."""
 
 
 _BY_REASON: dict[int, type[KvRouterError]] = {

@@ -18,26 +18,28 @@ from typing import Any
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
+from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
+    INTERNAL_ERROR,
     STATUS_KEY,
-    BadRequest,
     DeadlineExceeded,
     Draining,
     Internal,
     KvRouterError,
-    PromptTooLong,
     to_status,
 )
 from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.rpc.call_handlers import call_handler
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
-from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage, MessageLimits, TooManyElements
+from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 
 log = structlog.get_logger(component="rpc")
 
@@ -46,8 +48,6 @@ _UNARY_DEFAULT_SECONDS = 30.0
 _LAST_WORDS_SECONDS = 0.5
 """Time for the responses of refused calls to reach their clients before connections are closed."""
 
-_BY_THE_CONTRACT = "Encode it as the .proto files define, which reflection serves."
-_INTERNAL = Internal("internal error", advice="The service's log has the cause.")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,6 +66,7 @@ class RpcServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._sessions: set[_Session] = set()
+        self._call_streams = CallStreamServer()
         self._port = 0
         self._host = bind.rpartition(":")[0]
         """Host under which others reach the server by default."""
@@ -73,7 +74,12 @@ class RpcServer:
     @property
     def calls(self) -> int:
         """Number of running calls, without health and reflection."""
-        return self._calls
+        return self._calls + self._call_streams.running
+
+    @property
+    def call_stream_counts(self) -> CallStreamCounts:
+        """Counts of the call streams that clients opened."""
+        return self._call_streams.counts
 
     @property
     def port(self) -> int:
@@ -98,7 +104,8 @@ class RpcServer:
         """
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        add_reflection(self._server, [*self._names, health_name])
+        self._call_streams.register(self._server)
+        add_reflection(self._server, [*self._names, CALL_STREAM_SERVICE, health_name])
         await self.health.announce(self._names)
         try:
             self._port = self._server.add_insecure_port(self._bind)
@@ -122,9 +129,10 @@ class RpcServer:
             session.end()
         try:
             async with asyncio.timeout(seconds):
+                await self._call_streams.drain()
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("calls.cut_off", calls=self._calls, after_seconds=seconds)
+            log.warning("calls.cut_off", calls=self.calls, after_seconds=seconds)
         finally:
             await self._server.stop(_LAST_WORDS_SECONDS)
 
@@ -133,17 +141,23 @@ class RpcServer:
     ) -> None:
         """Serves an object under the service's name. Methods that it lacks return UNIMPLEMENTED.
 
+        Its unary methods are served on call streams as well.
+
         Args:
             descriptor: The service.
             implementation: The object.
             limits: Size limits of a request. In request streams, elements are not counted: an oversized request must
                 not end the other calls on the stream, so the object refuses it.
         """
-        handlers = {
-            method.name: self._handler(method, bound, limits)
-            for name, method in methods_by_python_name(descriptor).items()
-            if (bound := _bound_method(implementation, name)) is not None
-        }
+        handlers = {}
+        for name, method in methods_by_python_name(descriptor).items():
+            bound = _bound_method(implementation, name)
+            if bound is None:
+                continue
+            handlers[method.name] = self._handler(method, bound, limits)
+            if not method.client_streaming and not method.server_streaming:
+                parse = request_parser(method, limits)
+                self._call_streams.add_unary(full_path(method)[1:], call_handler(full_path(method), bound, parse))
         generic = grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
         self._server.add_generic_rpc_handlers((generic,))
         self._names.append(descriptor.full_name)
@@ -173,13 +187,13 @@ class RpcServer:
                 code, status = error.code, to_status(error)
             except Exception:
                 log.exception("call.failed", method=path)
-                code, status = Internal.status, to_status(_INTERNAL)
+                code, status = Internal.status, to_status(INTERNAL_ERROR)
             context.set_code(code)
             context.set_details(status.message)
             context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
             return None  # gRPC sends no response with a status other than OK.
 
-        return make(handle, request_deserializer=_parser(method, limits), response_serializer=_serialize)
+        return make(handle, request_deserializer=request_parser(method, limits), response_serializer=_serialize)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -276,24 +290,6 @@ def _bound_method(implementation: object, name: str) -> Callable[..., Any] | Non
 def _deadline_of(context: _Context) -> Deadline:
     remaining = context.time_remaining()
     return Deadline.never() if remaining is None else Deadline.after(remaining)
-
-
-def _parser(method: MethodDescriptor, limits: MessageLimits) -> Callable[[bytes], Message | KvRouterError]:
-    """Returns a request parser for gRPC, which swallows exceptions of a deserializer: errors are returned as values."""
-    kind: type[Message] = GetMessageClass(method.input_type)
-
-    def read(encoded: bytes) -> Message | KvRouterError:
-        try:
-            limits.check(encoded, kind)
-            return kind.FromString(encoded)
-        except TooManyElements as error:
-            return PromptTooLong(error.count, error.limit, field=error.field)
-        except InvalidMessage as error:
-            return BadRequest(str(error), field=error.field, advice=error.advice or _BY_THE_CONTRACT)
-        except DecodeError:
-            return BadRequest("the request cannot be parsed", advice=_BY_THE_CONTRACT)
-
-    return read
 
 
 def _read(incoming: Message | KvRouterError) -> Message:

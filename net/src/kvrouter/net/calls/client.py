@@ -1,0 +1,315 @@
+"""The client of one server's call stream: keeps it connected, and starts calls on it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import structlog
+from kvrouter.net.calls.client_stream import ClientStream
+from kvrouter.net.calls.counts import CallStreamCounts
+from kvrouter.net.calls.errors import CallError, NotSent, ProtocolViolation
+from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.net.calls.limits import VERSION, CallLimits
+from kvrouter.net.calls.parsing import parse_response
+from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
+from kvrouter.net.calls.server import SERVICE
+from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
+"""Silence after which a stream is given up: far above a round trip, far below a lease."""
+_PATH = f"/{SERVICE}/OpenCallStream"
+_LASTING_SECONDS = 1.0
+"""A stream that lasted this long was healthy: it is opened again without a pause."""
+
+
+class _NotOpened(Exception):
+    """No lasting stream could be opened; the client tries again after a pause."""
+
+
+class _Ended(Exception):
+    """The stream has ended."""
+
+    def __init__(self, reason: str, cause: str) -> None:
+        super().__init__(cause)
+        self.reason = reason
+
+
+class CallStreamClient:
+    """Calls of one server over one stream. ``run`` must be running."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        client_name: str,
+        server_name: str,
+        limits: CallLimits | None = None,
+        counts: CallStreamCounts | None = None,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            channel: Channel to the server; the caller closes it.
+            client_name: Name of this client, for the server's logs.
+            server_name: Name or address of the server, for logs and errors.
+            limits: What is accepted and stored.
+            counts: Counts of this and other clients; new ones by default.
+            heartbeat_timeout_seconds: Silence after which the stream is given up, seconds.
+        """
+        self.counts = CallStreamCounts() if counts is None else counts
+        self._channel = channel
+        self._client_name = client_name
+        self._server_name = server_name
+        self._limits = CallLimits() if limits is None else limits
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._stream: ClientStream | None = None
+        self._failure = ""
+        """Why the latest attempt to open a stream failed; empty while none has failed since the last open stream."""
+        self._changed = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a stream is open and takes calls."""
+        return self._stream is not None and not self._stream.draining
+
+    async def wait_ready(self) -> None:
+        """Returns when a stream is open and takes calls."""
+        while not self.ready:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def call(
+        self,
+        method: str,
+        request: bytes,
+        *,
+        time_left: float | None = None,
+        urgent: bool = False,
+        trace_context: str = "",
+    ) -> bytes:
+        """Makes a unary call and returns the encoded response. Waits for a stream that is being opened.
+
+        Args:
+            method: Full name of the method, such as kvrouter.v1.IndexerService/FindMatches.
+            request: The encoded request.
+            time_left: Time for the call, seconds; None for no limit.
+            urgent: Whether to send the call ahead of others that wait.
+            trace_context: Trace context (W3C traceparent).
+
+        Raises:
+            NotSent: the server never ran the call.
+            OutcomeUnknown: the stream ended before the answer.
+            CallTimedOut: the call was not answered in time.
+            CallRefused: the server answered with an error.
+        """
+        if not self.ready:
+            time_left = await self._opening(time_left)
+        answer = _Answer()
+        running = self.start(method, request, answer, time_left=time_left, urgent=urgent, trace_context=trace_context)
+        try:
+            return await answer.future
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        finally:
+            del answer  # Its exception's traceback refers to this frame.
+
+    def start(
+        self,
+        method: str,
+        request: bytes,
+        receiver: ResponseReceiver,
+        *,
+        time_left: float | None = None,
+        urgent: bool = False,
+        trace_context: str = "",
+    ) -> RunningCall:
+        """Starts a call. ``receiver`` is called from the loop that reads the stream; see ``call`` for the rest.
+
+        Raises:
+            NotSent: no stream is open, or the server does not accept the call.
+        """
+        stream = self._stream
+        if stream is None:
+            raise NotSent(f"no call stream to {self._server_name} is open: {self._failure or 'it is being opened'}")
+        call = stream.start(method, request, receiver, time_left=time_left, urgent=urgent, trace_context=trace_context)
+        if time_left is not None:
+            call.timer = asyncio.get_running_loop().call_later(time_left, stream.time_out, call)
+        return call
+
+    async def run(self) -> None:
+        """Keeps a stream open until cancelled."""
+        while True:
+            async for attempt in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(_NotOpened)
+            ):
+                with attempt:
+                    await self._keep_stream()
+
+    async def _opening(self, time_left: float | None) -> float | None:
+        """Waits for a stream that is being opened. Returns the time left.
+
+        Raises:
+            NotSent: no stream was opened.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(time_left):
+                while not self.ready and not self._failure:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NotSent(f"no call stream to {self._server_name} was opened in time") from None
+        return None if time_left is None else max(0.0, time_left - (loop.time() - began))
+
+    async def _keep_stream(self) -> None:
+        """Opens a stream and keeps it until it ends.
+
+        Raises:
+            _NotOpened: it was not opened, or lasted only for a moment.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        rpc: Any = self._channel.stream_stream(_PATH)()
+        try:
+            await self._use(rpc)
+        except _Ended as ended:
+            lasted = loop.time() - began >= _LASTING_SECONDS
+            self._failure = "" if lasted else str(ended) or ended.reason
+            self._changed.set()
+            if not lasted:
+                raise _NotOpened from None
+        finally:
+            rpc.cancel()
+
+    async def _use(self, rpc: Any) -> None:
+        """Uses a stream until it ends.
+
+        Raises:
+            _Ended: always.
+        """
+        wakeup = asyncio.Event()
+        stream = await self._open(rpc, wakeup)
+        self._stream, self._failure = stream, ""
+        self._changed.set()
+        self.counts.opened += 1
+        self.counts.streams += 1
+        log.info("call_stream.opened", server=self._server_name)
+        reason, cause = "closed", "the client was closed"
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_write(rpc, stream, wakeup))
+                group.create_task(self._end_when_silent(stream))
+                await _read(rpc, stream)
+        except* _Ended as ended_group:
+            ended = ended_group.exceptions[0]
+            reason, cause = (ended.reason, str(ended)) if isinstance(ended, _Ended) else ("lost", str(ended))
+        finally:
+            self._stream = None
+            self.counts.streams -= 1
+            self.counts.ended[reason] += 1
+            stream.lose(cause)
+            log.info("call_stream.ended", server=self._server_name, reason=reason, cause=cause)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # A cancellation that arrives while the group ends by its own error is lost in the group.
+            raise asyncio.CancelledError
+        raise _Ended(reason, cause)
+
+    async def _open(self, rpc: Any, wakeup: asyncio.Event) -> ClientStream:
+        hello = CallStreamClientHello(
+            version=VERSION, client_name=self._client_name, max_message_bytes=self._limits.message_bytes
+        )
+        try:
+            async with asyncio.timeout(self._heartbeat_timeout):
+                await _checked(rpc.write(OpenCallStreamRequest(client_hello=hello).SerializeToString()))
+                first = await _checked(rpc.read())
+            if first is grpc.aio.EOF:
+                raise _Ended("lost", "the server ended the stream at once")
+            message = parse_response(first, self._limits)
+            return ClientStream(message.server_hello, self._limits, self.counts, wakeup.set)
+        except TimeoutError:
+            raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s") from None
+        except ProtocolViolation as violation:
+            self.counts.ended[violation.reason] += 1
+            raise _Ended(violation.reason, str(violation)) from None
+
+    async def _end_when_silent(self, stream: ClientStream) -> None:
+        monitor = HeartbeatMonitor()
+        while not monitor.silent:
+            await asyncio.sleep(self._heartbeat_timeout / MISSES)
+            if stream.heard:
+                monitor.heard()
+            stream.heard = False
+            monitor.tick()
+            stream.ping()
+        raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s")
+
+
+class _Answer:
+    """Receives the response of a unary call."""
+
+    __slots__ = ("_response", "future")
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._response = b""
+
+    def on_response(self, encoded: bytes) -> None:
+        self._response = encoded
+
+    def on_end(self) -> None:
+        if not self.future.done():
+            self.future.set_result(self._response)
+
+    def on_error(self, error: CallError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+async def _checked(operation: Any) -> Any:
+    """Awaits an operation on a stream.
+
+    Raises:
+        _Ended: the stream has ended.
+    """
+    try:
+        return await operation
+    except grpc.aio.AioRpcError as error:
+        raise _Ended("lost", f"{error.code().name}: {error.details()}") from None
+    except asyncio.InvalidStateError:
+        raise _Ended("lost", "the stream has ended") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # gRPC raises it too if the channel was closed.
+        raise _Ended("lost", "the channel was closed") from None
+
+
+async def _read(rpc: Any, stream: ClientStream) -> None:
+    try:
+        while (message := await _checked(rpc.read())) is not grpc.aio.EOF:
+            stream.receive(message)
+    except ProtocolViolation as violation:
+        log.warning("call_stream.violated", reason=violation.reason, cause=str(violation))
+        raise _Ended(violation.reason, str(violation)) from None
+    if stream.draining:
+        raise _Ended("draining", "the server has stopped")
+    code = await rpc.code()
+    raise _Ended("lost", f"{code.name}: {await rpc.details()}")
+
+
+async def _write(rpc: Any, stream: ClientStream, wakeup: asyncio.Event) -> None:
+    while True:
+        await wakeup.wait()
+        wakeup.clear()
+        while (message := stream.next_message()) is not None:
+            await _checked(rpc.write(message))

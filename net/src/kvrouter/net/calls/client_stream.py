@@ -1,0 +1,361 @@
+"""The client's side of one call stream: messages to send, and the calls that run. Does no I/O.
+
+Each call ends once: answered, failed, or cancelled by its caller. A call gets its number when its first part is put
+into a message, and counts as sent once its last part is. So a call that is not sent when the stream ends was never run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import structlog
+from kvrouter.net.calls.counts import CallStreamCounts
+from kvrouter.net.calls.errors import (
+    CallError,
+    CallTimedOut,
+    NotSent,
+    OutcomeUnknown,
+    ProtocolViolation,
+    TooMuchUnread,
+    refusal,
+)
+from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
+from kvrouter.net.calls.parsing import parse_response
+from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
+from kvrouter.v1.calls_pb2 import (
+    CallResponse,
+    CallResponseKind,
+    CallStreamServerHello,
+    OpenCallStreamRequest,
+)
+
+log = structlog.get_logger(__name__)
+
+_LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
+_PART = CallResponseKind.CALL_RESPONSE_KIND_PART
+_ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
+_FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
+
+_CANCEL_BYTES = 10
+"""Upper bound of what a cancelled number takes in a message."""
+_CALL_BYTES = 2 * ITEM_BYTES
+"""Upper bound of what a call takes in a message beside its request."""
+_LEAST_MESSAGE_BYTES = 4096
+
+
+class ClientStream:
+    """One open call stream. ``wake`` is called when there is something to send."""
+
+    def __init__(
+        self, hello: CallStreamServerHello, limits: CallLimits, counts: CallStreamCounts, wake: Callable[[], None]
+    ) -> None:
+        """``hello`` is the server's.
+
+        Raises:
+            ProtocolViolation: the server speaks another version of the protocol.
+        """
+        if hello.version != VERSION:
+            raise ProtocolViolation("version", f"expected version {VERSION} of the protocol, received {hello.version}")
+        self.counts = counts
+        self.draining = False
+        """Whether the server takes no new calls."""
+        self.heard = False
+        """Whether a message arrived since this was last set to False."""
+        self._limits = limits
+        self._wake = wake
+        self._methods = {name: index for index, name in enumerate(hello.methods)}
+        self._message_bytes = min(limits.message_bytes, hello.max_message_bytes or limits.message_bytes)
+        if self._message_bytes < _LEAST_MESSAGE_BYTES:
+            raise ProtocolViolation(
+                "hello", f"expected max_message_bytes >= {_LEAST_MESSAGE_BYTES}, received {self._message_bytes}"
+            )
+        self._part_bytes = min(limits.part_bytes, self._message_bytes // 4)
+        self._max_calls = hello.max_calls or limits.calls
+        self._max_request_bytes = hello.max_request_bytes or limits.request_bytes
+        self._last_number = 0
+        self._calls: dict[int, RunningCall] = {}
+        self._parts: dict[int, list[bytes]] = {}
+        self._urgent: Lane = OrderedDict()
+        self._short: Lane = OrderedDict()
+        self._long: Lane = OrderedDict()
+        self._cancelled: deque[int] = deque()
+        self._queued_bytes = 0
+        self._ping = 0
+
+    @property
+    def running(self) -> int:
+        """Number of calls that the server has to answer, and of those that wait."""
+        return len(self._calls) + len(self._urgent) + len(self._short) + len(self._long)
+
+    def start(
+        self,
+        method: str,
+        request: bytes,
+        receiver: ResponseReceiver,
+        *,
+        time_left: float | None = None,
+        urgent: bool = False,
+        trace_context: str = "",
+    ) -> RunningCall:
+        """Starts a call.
+
+        Args:
+            method: Full name of the method, such as kvrouter.v1.IndexerService/FindMatches.
+            request: The encoded request.
+            receiver: Receives the responses.
+            time_left: Time for the call, seconds; None for no limit. The caller ends the call when it is up.
+            urgent: Whether to send the call ahead of others that wait. Its request must be short.
+            trace_context: Trace context (W3C traceparent), at most 64 characters.
+
+        Raises:
+            NotSent: the server is stopping, lacks the method or accepts no such request, or too much is waiting.
+            ValueError: the trace context is too long.
+        """
+        index = self._methods.get(method)
+        size = len(request)
+        if self.draining or index is None or size > self._max_request_bytes:
+            raise NotSent(self._why_not(method, size))
+        if len(trace_context) > ITEM_BYTES:
+            raise ValueError(f"expected a trace context of at most {ITEM_BYTES} characters, got {len(trace_context)}")
+        if self.running >= self._max_calls or self._queued_bytes >= self._limits.queued_bytes:
+            raise NotSent(f"{self.running} calls are running or waiting: the server answers too slowly")
+        call = RunningCall(self, index, request, receiver, time_left, trace_context)
+        call.lane = self._long if size > self._part_bytes else self._urgent if urgent else self._short
+        call.lane[call] = None
+        self._queued_bytes += size
+        counts = self.counts
+        counts.calls += 1
+        counts.running += 1
+        self._wake()
+        return call
+
+    def cancel(self, call: RunningCall) -> None:
+        """Ends a call for its caller. The server is informed if any part of the call was sent."""
+        call.release()
+        self.counts.running -= 1
+        self._leave_lane(call)
+        if call.number:
+            self._parts.pop(call.number, None)
+            self._send_cancel(call.number)
+
+    def time_out(self, call: RunningCall) -> None:
+        """Ends a call because its time is up."""
+        receiver = call.receiver
+        if receiver is not None:
+            self.counts.failed["timed_out"] += 1
+            self.cancel(call)
+            receiver.on_error(CallTimedOut("the call was not answered in time"))
+
+    def ping(self) -> None:
+        """Requests an answer of the server's event loop."""
+        self._ping += 1
+        self._wake()
+
+    def next_message(self) -> bytes | None:
+        """Returns the next message to write: all that fits of what waits. None if nothing does."""
+        message = OpenCallStreamRequest()
+        room = self._message_bytes - ITEM_BYTES
+        if self._cancelled:
+            count = min(len(self._cancelled), room // 4 // _CANCEL_BYTES)
+            message.cancelled.extend([self._cancelled.popleft() for _ in range(count)])
+            room -= _CANCEL_BYTES * count
+        if self._ping:
+            message.ping, self._ping = self._ping, 0
+        # A long request gets part of the message, however many short ones wait.
+        part = self._part_bytes + _CALL_BYTES
+        kept = part if self._long else 0
+        sent = 0
+        for lane in (self._urgent, self._short):
+            while lane:
+                call = next(iter(lane))
+                size = len(call.request) + _CALL_BYTES
+                if size > room - kept:
+                    break
+                room -= size
+                self._add(message, call)
+                sent += 1
+        while self._long and room >= part:
+            self._add_part(message, next(iter(self._long)))
+            room -= part
+            sent += 1
+        if not sent and not message.ping and not message.cancelled:
+            return None
+        self.counts.messages_sent += 1
+        self.counts.items_sent += sent
+        return message.SerializeToString()
+
+    def receive(self, encoded: bytes) -> None:
+        """Processes a message of the server.
+
+        Raises:
+            ProtocolViolation: the message breaks a rule of the protocol.
+        """
+        message = parse_response(encoded, self._limits)
+        if message.HasField("server_hello"):
+            raise ProtocolViolation("hello", "expected one hello on a stream, received another")
+        self.heard = True
+        calls = self._calls
+        for item in message.responses:
+            number = item.number
+            call = calls.get(number)
+            if call is None:
+                raise ProtocolViolation("unknown_call", f"received a response to call {number}, which is not running")
+            receiver = call.receiver
+            kind = item.kind
+            try:
+                if kind or self._parts:
+                    self._take(call, kind, item)
+                elif receiver is not None:
+                    receiver.on_response(item.response)
+            except ProtocolViolation:
+                raise
+            except Exception:
+                # A defect in one call's receiver must not end the others.
+                log.exception("call.receiver_failed", call=number)
+                call.cancel()
+        if message.HasField("draining"):
+            self._drain(message.draining.last_call)
+        self.counts.messages_received += 1
+        self.counts.items_received += len(message.responses)
+
+    def lose(self, cause: str) -> None:
+        """Ends every call because the stream has ended."""
+        self.draining = True
+        for call in [*self._urgent, *self._short, *self._long]:
+            self._fail_unsent(call, cause)
+        for call in list(self._calls.values()):
+            self._fail(call, OutcomeUnknown(f"the call stream ended before the answer: {cause}"), "unknown")
+        self._calls.clear()
+        self._parts.clear()
+
+    def _why_not(self, method: str, size: int) -> str:
+        if self.draining:
+            return "the server is stopping"
+        if method not in self._methods:
+            return f"the server does not serve {method} on its call stream"
+        return f"the server accepts requests of at most {self._max_request_bytes} bytes, this one has {size}"
+
+    def _add(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
+        self._number(call)
+        item = message.calls.add(number=call.number, method=call.method, request=call.request)
+        if call.expires:
+            item.time_left_ms = call.time_left_ms()
+        if call.trace:
+            item.trace_context = call.trace
+        self._leave_lane(call)
+
+    def _add_part(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
+        start = call.sent_bytes
+        end = start + self._part_bytes
+        if not start:
+            self._number(call)
+        item = message.calls.add(number=call.number, request=call.request[start:end])
+        if not start:
+            item.method, item.time_left_ms, item.trace_context = call.method, call.time_left_ms(), call.trace
+        call.sent_bytes = end
+        if end < len(call.request):
+            item.more = True
+        else:
+            self._leave_lane(call)
+
+    def _number(self, call: RunningCall) -> None:
+        self._last_number += 1
+        call.number = self._last_number
+        self._calls[call.number] = call
+
+    def _leave_lane(self, call: RunningCall) -> None:
+        """Forgets the request of a call that is sent or will not be."""
+        if call.lane is not None:
+            del call.lane[call]
+            call.lane = None
+            self._queued_bytes -= len(call.request)
+            call.request = b""
+
+    def _send_cancel(self, number: int) -> None:
+        self._cancelled.append(number)
+        self._wake()
+
+    def _take(self, call: RunningCall, kind: int, item: CallResponse) -> None:
+        """Processes a response that is a part, follows parts, or ends its call."""
+        if kind == _PART:
+            self._take_part(call, item.response)
+            return
+        response = item.response
+        if kind in {_LAST, 0}:
+            parts = self._parts.pop(call.number, None)
+            if parts is not None:
+                parts.append(response)
+                response = b"".join(parts)
+        elif kind in {_FAILED, _ENDED}:
+            self._parts.pop(call.number, None)
+        else:
+            raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
+        try:
+            if call.receiver is not None and kind in {_LAST, 0}:
+                call.receiver.on_response(response)
+        finally:
+            # Also if the receiver fails. It may have cancelled the call, too.
+            receiver = self._end(call) if kind else None
+        if receiver is None:
+            return
+        if kind == _FAILED:
+            error = refusal(item.failure)
+            self.counts.failed[error.code.name] += 1
+            receiver.on_error(error)
+        else:
+            receiver.on_end()
+
+    def _take_part(self, call: RunningCall, part: bytes) -> None:
+        if call.receiver is None:
+            return
+        parts = self._parts.setdefault(call.number, [])
+        parts.append(part)
+        if len(part) * len(parts) > self._limits.response_bytes and sum(map(len, parts)) > self._limits.response_bytes:
+            receiver = call.receiver
+            call.cancel()
+            receiver.on_error(
+                TooMuchUnread(f"the response is longer than the {self._limits.response_bytes} bytes that are accepted")
+            )
+
+    def _end(self, call: RunningCall) -> ResponseReceiver | None:
+        """Removes a call that the server has ended. Returns its receiver; None if it was cancelled."""
+        del self._calls[call.number]
+        receiver = call.release()
+        if receiver is not None:
+            self.counts.running -= 1
+        if call.lane is not None:
+            # The server refused it after some of its parts, and expects the others unless it is cancelled.
+            self._leave_lane(call)
+            self._send_cancel(call.number)
+        return receiver
+
+    def _drain(self, last_call: int) -> None:
+        if last_call > self._last_number:
+            raise ProtocolViolation(
+                "unknown_call", f"the last call is {last_call}, but only {self._last_number} were sent"
+            )
+        self.draining = True
+        for call in [*self._urgent, *self._short, *self._long]:
+            if not 0 < call.number <= last_call:
+                self._fail_unsent(call, "the server is stopping")
+        for number in [number for number in self._calls if number > last_call]:
+            call = self._calls.pop(number)
+            self._parts.pop(number, None)
+            self._fail_unsent(call, "the server is stopping")
+
+    def _fail_unsent(self, call: RunningCall, cause: str) -> None:
+        self._leave_lane(call)
+        self._calls.pop(call.number, None)
+        self._fail(call, NotSent(f"the call was not sent: {cause}"), "not_sent")
+
+    def _fail(self, call: RunningCall, error: CallError, outcome: str) -> None:
+        receiver = call.release()
+        if receiver is None:
+            return
+        self.counts.running -= 1
+        self.counts.failed[outcome] += 1
+        try:
+            receiver.on_error(error)
+        except Exception:
+            log.exception("call.receiver_failed", call=call.number)

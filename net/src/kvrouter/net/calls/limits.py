@@ -1,0 +1,34 @@
+"""Bounds of call streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = 1
+"""Version of the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What one process accepts on a call stream, and how much it stores for it."""
+
+    message_bytes: int = 256 << 10
+    """Maximum size of a message, in either direction."""
+    part_bytes: int = 64 << 10
+    """Requests and responses longer than this travel in parts of this size."""
+    calls: int = 16_384
+    """Maximum number of calls that run on a stream at once."""
+    request_bytes: int = 64 << 20
+    """Maximum size of a request, as over an ordinary RPC."""
+    response_bytes: int = 64 << 20
+    """Maximum size of a response, as over an ordinary RPC."""
+    queued_bytes: int = 128 << 20
+    """Maximum size of all requests that wait for the stream. One more is not sent."""
+    unread_call_bytes: int = 4 << 20
+    """Size of a call's unread responses at which it may add no further one: the call ends instead."""
+    unread_stream_bytes: int = 64 << 20
+    """Size of a stream's unread responses at which it may add no further one: the stream ends instead."""
+
+
+ITEM_BYTES = 64
+"""Upper bound of what an item takes in a message beside its request or response, trace context and failure."""

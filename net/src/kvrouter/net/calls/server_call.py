@@ -1,0 +1,123 @@
+"""A call as the handler that answers it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+from kvrouter.net.calls.errors import CallRefused
+from kvrouter.v1.calls_pb2 import CallFailure, CallResponseKind
+
+log = structlog.get_logger(__name__)
+
+MORE = CallResponseKind.CALL_RESPONSE_KIND_UNSPECIFIED
+LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
+PART = CallResponseKind.CALL_RESPONSE_KIND_PART
+ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
+FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
+
+
+class ResponseStream(Protocol):
+    """The stream that carries a call."""
+
+    client_name: str
+    """Name that the client gave in its hello."""
+    unread_call_bytes: int
+    """Size of a call's unread responses at which it may add no further one."""
+
+    def queue(self, call: ServerCall, kind: int, response: bytes | CallFailure) -> None:
+        """Queues a response of a call."""
+        ...
+
+    def end_unread(self, call: ServerCall) -> None:
+        """Ends a call of which too much is unread."""
+        ...
+
+
+class ServerCall:
+    """A call that a handler answers."""
+
+    __slots__ = ("_ended", "_stream", "number", "on_cancelled", "time_left", "trace_context", "unread_bytes")
+
+    def __init__(self, stream: ResponseStream, number: int, time_left: float | None, trace_context: str) -> None:
+        self._stream = stream
+        self._ended = False
+        self.number = number
+        self.time_left = time_left
+        """Time left when the call arrived, seconds; None for no limit."""
+        self.trace_context = trace_context
+        """Trace context (W3C traceparent); empty for none."""
+        self.unread_bytes = 0
+        """Size of the responses that are not handed to the stream yet."""
+        self.on_cancelled: Callable[[], None] | None = None
+        """Called once if the call ends before its handler ends it: cancelled, lost with its stream, or too much of it
+        is unread."""
+
+    @property
+    def client(self) -> str:
+        """Name that the client gave in its hello."""
+        return self._stream.client_name
+
+    @property
+    def stream(self) -> ResponseStream:
+        """The stream that carries the call; the same object for all calls of one connection."""
+        return self._stream
+
+    @property
+    def ended(self) -> bool:
+        """Whether the call has ended. Further responses are dropped."""
+        return self._ended
+
+    def respond(self, encoded: bytes) -> None:
+        """Queues a response. If too much is unread, the call ends instead."""
+        if not self._ended:
+            if self.unread_bytes >= self._stream.unread_call_bytes:
+                self._stream.end_unread(self)
+                return
+            self._stream.queue(self, MORE, encoded)
+
+    def end(self, encoded: bytes | None = None) -> None:
+        """Ends the call, with a last response if there is one."""
+        if not self._ended:
+            self._ended = True
+            self._stream.queue(self, ENDED if encoded is None else LAST, encoded or b"")
+
+    def fail(self, error: CallRefused) -> None:
+        """Ends the call with an error."""
+        if not self._ended:
+            self._ended = True
+            self._stream.queue(self, FAILED, error.to_message())
+
+    def abandon(self) -> None:
+        """Ends the call without an answer and calls ``on_cancelled``."""
+        if not self._ended:
+            self._ended = True
+            self.cancelled()
+
+    def cancelled(self) -> None:
+        """Calls ``on_cancelled``, once."""
+        notify, self.on_cancelled = self.on_cancelled, None
+        if notify is not None:
+            try:
+                notify()
+            except Exception:
+                log.exception("call.cancel_failed", call=self.number)
+
+
+UnaryHandler = Callable[[bytes, "ServerCall"], "bytes | Awaitable[bytes]"]
+"""Answers an encoded request with an encoded response, or with an awaitable of one. May raise ``CallRefused``."""
+
+StreamingHandler = Callable[[bytes, "ServerCall"], None]
+"""Starts a call that responds through the ``ServerCall``. May raise ``CallRefused``. Must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method that call streams carry."""
+
+    name: str
+    """Full name, such as kvrouter.v1.IndexerService/FindMatches."""
+    unary: UnaryHandler | None = None
+    streaming: StreamingHandler | None = None

@@ -1,0 +1,332 @@
+"""The server's side of one call stream: calls that run, and messages to send. Does no I/O.
+
+Every call is answered once: with responses and an end, or with a failure. A call that the client cancels is answered as
+cancelled at once, however long its handler takes to notice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+from kvrouter.net.calls.counts import CallStreamCounts
+from kvrouter.net.calls.errors import CallRefused, ProtocolViolation, TooMuchUnread, status_code
+from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
+from kvrouter.net.calls.parsing import parse_request
+from kvrouter.net.calls.server_call import PART, Method, ServerCall
+from kvrouter.v1.calls_pb2 import (
+    CallFailure,
+    CallRequest,
+    CallStreamServerHello,
+    OpenCallStreamRequest,
+    OpenCallStreamResponse,
+)
+
+log = structlog.get_logger(__name__)
+
+
+_LEAST_MESSAGE_BYTES = 64 << 10
+"""Least size that a client must accept, so that a failure with all its details fits."""
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    """A call of which more parts are to come."""
+
+    call: ServerCall
+    method: int
+    parts: list[bytes]
+    size: int
+
+
+class ServerStream:
+    """One open call stream.
+
+    ``wake`` is called when there is something to send; ``run`` runs the awaitable of a call and answers it.
+    """
+
+    def __init__(
+        self,
+        hello: OpenCallStreamRequest,
+        methods: Sequence[Method],
+        limits: CallLimits,
+        counts: CallStreamCounts,
+        wake: Callable[[], None],
+        run: Callable[[ServerCall, Awaitable[bytes]], None],
+    ) -> None:
+        """``hello`` is the client's first message.
+
+        Raises:
+            ProtocolViolation: it opens no stream, or one of another version.
+        """
+        if not hello.HasField("client_hello") or hello.calls or hello.cancelled or hello.ping:
+            raise ProtocolViolation("hello", "expected a first message with a hello and nothing else")
+        opening = hello.client_hello
+        if opening.version != VERSION:
+            raise ProtocolViolation(
+                "version",
+                f"expected version {VERSION} of the protocol, received {opening.version}",
+                grpc.StatusCode.UNIMPLEMENTED,
+            )
+        if 0 < opening.max_message_bytes < _LEAST_MESSAGE_BYTES:
+            raise ProtocolViolation(
+                "hello", f"expected max_message_bytes of at least {_LEAST_MESSAGE_BYTES}, or 0 for the default"
+            )
+        self.client_name = opening.client_name[:256]
+        self.counts = counts
+        self.unread_call_bytes = limits.unread_call_bytes
+        self.heard = False
+        """Whether a message arrived since this was last set to False."""
+        self.sends_pings = False
+        """Whether the client has sent a ping."""
+        self._methods = methods
+        self._limits = limits
+        self._message_bytes = min(limits.message_bytes, opening.max_message_bytes or limits.message_bytes)
+        self._part_bytes = min(limits.part_bytes, self._message_bytes // 4)
+        self._wake = wake
+        self._run = run
+        self._calls: dict[int, ServerCall] = {}
+        self._unfinished: dict[int, _Unfinished] = {}
+        self._unfinished_bytes = 0
+        self._last_number = 0
+        self._queue: deque[tuple[ServerCall, int, bytes | CallFailure]] = deque()
+        self._offset = 0
+        """Bytes of the first queued response that were sent in parts."""
+        self._unread_bytes = 0
+        self._hello: CallStreamServerHello | None = CallStreamServerHello(
+            version=VERSION,
+            methods=[method.name for method in methods],
+            max_message_bytes=limits.message_bytes,
+            max_calls=limits.calls,
+            max_request_bytes=limits.request_bytes,
+        )
+        self._pong = 0
+        self._draining = False
+        self._announced = False
+        self.on_overflow: Callable[[], None] = lambda: None
+        """Called when so much is unread that the stream must end."""
+        wake()
+
+    @property
+    def running(self) -> int:
+        """Number of calls without an answer."""
+        return len(self._calls)
+
+    @property
+    def drained(self) -> bool:
+        """Whether ``drain`` was announced, and every call is answered."""
+        return self._announced and not self._calls and not self._queue
+
+    def drain(self) -> None:
+        """Announces that no further call is run. Those that run go on."""
+        if not self._draining:
+            self._draining = True
+            self._wake()
+
+    def receive(self, encoded: bytes) -> None:
+        """Processes a message of the client.
+
+        Raises:
+            ProtocolViolation: the message breaks a rule of the protocol.
+        """
+        message = parse_request(encoded, self._limits)
+        if message.HasField("client_hello"):
+            raise ProtocolViolation("hello", "expected one hello on a stream, received another")
+        self.heard = True
+        for number in message.cancelled:
+            self._cancel(number)
+        for item in message.calls:
+            self._receive_call(item)
+        if message.ping:
+            self._pong = message.ping
+            self.sends_pings = True
+            self._wake()
+        self.counts.messages_received += 1
+        self.counts.items_received += len(message.calls)
+
+    def next_message(self) -> bytes | None:
+        """Returns the next message to write: all that fits of what waits. None if nothing does."""
+        message = OpenCallStreamResponse()
+        if self._hello is not None:
+            message.server_hello.CopyFrom(self._hello)
+            self._hello = None
+            self.counts.messages_sent += 1
+            return message.SerializeToString()
+        if self._pong:
+            message.pong, self._pong = self._pong, 0
+        if self._draining and not self._announced:
+            self._announced = True
+            message.draining.last_call = self._last_number
+        sent = self._add_responses(message)
+        if not sent and not message.pong and not message.HasField("draining"):
+            return None
+        self.counts.messages_sent += 1
+        self.counts.items_sent += sent
+        return message.SerializeToString()
+
+    def lose(self) -> None:
+        """Ends every call because the stream has ended."""
+        self._draining = self._announced = True
+        self._queue.clear()
+        self._unfinished.clear()
+        calls, self._calls = self._calls, {}
+        self.counts.running -= len(calls)
+        for call in calls.values():
+            call.abandon()
+
+    def queue(self, call: ServerCall, kind: int, response: bytes | CallFailure) -> None:
+        """Queues a response of a call."""
+        if kind:
+            del self._calls[call.number]
+            self.counts.running -= 1
+        if isinstance(response, bytes):
+            size = ITEM_BYTES + len(response)
+        else:
+            size = ITEM_BYTES + response.ByteSize()
+            self.counts.failed[status_code(response).name] += 1
+        call.unread_bytes += size
+        if self._unread_bytes >= self._limits.unread_stream_bytes:
+            self.on_overflow()
+        self._unread_bytes += size
+        queue = self._queue
+        queue.append((call, kind, response))
+        if len(queue) == 1:
+            self._wake()
+
+    def end_unread(self, call: ServerCall) -> None:
+        """Ends a call of which too much is unread."""
+        call.fail(TooMuchUnread(f"{call.unread_bytes} bytes of output wait to be read"))
+        call.cancelled()
+
+    def _add_responses(self, message: OpenCallStreamResponse) -> int:
+        """Adds the responses that fit, in order. Returns the number of items added."""
+        room = self._message_bytes - 2 * ITEM_BYTES
+        queue, add = self._queue, message.responses.add
+        part = self._part_bytes + ITEM_BYTES
+        sent = 0
+        while queue:
+            call, kind, response = queue[0]
+            if not isinstance(response, bytes):
+                size = response.ByteSize() + ITEM_BYTES
+                if size > room:
+                    break
+                add(number=call.number, kind=kind, failure=response)
+            elif (size := len(response) + ITEM_BYTES) > part:
+                if part > room:
+                    break
+                room -= part
+                sent += 1
+                start = self._offset
+                self._offset = end = start + self._part_bytes
+                if end < len(response):
+                    add(number=call.number, response=response[start:end], kind=PART)
+                    continue
+                self._offset = 0
+                add(number=call.number, response=response[start:], kind=kind)
+                queue.popleft()
+                call.unread_bytes -= size
+                self._unread_bytes -= size
+                continue
+            elif size > room:
+                break
+            else:
+                add(number=call.number, response=response, kind=kind)
+            room -= size
+            sent += 1
+            queue.popleft()
+            call.unread_bytes -= size
+            self._unread_bytes -= size
+        return sent
+
+    def _cancel(self, number: int) -> None:
+        if self._announced and number > self._last_number:
+            return
+        if not 0 < number <= self._last_number:
+            raise ProtocolViolation("unknown_call", f"received a cancel of call {number}, which was not sent")
+        unfinished = self._unfinished.pop(number, None)
+        if unfinished is not None:
+            self._unfinished_bytes -= unfinished.size
+        call = self._calls.get(number)
+        if call is not None:
+            call.fail(CallRefused(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+            call.cancelled()
+
+    def _receive_call(self, item: CallRequest) -> None:
+        number = item.number
+        if number == self._last_number + 1:
+            if self._announced:
+                return  # The client knows that calls after the last one are not run.
+            self._last_number = number
+            call = ServerCall(self, number, item.time_left_ms / 1e3 if item.time_left_ms else None, item.trace_context)
+            self._calls[number] = call
+            counts = self.counts
+            counts.calls += 1
+            counts.running += 1
+            if len(self._calls) > self._limits.calls:
+                call.fail(
+                    CallRefused(
+                        grpc.StatusCode.RESOURCE_EXHAUSTED, f"the stream runs its {self._limits.calls} calls already"
+                    )
+                )
+            if item.more:
+                if len(self._unfinished) >= self._limits.calls:
+                    raise ProtocolViolation("unfinished", f"received parts of more than {self._limits.calls} calls")
+                self._unfinished[number] = unfinished = _Unfinished(call, item.method, [], 0)
+                self._add_part(unfinished, item)
+            else:
+                self._start(call, item.method, item.request)
+            return
+        found = self._unfinished.get(number)
+        if found is not None:
+            self._add_part(found, item)
+        elif not self._announced or number <= self._last_number:
+            raise ProtocolViolation(
+                "unknown_call", f"expected call {self._last_number + 1} or a further part, received call {number}"
+            )
+
+    def _add_part(self, unfinished: _Unfinished, item: CallRequest) -> None:
+        call = unfinished.call
+        size = len(item.request)
+        if not call.ended:
+            unfinished.parts.append(item.request)
+            unfinished.size += size
+            self._unfinished_bytes += size
+            if max(unfinished.size, self._unfinished_bytes // 2) > self._limits.request_bytes:
+                call.fail(
+                    CallRefused(
+                        grpc.StatusCode.RESOURCE_EXHAUSTED,
+                        f"expected a request of at most {self._limits.request_bytes} bytes, received a longer one",
+                    )
+                )
+                self._unfinished_bytes -= unfinished.size
+                unfinished.parts, unfinished.size = [], 0
+        if not item.more:
+            del self._unfinished[call.number]
+            self._unfinished_bytes -= unfinished.size
+            self._start(call, unfinished.method, b"".join(unfinished.parts))
+
+    def _start(self, call: ServerCall, index: int, request: bytes) -> None:
+        if call.ended:
+            return
+        if index >= len(self._methods):
+            call.fail(CallRefused(grpc.StatusCode.UNIMPLEMENTED, f"the call stream has no method {index}"))
+            return
+        method = self._methods[index]
+        try:
+            if method.unary is None:
+                assert method.streaming is not None  # noqa: S101 - a method has one handler
+                method.streaming(request, call)
+                return
+            answer = method.unary(request, call)
+            if isinstance(answer, bytes):
+                call.end(answer)
+            else:
+                self._run(call, answer)
+        except CallRefused as refused:
+            call.fail(refused)
+        except Exception:
+            log.exception("call.failed", method=method.name)
+            call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
