@@ -205,7 +205,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_delays_nobody() 
             largest = max(largest, stalled.unread_bytes)
             assert await client.call(ECHO, b"x") == b"x"
         assert largest <= 17 << 20
-        assert server.streams.counts.ended["unread"] == 1
+        await until(lambda: server.streams.counts.ended["unread"] == 1)
         rpc.cancel()
 
 

@@ -29,6 +29,9 @@ _OPENING_SECONDS = 10.0
 _TICK_SECONDS = 1.0
 _SILENT_TICKS = 10
 """Consecutive ticks without a message after which a client that sends pings is gone: it sends several in each."""
+_LAST_WRITE_SECONDS = 1.0
+"""Time for a write to finish before the stream ends with a status, seconds. gRPC cannot send one during the first
+write; a later write that takes so long is cancelled."""
 _UNARY_DEFAULT_SECONDS = 30.0
 """Time limit of unary calls whose client sets none, seconds, as over an ordinary RPC."""
 _STATUS_KEY = "grpc-status-details-bin"
@@ -155,6 +158,7 @@ class _Connection:
         self._ended: asyncio.Future[ProtocolViolation | str] = asyncio.get_running_loop().create_future()
         """Why the stream ends."""
         self._half_closed = False
+        self._stopping = False
         self.stream = ServerStream(parse_request(first, limits), methods, limits, counts, self._wakeup.set, run)
         self.stream.on_overflow = self._overflow
 
@@ -164,14 +168,19 @@ class _Connection:
         counts.opened += 1
         counts.streams += 1
         log.info("call_stream.opened", client=self.stream.client_name)
+        writing = asyncio.create_task(self._write(), name="call-stream-write")
         tasks = [
+            writing,
             asyncio.create_task(self._read(), name="call-stream-read"),
-            asyncio.create_task(self._write(), name="call-stream-write"),
             asyncio.create_task(self._end_when_silent(), name="call-stream-silence"),
         ]
         reason = "lost"
         try:
             ended = await self._ended
+            self.stream.lose()
+            self._stopping = True
+            self._wakeup.set()
+            await asyncio.wait([writing], timeout=_LAST_WRITE_SECONDS)
             if isinstance(ended, ProtocolViolation):
                 reason = ended.reason
                 _refuse(self._context, ended)
@@ -213,10 +222,10 @@ class _Connection:
 
     async def _write(self) -> None:
         context, stream, wakeup = self._context, self.stream, self._wakeup
-        while True:
+        while not self._stopping:
             await wakeup.wait()
             wakeup.clear()
-            while (message := stream.next_message()) is not None:
+            while not self._stopping and (message := stream.next_message()) is not None:
                 await context.write(message)
             if stream.drained:
                 self._end("closed" if self._half_closed else "draining")
