@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from kvrouter.indexer.snapshots import coordinator as snapshots
+from kvrouter.indexer.snapshots import coordinator, files
 from kvrouter.indexer.snapshots.coordinator import Snapshots
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.v1.names import ComponentName
@@ -59,7 +59,8 @@ async def test_snapshots_abandoned_at_a_step_do_not_add_up(
         for _ in range(2):
             await taken.take(index.position)
         with monkeypatch.context() as patched:
-            patched.setattr(snapshots, "reach", fail)
+            for module in (coordinator, files):
+                patched.setattr(module, "reach", fail)
             for _ in range(6):
                 with pytest.raises(TimeoutError):
                     await taken.take(index.position)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -27,7 +26,8 @@ from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.ingest.jetstream import created_unix_ns, heed_cancellation
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshots.failpoints import reach
-from kvrouter.indexer.snapshots.format import InvalidSnapshot, Snapshot, SnapshotCheck, SnapshotWriter, decode
+from kvrouter.indexer.snapshots.files import SnapshotFiles, stream_message
+from kvrouter.indexer.snapshots.format import InvalidSnapshot, Snapshot
 from kvrouter.indexer.snapshots.lock import AcquiredLock, LockLost, acquired, live_replicas, read_pointer
 from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshots.store import SnapshotStore
@@ -36,11 +36,9 @@ from kvrouter.net.etcd import AWAY as ETCD_AWAY
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
-from kvrouter.v1.snapshot_pb2 import SnapshotHeader, SnapshotPointer, SnapshotRef
-from kvrouter.v1.snapshot_pb2 import StreamIdentity as StreamMessage
+from kvrouter.v1.snapshot_pb2 import SnapshotPointer, SnapshotRef
 from nats.aio.client import Client
 from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
@@ -48,7 +46,6 @@ from nats.js.errors import NotFoundError
 log = structlog.get_logger(component="indexer")
 
 AWAY = (*NATS_AWAY, *ETCD_AWAY)
-_CHUNK_BLOCKS = 1024  # each is encoded on the loop, in about 0.2 ms
 _RETRY_SECONDS = (0.3, 5.0)  # first and longest pause
 PositionSource: TypeAlias = Callable[[], Position | None]
 """Returns how far the stream is applied; None before it was first viewed."""
@@ -111,12 +108,7 @@ class Snapshots:
         self._state = state
         self._replica_id = home.replica_id
         self._options = home.options
-        self._header = SnapshotHeader(
-            component=Component(namespace=name.namespace, name=name.name),
-            block_size=descriptor.block_size,
-            hash_scheme=descriptor.hash_scheme,
-            replica_id=home.replica_id,
-        )
+        self._files = SnapshotFiles(self._store, name, descriptor, state, replica_id=home.replica_id)
         self._log = log.bind(component_name=str(name))
         self.current = SnapshotRef()
         """The newest snapshot, as last read from etcd; empty for none."""
@@ -191,7 +183,7 @@ class Snapshots:
                 continue
             began = time.monotonic()
             try:
-                snapshot = await self._read(ref.object_name)
+                snapshot = await self._files.read(ref.object_name)
             except InvalidSnapshot as error:
                 self.unusable += 1
                 self._log.error("snapshot.unusable", name=ref.object_name, reason=str(error))
@@ -211,10 +203,6 @@ class Snapshots:
             identity = StreamIdentity(header.stream.name, header.stream.created_unix_ns)
             return Position(identity, header.stream_sequence, 0)
         return None
-
-    async def _read(self, name: str) -> Snapshot:
-        data = await self._store.get(name)
-        return await asyncio.to_thread(decode, data, self._header)
 
     async def _load(self, snapshot: Snapshot) -> int:
         blocks = 0
@@ -268,7 +256,7 @@ class Snapshots:
                 kept = SnapshotPointer()
             # Objects of failed attempts must not accumulate.
             await self._sweep(lock, kept)
-            ref, blocks = await self._write(at)
+            ref, blocks = await self._files.write(at)
             reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=kept.current)
             await lock.move(before, pointer)
@@ -280,45 +268,6 @@ class Snapshots:
             reach("snapshot.pointed")
             await self._clean(lock, pointer)
             return ref, blocks
-
-    async def _write(self, at: Position) -> tuple[SnapshotRef, int]:
-        taken = time.time_ns()
-        header = SnapshotHeader()
-        header.CopyFrom(self._header)
-        header.stream.CopyFrom(_stream(at.identity))
-        header.stream_sequence = at.applied
-        header.taken_unix_ns = taken
-        writer = SnapshotWriter(header)
-        for info in await self._state.ranks():
-            async for chunk in self._state.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS):
-                writer.add(chunk)
-        reach("snapshot.read")
-        parts = writer.parts()
-        size = sum(map(len, parts))
-        name = f"{taken:020d}-{self._replica_id}"
-        await self._store.put(name, parts)
-        reach("snapshot.put")
-        await self._verify(name)
-        ref = SnapshotRef(
-            object_name=name,
-            stream_sequence=at.applied,
-            stream=header.stream,
-            taken_unix_ns=taken,
-            bytes=size,
-        )
-        return ref, writer.blocks
-
-    async def _verify(self, name: str) -> None:
-        """Reads a snapshot back.
-
-        Raises:
-            InvalidSnapshot: it is missing, incomplete or damaged.
-        """
-        check = SnapshotCheck(self._header)
-        async with aclosing(self._store.pieces(name)) as pieces:
-            async for piece in pieces:
-                check.add(piece)
-        check.finish()
 
     async def _clean(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
         """Deletes objects that the pointer does not name, then purges what both snapshots cover from the stream.
@@ -408,14 +357,10 @@ class Snapshots:
 
 def _covers(ref: SnapshotRef, at: Position) -> bool:
     """Returns whether a snapshot covers all that is applied at a position."""
-    return ref.stream == _stream(at.identity) and ref.stream_sequence >= at.applied
+    return ref.stream == stream_message(at.identity) and ref.stream_sequence >= at.applied
 
 
 def _bytes_after(info: StreamInfo, sequence: int) -> float:
     """Returns the estimated size of the messages after a sequence, in bytes, from the mean message size."""
     messages = info.state.last_seq - max(sequence, info.state.first_seq - 1)
     return info.state.bytes * messages / max(1, info.state.messages)
-
-
-def _stream(identity: StreamIdentity) -> StreamMessage:
-    return StreamMessage(name=identity.name, created_unix_ns=identity.created_unix_ns)
