@@ -7,7 +7,6 @@ is queued. Once a rank has room, it is decided again and booked.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -21,11 +20,11 @@ from kvrouter.runtime.errors import (
     DeadlineExceeded,
     KvRouterError,
     NoWorkers,
-    RequestIdReused,
 )
+from kvrouter.scheduler.api.repeated_selections import RepeatedSelections
 from kvrouter.scheduler.api.selection_response import selection_response
 from kvrouter.scheduler.bookings.booking import Booking, Placement
-from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
+from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, stage_of
@@ -79,7 +78,6 @@ class Selector:
         """
         self.reader = RequestReader(pools, thresholds, options, max_prompt_tokens=max_prompt_tokens)
         self._pools = pools
-        self._booking_table = booking_table
         self._booking_leases = booking_leases
         self._decisions = decisions
         self._indexers = indexers
@@ -90,7 +88,7 @@ class Selector:
         self._predictions = predictions
         self._affinity = Affinity(0) if affinity is None else affinity
         self._is_behind = is_behind
-        self._under_way: dict[Key, asyncio.Event] = {}
+        self._repeated = RepeatedSelections(booking_table, booking_leases, metrics, clock)
         self.queued = (
             QueuedRequests(self, metrics, max_queued_requests=max_queued_requests, clock=clock)
             if max_queued_requests
@@ -123,7 +121,7 @@ class Selector:
             if key is None:
                 response = await self._select(context, request, deadline)
             else:
-                response = await self._select_once(context, key, request, deadline)
+                response = await self._repeated.once(context, key, lambda: self._select(context, request, deadline))
             queued_seconds = response.queued_us / 1e6
             return response
         except KvRouterError as error:
@@ -188,7 +186,7 @@ class Selector:
         if key is not None:
             response.prefill_tokens = decision.prefill_tokens
             if not self._book(context, key, decision, response):
-                return self._booked_meanwhile(context, key)
+                return self._repeated.booked_meanwhile(context, key)
         pool.previous[decision.mode] = decision.rank
         self._record(decision)
         return response
@@ -208,25 +206,6 @@ class Selector:
             conversation=context.conversation,
         )
         return self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms)
-
-    async def _select_once(
-        self, context: RequestContext, key: Key, request: SelectWorkerRequest, deadline: Deadline
-    ) -> SelectWorkerResponse:
-        """Returns the first outcome for a key, however many calls request it, at once or later."""
-        while True:
-            repeated = self._repeated(context, key)
-            if repeated is not None:
-                return repeated
-            under_way = self._under_way.get(key)
-            if under_way is None:
-                break
-            await under_way.wait()
-        done = self._under_way[key] = asyncio.Event()
-        try:
-            return await self._select(context, request, deadline)
-        finally:
-            del self._under_way[key]
-            done.set()
 
     async def _select(
         self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline
@@ -258,33 +237,6 @@ class Selector:
                 )
             )
             raise
-
-    def _repeated(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:
-        now = self._clock()
-        booking = self._booking_table.find(key, now)
-        if booking is None:
-            return None
-        if (
-            booking.component != context.pool.name
-            or booking.prompt.sequence_hashes != context.prompt.sequence_hashes
-            or booking.prompt.tokens != context.prompt.tokens
-        ):
-            raise RequestIdReused(key[0])
-        # Booked at another Scheduler, whose caller has come here.
-        options = context.booking
-        self._booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.session_token)
-        self._metrics.repeated.inc()
-        outcome = SelectWorkerResponse()
-        outcome.CopyFrom(booking.outcome)
-        outcome.repeated = True
-        return outcome
-
-    def _booked_meanwhile(self, context: RequestContext, key: Key) -> SelectWorkerResponse:
-        """Returns the outcome at another Scheduler, announced while the request was decided here."""
-        repeated = self._repeated(context, key)
-        if repeated is None:
-            raise BookingFreed(key[0])
-        return repeated
 
     def _check(self, context: RequestContext) -> None:
         booking = context.booking
