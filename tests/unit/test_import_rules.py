@@ -68,6 +68,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "events": ("errors",),
         "journal": ("config", "errors", "events"),
         "publishing": ("errors", "events", "journal"),
+        "adapters": ("errors", "events", "publishing"),
         "worker_server": ("errors", "publishing"),
         "worker": ("config", "errors", "journal", "publish_only", "publishing", "registration", "worker_server"),
     },

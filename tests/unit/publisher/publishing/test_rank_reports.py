@@ -196,6 +196,15 @@ def test_lost_events_leave_the_rank_partial_until_it_is_cleared() -> None:
     assert rank.stats().events_lost == 1
 
 
+def test_lost_stores_cost_no_blocks() -> None:
+    rank = publisher()
+    rank.stored(token_ids=tokens(0, 2), engine_hashes=[1, 2])
+    for _ in range(2):
+        rank.events_lost(removals=False)
+    stats = rank.stats()
+    assert (stats.partial, stats.events_lost, stats.blocks) == (True, 1, 2)
+
+
 def test_one_rank_restarts_while_the_worker_continues() -> None:
     rank = publisher()
     rank.stored(token_ids=tokens(0, 2), engine_hashes=[1, 2])

@@ -248,16 +248,23 @@ class RankPublisher:
         with self._lock:
             self._clear(tier, partial=self._partial and tier != Tier.TIER_UNSPECIFIED)
 
-    def events_lost(self) -> None:
-        """Reports that events of the engine were lost, so that removals may be missing: drops all blocks.
+    def events_lost(self, *, removals: bool = True) -> None:
+        """Reports that events of the engine were lost.
 
-        What is reported from now on is published, but the rank is partial: blocks below dropped ones are unknown.
-        ``cleared`` and ``restarted`` make it complete again.
+        If removals may be among them, all blocks are dropped. What is reported from now on is published, but the rank
+        is partial: blocks below lost ones are unknown. ``cleared`` and ``restarted`` make it complete again.
         """
         with self._lock:
-            self._losses += 1
-            self._clear(Tier.TIER_UNSPECIFIED, partial=True)
-        log.warning("publish.engine_events_lost", rank=self.dp_rank)
+            is_news = removals or not self._partial
+            self._losses += is_news
+            if removals:
+                self._clear(Tier.TIER_UNSPECIFIED, partial=True)
+            elif is_news:
+                self._partial = True
+                if self._reported is None:
+                    self._commit([], NO_POSITION)
+        if is_news:
+            log.warning("publish.engine_events_lost", rank=self.dp_rank, dropped=removals)
 
     def restarted(self) -> None:
         """Reports that the engine of this rank restarted with an empty cache, while the other ranks continue."""
