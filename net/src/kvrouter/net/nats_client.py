@@ -2,6 +2,9 @@
 
 The client library decodes both in its read loop and stops reading if that fails. The connection then receives nothing
 until its pings time out, and a redelivered stream message stops it again.
+
+Of headers it parses only those that begin with a status of the server. kvrouter reads no others, and to parse the id
+and the stream that come with each event took longer than to apply the event.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from nats.aio.msg import Msg
 
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
+_STATUS_LINE = b"NATS/1.0 "
 
 
 class TolerantClient(Client):
-    """Delivers every message: escapes undecodable bytes of its subject, and drops headers that cannot be parsed."""
+    """Delivers every message, with its headers if they have a status. Escapes undecodable bytes of its subject."""
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        if headers is None or not headers.startswith(_STATUS_LINE):
+            return None
         try:
             parsed: dict[str, str] | None = await super()._process_headers(headers)
         except (ValueError, IndexError):
@@ -37,4 +43,4 @@ class TolerantClient(Client):
 
 
 def _escaped(raw: bytes) -> bytes:
-    return raw.decode(errors="backslashreplace").encode()
+    return raw if raw.isascii() else raw.decode(errors="backslashreplace").encode()

@@ -195,12 +195,13 @@ async def test_a_worker_that_comes_back_in_a_lower_incarnation_counts_and_its_fo
 ) -> None:
     config = worker_config(component, etcd_endpoint, nats_url, 1)
     async with indexing(connection, component) as index, caching(config) as (worker, cache):
-        cache.live(30)
-        await worker.flush()
         # The index has this worker in an incarnation of years ahead, as its clock was wrong, or somebody lied.
         late = registration_of(worker)
         late.ranks[0].incarnation += 10 * 365 * 86_400 * 10**9
         index.update_workers({1: late})
+        await until(lambda: index.state.incarnations.current(RANK) == late.ranks[0].incarnation)
+        cache.live(30)
+        await worker.flush()
         await until(lambda: index.ready)
         await agrees(index, worker, cache)
         assert index.state.incarnations.current(RANK) == worker.incarnation, "the worker's own word"

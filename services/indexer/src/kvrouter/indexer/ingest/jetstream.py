@@ -8,21 +8,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import nats.errors
+from kvrouter.indexer.ingest.pull import REQUESTED_MESSAGES, Pull
 from kvrouter.indexer.ingest.read_position import ConsumerView, DeliveryOrder, StreamIdentity, StreamView
 from kvrouter.net.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, StreamInfo
 from nats.js.errors import NotFoundError
 
 AWAY = (nats.errors.Error, TimeoutError, OSError)
 """Errors of calls when NATS is unreachable, or a stream or consumer is gone. Retry after viewing the stream again."""
 
-_FETCH_MESSAGES = 64
-_MESSAGE_BYTES = 1 << 20  # the server's limit; the contract allows half of it
-_MAX_ACK_PENDING = 4 * _FETCH_MESSAGES
+_MAX_ACK_PENDING = 4 * REQUESTED_MESSAGES
+_ACKNOWLEDGED_TOGETHER = REQUESTED_MESSAGES
 # Longer than it takes to apply all unacknowledged messages. A second delivery is harmless, but wasted work.
 _ACK_WAIT_SECONDS = 60.0
 # A replica that was away for longer recreates its consumer anyway, so the server need not keep it.
@@ -55,9 +54,10 @@ class DurableConsumer:
         self._js = connection.jetstream()
         self._component = component
         self._durable = f"indexer-{replica_id}"
-        self._subscription: JetStreamContext.PullSubscription | None = None
+        self._pull: Pull | None = None
         self._order = DeliveryOrder()
-        self._pending = 0
+        self._unacknowledged: Msg | None = None
+        self._unacknowledged_count = 0
         self._lost = True
         self._reconnects = self.connection.stats["reconnects"]
 
@@ -89,7 +89,7 @@ class DurableConsumer:
             info = await self._js.consumer_info(self._component.stream, self._durable)
         except NotFoundError:
             return None
-        return self._seen(info)
+        return _consumer_view(info)
 
     def forsake(self) -> None:
         """Marks the consumer as lost, so that ``view`` returns None and it is recreated."""
@@ -129,15 +129,12 @@ class DurableConsumer:
                 inactive_threshold=_INACTIVE_SECONDS,
             ),
         )
-        self._subscription = await self._js.pull_subscribe_bind(
-            stream=stream,
-            durable=self._durable,
-            pending_msgs_limit=2 * _FETCH_MESSAGES,
-            pending_bytes_limit=2 * _FETCH_MESSAGES * _MESSAGE_BYTES,
-        )
+        self._pull = Pull(self.connection, stream, self._durable)
+        await self._pull.open()
+        self._unacknowledged, self._unacknowledged_count = None, 0
         self._order = DeliveryOrder()
         self._lost = False
-        return self._seen(info)
+        return _consumer_view(info)
 
     async def fetch(self, wait_seconds: float) -> Delivery | None:
         """Returns the next messages; None if none arrived within ``wait_seconds``.
@@ -146,14 +143,10 @@ class DurableConsumer:
             DeliveryLost: a delivery is missing; the consumer must be recreated.
             AWAY: NATS does not answer, or the consumer is gone.
         """
-        if self._subscription is None:
+        if self._pull is None:
             raise DeliveryLost("expected a consumer, found none; it is recreated")
-        # The server holds a request for many messages until it is full, so a quiet stream is read one by one.
-        count = min(_FETCH_MESSAGES, max(1, self._pending))
-        try:
-            messages = await self._subscription.fetch(count, timeout=wait_seconds)
-        except TimeoutError:
-            self._pending = 0
+        messages = await self._pull.take(wait_seconds)
+        if not messages:
             return None
         try:
             deliveries = [message.metadata for message in messages]
@@ -164,16 +157,28 @@ class DurableConsumer:
             if not self._order.follows(delivery.sequence.consumer):
                 raise DeliveryLost(f"expected delivery {self._order.last + 1}, received {delivery.sequence.consumer}")
         last = deliveries[-1]
-        self._pending = last.num_pending
         return Delivery(messages, last.sequence.stream, last.num_pending)
 
     async def acknowledge(self, delivery: Delivery) -> None:
-        """Acknowledges all messages up to the end of a delivery, which must be applied.
+        """Marks all messages up to the end of a delivery as applied; tells the server about many of them together.
 
         Raises:
             AWAY: the connection is lost; the next acknowledgement includes this one.
         """
-        await delivery.messages[-1].ack()
+        self._unacknowledged = delivery.messages[-1]
+        self._unacknowledged_count += len(delivery.messages)
+        if self._unacknowledged_count >= _ACKNOWLEDGED_TOGETHER:
+            await self.acknowledge_rest()
+
+    async def acknowledge_rest(self) -> None:
+        """Tells the server about all applied messages that it does not know about.
+
+        Raises:
+            AWAY: the connection is lost; the next acknowledgement includes this one.
+        """
+        last, self._unacknowledged, self._unacknowledged_count = self._unacknowledged, None, 0
+        if last is not None:
+            await last.ack()
 
     async def close(self) -> None:
         """Deletes the consumer. If NATS is unreachable, the server deletes it after 10 minutes without use."""
@@ -182,16 +187,16 @@ class DurableConsumer:
                 await self._unsubscribe()
                 await self._js.delete_consumer(self._component.stream, self._durable)
 
-    def _seen(self, info: ConsumerInfo) -> ConsumerView:
-        self._pending = info.num_pending or 0
-        delivered = info.delivered.stream_seq if info.delivered else 0
-        return ConsumerView(_unix_ns(info.created), delivered, self._pending)
-
     async def _unsubscribe(self) -> None:
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
+        pull, self._pull = self._pull, None
+        if pull is not None:
             with contextlib.suppress(*AWAY):
-                await subscription.unsubscribe()
+                await pull.close()
+
+
+def _consumer_view(info: ConsumerInfo) -> ConsumerView:
+    delivered = info.delivered.stream_seq if info.delivered else 0
+    return ConsumerView(_unix_ns(info.created), delivered, info.num_pending or 0)
 
 
 def created_unix_ns(info: StreamInfo) -> int:

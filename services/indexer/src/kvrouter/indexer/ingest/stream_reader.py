@@ -149,6 +149,7 @@ class Ingest:
             delivery = await self._consumer.fetch(_WAIT_SECONDS)
             heed_cancellation()
             if delivery is None:
+                await self._consumer.acknowledge_rest()
                 continue
             await self._apply(thread, delivery)
             self._note_recovery()
