@@ -182,12 +182,12 @@ class Parts:
         self.metrics = SchedulerMetrics(self.registry)
         self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
         self.booking_table = BookingTable(scheduler or (0, ""))
-        self.booking_table.subscribe(BookingStatistics(self.metrics).receive)
+        BookingStatistics(self.metrics).follow(self.booking_table)
         self.booking_leases = BookingLeases(self.booking_table, session_grace_seconds=grace)
         self.sync_metrics = SyncMetrics(self.registry)
         self.sync = ReplicaSync(self.booking_table, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
         if scheduler is not None:
-            self.booking_table.subscribe(self.sync.receive)
+            self.sync.follow()
         self.decisions = Decisions(decisions)
         self.options = options or RoutingOptions()
         self.board = ThresholdBoard(self.options.thresholds)
@@ -209,11 +209,11 @@ class Parts:
             affinity=affinity,
             max_queued_requests=max_queued_requests,
         )
-        self.booking_table.subscribe(affinity.receive)
+        affinity.follow(self.booking_table)
         if predictions is not None:
-            self.booking_table.subscribe(predictions.receive)
+            predictions.follow(self.booking_table)
         if self.selector.queued is not None:
-            self.booking_table.subscribe(self.selector.queued.receive)
+            self.selector.queued.follow(self.booking_table)
         self.bookings = BookingUpdates(self.booking_table, self.booking_leases, self.pools, self.metrics, clock)
         self.sessions = Sessions(
             self.booking_leases, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock

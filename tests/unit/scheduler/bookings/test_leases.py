@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
 from kvrouter.scheduler.bookings.booking import Booking, Placement
-from kvrouter.scheduler.bookings.changes import BookingChange, Freed, SessionEnded
+from kvrouter.scheduler.bookings.changes import Freed, SessionEnded
 from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.booked_load import Accounting
@@ -22,7 +22,8 @@ class Books:
     def __init__(self, *, grace: float = 10.0, tombstones: int = 1 << 16) -> None:
         self.pool = Pool(view(worker(1)), Accounting(), report_age_seconds=10)
         self.booking_table = BookingTable(tombstones=tombstones)
-        self.booking_table.subscribe(self._receive)
+        self.booking_table.subscribe(Freed, self._freed)
+        self.booking_table.subscribe(SessionEnded, lambda change: self._ended.append(change))
         self.booking_leases = BookingLeases(self.booking_table, session_grace_seconds=grace)
         self._expired: list[Booking] = []
         self._ended: list[SessionEnded] = []
@@ -52,12 +53,9 @@ class Books:
     def requests(self) -> int:
         return self.pool.booked_load.load_by_rank()[RANK].requests
 
-    def _receive(self, change: BookingChange) -> None:
-        match change:
-            case SessionEnded():
-                self._ended.append(change)
-            case Freed(booking=Booking() as booking, is_expired=True):
-                self._expired.append(booking)
+    def _freed(self, change: Freed) -> None:
+        if change.booking is not None and change.is_expired:
+            self._expired.append(change.booking)
 
 
 def test_a_session_takes_its_bookings_with_it_after_the_grace() -> None:

@@ -65,7 +65,7 @@ async def running(
     pools = Pools(runtime.directory, settings.accounting(), report_age_seconds=settings.load_report_age_seconds)
     scheduler = (time.time_ns(), runtime.instance_id)
     booking_table = BookingTable(scheduler)
-    booking_table.subscribe(BookingStatistics(metrics).receive)
+    BookingStatistics(metrics).follow(booking_table)
     booking_leases = BookingLeases(booking_table, session_grace_seconds=settings.session_grace_seconds)
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
@@ -79,9 +79,9 @@ async def running(
     remote_indexers = RemoteIndexers(runtime.directory)
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
-    booking_table.subscribe(affinity.receive)
+    affinity.follow(booking_table)
     if predictions is not None:
-        booking_table.subscribe(predictions.receive)
+        predictions.follow(booking_table)
     overload = OverloadDetector(settings.overload_lag_ms)
     if settings.ignored_options():
         log.warning("options.ignored", options=settings.ignored_options())
@@ -94,7 +94,7 @@ async def running(
             grace_seconds=settings.session_grace_seconds,
             clock=clock,
         )
-        booking_table.subscribe(sync.receive)
+        sync.follow()
         link = SyncLink(
             sync,
             runtime.nats,
@@ -172,7 +172,7 @@ async def running(
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
     if selector.queued is not None:
-        booking_table.subscribe(selector.queued.receive)
+        selector.queued.follow(booking_table)
         runtime.registry.register(QueueMetrics(selector.queued))
         tasks.append(runtime.spawn(selector.queued.run(), "queued requests"))
     try:

@@ -1,8 +1,8 @@
-"""The changes of the booking table, as its listeners receive them: each after it has happened."""
+"""The changes of the booking table. A listener receives those of its kind, each after it has happened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvrouter.scheduler.bookings.booking import Booking, SchedulerIncarnation
@@ -75,5 +75,3 @@ class SessionEnded(NamedTuple):
 
 
 BookingChange = Booked | Moved | OwnerAdded | OwnerRemoved | PrefillCompleted | OutputGenerated | Freed | SessionEnded
-Listener = Callable[[BookingChange], None]
-"""Receives every change, in order. Must not change the table."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import structlog
 from kvrouter.scheduler.bookings.booking import Booking
-from kvrouter.scheduler.bookings.changes import BookingChange, Freed, SessionEnded
+from kvrouter.scheduler.bookings.changes import Freed, SessionEnded
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.metrics import SchedulerMetrics
 
 log = structlog.get_logger(component="scheduler")
@@ -16,19 +17,24 @@ class BookingStatistics:
     def __init__(self, metrics: SchedulerMetrics) -> None:
         self._metrics = metrics
 
-    def receive(self, change: BookingChange) -> None:
-        """Counts a change."""
-        match change:
-            case Freed(booking=Booking() as booking, is_expired=is_expired, cached_tokens=cached_tokens):
-                if is_expired:
-                    self._lease_expired(booking)
-                if cached_tokens is not None:
-                    self._compare_prediction(booking, cached_tokens)
-            case SessionEnded(session_id, client_name, bookings):
-                self._metrics.lost_bookings.inc(len(bookings))
-                log.info("session.expired", session=session_id, client=client_name, bookings=len(bookings))
-            case _:
-                pass
+    def follow(self, booking_table: BookingTable) -> None:
+        """Subscribes to the changes that it counts."""
+        booking_table.subscribe(Freed, self._freed)
+        booking_table.subscribe(SessionEnded, self._session_ended)
+
+    def _freed(self, change: Freed) -> None:
+        booking = change.booking
+        if booking is None:
+            return
+        if change.is_expired:
+            self._lease_expired(booking)
+        if change.cached_tokens is not None:
+            self._compare_prediction(booking, change.cached_tokens)
+
+    def _session_ended(self, change: SessionEnded) -> None:
+        bookings = len(change.bookings)
+        self._metrics.lost_bookings.inc(bookings)
+        log.info("session.expired", session=change.session_id, client=change.client_name, bookings=bookings)
 
     def _lease_expired(self, booking: Booking) -> None:
         self._metrics.expired_leases.inc()

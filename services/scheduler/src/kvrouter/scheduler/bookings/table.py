@@ -9,14 +9,14 @@ different ranks, the rank of the greatest (incarnation, id) counts.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from typing import Any, TypeVar
 
 from kvrouter.scheduler.bookings.booking import Booking, Placement, SchedulerIncarnation
 from kvrouter.scheduler.bookings.changes import (
     Booked,
     BookingChange,
     Freed,
-    Listener,
     Moved,
     OutputGenerated,
     OwnerAdded,
@@ -25,6 +25,8 @@ from kvrouter.scheduler.bookings.changes import (
     SessionEnded,
 )
 from kvrouter.scheduler.identifiers import Key
+
+_Change = TypeVar("_Change", bound=BookingChange)
 
 
 class BookingTable:
@@ -43,11 +45,15 @@ class BookingTable:
         # Whether a key was freed, or only dropped with its last owner, which learned nothing of its end.
         self._gone: OrderedDict[Key, bool] = OrderedDict()
         self._max_gone = tombstones
-        self._listeners: list[Listener] = []
+        # By kind, since most listeners need few kinds, and calls about bookings are made for each token.
+        self._listeners: dict[type[Any], list[Callable[[Any], None]]] = {}
 
-    def subscribe(self, listener: Listener) -> None:
-        """Passes every later change to a listener."""
-        self._listeners.append(listener)
+    def subscribe(self, kind: type[_Change], listener: Callable[[_Change], None]) -> None:
+        """Passes every later change of one kind to a listener, which must not change the table.
+
+        Listeners receive changes in order, and one change in the order of their subscriptions.
+        """
+        self._listeners.setdefault(kind, []).append(listener)
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""
@@ -199,7 +205,7 @@ class BookingTable:
         return booking
 
     def _publish(self, change: BookingChange) -> None:
-        for listener in self._listeners:
+        for listener in self._listeners.get(type(change), ()):
             listener(change)
 
     def _note_progress(self, booking: Booking, *, is_remote: bool) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrouter.core import PredictedIndex, Rank
-from kvrouter.scheduler.bookings.changes import Booked, BookingChange, Moved
+from kvrouter.scheduler.bookings.changes import Booked, Moved
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.prompt import Prompt
@@ -55,10 +56,12 @@ class Predictions:
         found = predicted.index.overlaps(prompt.local_hashes, self._clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
 
-    def receive(self, change: BookingChange) -> None:
-        """Records the blocks of a new or moved booking for its rank."""
-        if not isinstance(change, Booked | Moved):
-            return
+    def follow(self, booking_table: BookingTable) -> None:
+        """Subscribes to new and moved bookings, to record their blocks for their ranks."""
+        booking_table.subscribe(Booked, self._placed)
+        booking_table.subscribe(Moved, self._placed)
+
+    def _placed(self, change: Booked | Moved) -> None:
         booking = change.booking
         candidate = booking.pool.worker_set.candidate(booking.rank)
         if candidate is not None and booking.prompt.local_hashes:

@@ -23,7 +23,8 @@ import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
-from kvrouter.scheduler.bookings.changes import BookingChange, Freed, Moved, OwnerRemoved, PrefillCompleted
+from kvrouter.scheduler.bookings.changes import Freed, Moved, OwnerRemoved, PrefillCompleted
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
@@ -211,17 +212,16 @@ class QueuedRequests:
                 self._refuse_late(component, key)
             self._release(component)
 
-    def receive(self, change: BookingChange) -> None:
-        """Looks at the queues anew after a change of the bookings that makes room."""
-        match change:
-            case PrefillCompleted(booking, _) | Moved(booking):
-                self._progressed(booking.key)
-            case OwnerRemoved(booking, _) if not booking.owners:
-                self._progressed(booking.key)
-            case Freed(key):
-                self._progressed(key)
-            case _:
-                pass
+    def follow(self, booking_table: BookingTable) -> None:
+        """Subscribes to the changes of bookings that make room, after which it looks at the queues anew."""
+        booking_table.subscribe(PrefillCompleted, lambda change: self._progressed(change.booking.key))
+        booking_table.subscribe(Moved, lambda change: self._progressed(change.booking.key))
+        booking_table.subscribe(OwnerRemoved, self._owner_removed)
+        booking_table.subscribe(Freed, lambda change: self._progressed(change.key))
+
+    def _owner_removed(self, change: OwnerRemoved) -> None:
+        if not change.booking.owners:
+            self._progressed(change.booking.key)
 
     def _progressed(self, key: Key) -> None:
         for component in self._components.values():

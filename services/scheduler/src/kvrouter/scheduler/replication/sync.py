@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.bookings.changes import (
-    BookingChange,
     Freed,
     OutputGenerated,
     OwnerAdded,
@@ -65,24 +63,27 @@ class ReplicaSync:
             )
         return replicas
 
-    def receive(self, change: BookingChange) -> None:
-        """Passes a change of the booking table to the replicas of its component.
+    def follow(self) -> None:
+        """Subscribes to the changes of the booking table that are announced to the replicas of their component."""
+        subscribe = self.booking_table.subscribe
+        subscribe(OwnerAdded, self._changed)
+        subscribe(OwnerRemoved, self._changed)
+        subscribe(PrefillCompleted, self._changed)
+        subscribe(OutputGenerated, self._changed)
+        subscribe(Freed, self._freed)
+        subscribe(SessionEnded, self._session_ended)
 
-        The end of a booking that is unknown here is for all components: a Scheduler of any of them may own it.
-        """
-        match change:
-            case Freed(booking=None):
-                for replicas in self:
-                    replicas.announcer.announce(change)
-            case SessionEnded(bookings=bookings):
-                for component in {booking.component for booking in bookings}:
-                    self.of(component).announcer.announce(change)
-            case Freed(booking=Booking() as booking):
-                self.of(booking.component).announcer.announce(change)
-            case OwnerAdded() | OwnerRemoved() | PrefillCompleted() | OutputGenerated():
-                self.of(change.booking.component).announcer.announce(change)
-            case _:
-                pass
+    def _changed(self, change: OwnerAdded | OwnerRemoved | PrefillCompleted | OutputGenerated) -> None:
+        self.of(change.booking.component).announcer.announce(change)
+
+    def _freed(self, change: Freed) -> None:
+        # The end of a booking that is unknown here is for all components: a Scheduler of any of them may own it.
+        for replicas in self if change.booking is None else (self.of(change.booking.component),):
+            replicas.announcer.announce(change)
+
+    def _session_ended(self, change: SessionEnded) -> None:
+        for component in {booking.component for booking in change.bookings}:
+            self.of(component).announcer.announce(change)
 
     def expire(self, registered: Collection[str]) -> None:
         """Drops the bookings of Schedulers that have been gone for the grace; ``registered`` ones are not gone."""

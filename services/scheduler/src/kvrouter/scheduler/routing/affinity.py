@@ -10,7 +10,8 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.changes import Booked, BookingChange, Moved
+from kvrouter.scheduler.bookings.changes import Booked, Moved
+from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -33,11 +34,14 @@ class Affinity:
         """Returns the rank of a conversation (the digest from ``conversation_of``); None if it has none."""
         return self._ranks.get((component, conversation)) if conversation else None
 
-    def receive(self, change: BookingChange) -> None:
-        """Records the rank of a new or moved booking."""
-        if isinstance(change, Booked | Moved):
-            booking = change.booking
-            self.note(booking.component, booking.conversation, booking.rank)
+    def follow(self, booking_table: BookingTable) -> None:
+        """Subscribes to new and moved bookings, to record their ranks."""
+        booking_table.subscribe(Booked, self._placed)
+        booking_table.subscribe(Moved, self._placed)
+
+    def _placed(self, change: Booked | Moved) -> None:
+        booking = change.booking
+        self.note(booking.component, booking.conversation, booking.rank)
 
     def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
         """Records the rank of a conversation (the digest from ``conversation_of``)."""
