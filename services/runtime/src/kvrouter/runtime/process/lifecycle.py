@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import signal
 import sys
@@ -25,6 +26,9 @@ class StartRefused(Exception):
     """A process cannot run with its configuration. The message says why and what to do."""
 
 
+_YOUNG_OBJECTS = 20_000
+"""New objects after which young garbage is collected."""
+
 _EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, KeyTaken)
 """Failures with a sufficient message, which are logged without a traceback."""
 
@@ -42,6 +46,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSetti
     """
     _refuse_reference(component)
     _allow_descriptors()
+    _collect_rarely()
     logs.configure(settings.log_level, settings.log_format, component)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_until_stopped(main))
@@ -52,6 +57,17 @@ def _allow_descriptors() -> None:
     """Raises the limit of open files to the maximum: shells set 1,024, which is too low for many connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _collect_rarely() -> None:
+    """Leaves what the imports created out of garbage collection, and collects young objects less often.
+
+    A request creates about a thousand objects, none of them garbage in cycles, so that at Python's own threshold of 700
+    each request paid for a collection.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _refuse_reference(component: str) -> None:
