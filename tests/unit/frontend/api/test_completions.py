@@ -4,10 +4,9 @@ import json
 import struct
 from typing import Any
 
-import msgspec
 import pytest
 from kvrouter.frontend.api.completion_request import CompletionRequest
-from kvrouter.frontend.api.completions import Completion
+from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.common_pb2 import Rank
@@ -21,11 +20,6 @@ def parse(**body: Any) -> CompletionRequest:
 
 def read(body: bytes, *, limit: int = 1000) -> CompletionRequest:
     return CompletionRequest.parse(body, max_prompt_tokens=limit)
-
-
-def decoded(answer: dict[str, Any]) -> Any:
-    """An answer as a client reads it."""
-    return json.loads(msgspec.json.encode(answer))
 
 
 def test_fields_reach_the_contract() -> None:
@@ -84,28 +78,43 @@ def test_a_body_that_is_no_json_is_refused() -> None:
         read(b'{"model": ')
 
 
-def test_pieces_add_up() -> None:
-    request = parse()
-    completion = Completion(request.fields.model, request.token_ids)
-    routing = RoutingInfo(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
-    first = decoded(completion.add(GenerateOutput(token_ids=[10, 11], cached_tokens=16), routing))
-    last = completion.add(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH), None)
-    assert first["choices"][0]["token_ids"] == [10, 11]
-    assert first["choices"][0]["prompt_token_ids"] == [1, 2, 3]
-    assert first["choices"][0]["finish_reason"] is None
-    assert "prompt_token_ids" not in last["choices"][0]
-    assert last["choices"][0]["finish_reason"] == "length"
-    whole = decoded(completion.whole())
-    assert whole["choices"][0]["prompt_token_ids"] == [1, 2, 3]
-    assert whole["id"] == "cmpl-r"
-    assert whole["choices"][0]["token_ids"] == [10, 11, 12]
-    assert whole["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 3,
-        "total_tokens": 6,
-        "prompt_tokens_details": {"cached_tokens": 16},
-    }
-    assert whole["kvrouter"]["worker_id"] == 5
+ROUTING = RoutingInfo(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
+PIECES = [
+    GenerateOutput(token_ids=[10, 11], cached_tokens=16),
+    GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH),
+]
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 3,
+    "total_tokens": 6,
+    "prompt_tokens_details": {"cached_tokens": 16},
+}
+
+
+def whole(request: CompletionRequest) -> Any:
+    completion = WholeCompletion(request)
+    completion.routed(ROUTING)
+    for piece in PIECES:
+        completion.output(b"", piece)
+    return json.loads(completion.body())
+
+
+def test_a_whole_response_has_all_pieces() -> None:
+    response = whole(parse())
+    (choice,) = response["choices"]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+    assert choice["token_ids"] == [10, 11, 12]
+    assert choice["finish_reason"] == "length"
+    assert response["id"] == "cmpl-r"
+    assert response["usage"] == USAGE
+    assert response["kvrouter"]["worker_id"] == 5
+
+
+def test_a_whole_response_has_no_token_ids_if_none_are_requested() -> None:
+    response = whole(parse(return_token_ids=False))
+    (choice,) = response["choices"]
+    assert not {"token_ids", "prompt_token_ids"} & choice.keys()
+    assert response["usage"] == USAGE
 
 
 MANY = 300_000

@@ -1,18 +1,19 @@
-"""Response bodies of ``/v1/completions``, in vLLM's format with ``return_token_ids``.
-
-``text`` is always empty, because the gateway has no tokenizer.
-"""
+"""The response of ``/v1/completions`` as a whole, in vLLM's format. ``text`` is empty: the gateway has no tokenizer."""
 
 from __future__ import annotations
 
 import time
+from array import array
 from typing import Any
 
+import msgspec
+from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.token_list import TOKEN_BYTES, encode_token_ids
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
-_FINISH: dict[int, str] = {
+FINISH_REASONS: dict[int, str | None] = {
+    FinishReason.FINISH_REASON_UNSPECIFIED: None,
     FinishReason.FINISH_REASON_STOP: "stop",
     FinishReason.FINISH_REASON_LENGTH: "length",
     FinishReason.FINISH_REASON_ABORT: "abort",
@@ -20,78 +21,51 @@ _FINISH: dict[int, str] = {
 }
 
 
-class Completion:
-    """The response to one request, as a whole or as chunks of a stream."""
+class CompletionFrame:
+    """What whole responses and streams have in common: everything but the output."""
 
-    def __init__(self, model: str, prompt: bytes) -> None:
-        """``prompt`` has the token ids that the response repeats, as a packed buffer."""
-        self._model = model
-        self._prompt = prompt
+    def __init__(self, request: CompletionRequest) -> None:
+        self.returns_token_ids = request.fields.return_token_ids
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self._model = request.fields.model
+        self._prompt = request.token_ids
         self._created = int(time.time())
-        self._id = ""
-        self._cached_tokens = 0
         self._routing: RoutingInfo | None = None
-        self._token_ids: list[int] = []
-        self._finish_reason: str | None = None
 
-    def gather(self, output: GenerateOutput, routing: RoutingInfo | None) -> list[int]:
-        """Adds a piece of output and returns its token ids."""
-        if routing is not None:
-            self._routing = routing
-            self._id = f"cmpl-{routing.request_id}"
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        self._routing = routing
+
+    def count(self, output: GenerateOutput) -> None:
+        """Counts the tokens of a piece of output."""
+        self.output_tokens += len(output.token_ids)
         if output.HasField("cached_tokens"):
-            self._cached_tokens = output.cached_tokens
-        token_ids = list(output.token_ids)
-        self._token_ids += token_ids
-        self._finish_reason = _FINISH.get(output.finish_reason)
-        return token_ids
+            self.cached_tokens = output.cached_tokens
 
-    def add(self, output: GenerateOutput, routing: RoutingInfo | None) -> dict[str, Any]:
-        """Adds a piece of output and returns it as a chunk of a stream, for ``msgspec.json``."""
-        first = not self._token_ids
-        token_ids = self.gather(output, routing)
-        choice = self._choice(token_ids)
-        if first and token_ids:
-            choice["prompt_token_ids"] = encode_token_ids(self._prompt)
-        return self._envelope([choice])
+    def prompt_token_ids(self) -> msgspec.Raw:
+        """Returns the prompt as JSON."""
+        return encode_token_ids(self._prompt)
 
-    def whole(self) -> dict[str, Any]:
-        """Returns the whole response, for ``msgspec.json``."""
-        choice = self._choice(self._token_ids)
-        choice["prompt_token_ids"] = encode_token_ids(self._prompt)
-        return {**self._envelope([choice]), "usage": self._usage(), "kvrouter": self._routed()}
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """Returns the last chunk of a stream with ``include_usage``."""
-        return {**self._envelope([]), "usage": self._usage(), "kvrouter": self._routed()}
-
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def envelope(self) -> dict[str, Any]:
+        """Returns the fields around the choices."""
         return {
-            "id": self._id,
+            "id": f"cmpl-{self._routing.request_id}" if self._routing is not None else "",
             "object": "text_completion",
             "created": self._created,
             "model": self._model,
-            "choices": choices,
         }
 
-    def _choice(self, token_ids: list[int]) -> dict[str, Any]:
-        return {
-            "index": 0,
-            "text": "",
-            "token_ids": token_ids,
-            "logprobs": None,
-            "finish_reason": self._finish_reason,
-            "stop_reason": None,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        prompt, output = len(self._prompt) // TOKEN_BYTES, len(self._token_ids)
-        return {
+    def usage(self) -> dict[str, Any]:
+        """Returns the numbers of tokens, and how the request was routed."""
+        prompt, output = len(self._prompt) // TOKEN_BYTES, self.output_tokens
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        return {"usage": usage, "kvrouter": self._routed()}
 
     def _routed(self) -> dict[str, Any] | None:
         routing = self._routing
@@ -106,3 +80,36 @@ class Completion:
             "router_us": routing.router_us,
             "queued_us": routing.queued_us,
         }
+
+
+class WholeCompletion:
+    """An OutputReceiver that collects the output, for one response."""
+
+    def __init__(self, request: CompletionRequest) -> None:
+        self._frame = CompletionFrame(request)
+        self._token_ids = array("I")
+        self._finish_reason: str | None = None
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        self._frame.routed(routing)
+
+    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+        """Adds a piece of the output."""
+        self._frame.count(output)
+        self._token_ids.extend(output.token_ids)
+        self._finish_reason = FINISH_REASONS.get(output.finish_reason)
+
+    def body(self) -> bytes:
+        """Returns the response as JSON."""
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": self._finish_reason,
+            "stop_reason": None,
+        }
+        if self._frame.returns_token_ids:
+            choice["token_ids"] = encode_token_ids(self._token_ids)
+            choice["prompt_token_ids"] = self._frame.prompt_token_ids()
+        return msgspec.json.encode(self._frame.envelope() | {"choices": [choice]} | self._frame.usage())

@@ -52,6 +52,8 @@ async def read_body(request: web.Request, *, limit: int, idle_seconds: float) ->
 async def _next_part(request: web.Request, idle_seconds: float) -> bytes:
     """Returns the next part of the body; empty at its end."""
     try:
+        if request.content.is_eof():
+            return request.content.read_nowait()  # All of it has arrived, as most bodies have with their headers.
         async with asyncio.timeout(idle_seconds):
             return await request.content.readany()
     except TimeoutError:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from typing import Any
 
 import grpc
-import msgspec
 import structlog
 from aiohttp import web
 from kvrouter.frontend.api.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.api.completion_request import CompletionRequest
-from kvrouter.frontend.api.completions import Completion
+from kvrouter.frontend.api.completion_stream import CompletionStream
+from kvrouter.frontend.api.completions import WholeCompletion
+from kvrouter.frontend.api.event_stream import EventStream
 from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.service import FrontendService
@@ -42,6 +42,7 @@ _HTTP_STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
     grpc.StatusCode.UNIMPLEMENTED: 501,
 }
+_INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 
 
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -79,8 +80,7 @@ async def errors_as_json(
         return web.json_response(body, status=error.status, headers=allowed)
     except Exception:
         log.exception("http.request_failed", path=request.path)
-        body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
-        return web.json_response(body, status=500)
+        return web.json_response(_INTERNAL, status=500)
 
 
 class HttpApi:
@@ -164,12 +164,9 @@ class HttpApi:
         completion_request = await self._parsed(request)
         if completion_request.fields.stream:
             return await self._stream(request, completion_request)
-        completion = Completion(completion_request.fields.model, completion_request.token_ids)
-        pieces = self._frontend.pieces(completion_request.to_generate(), deadline=Deadline.never())
-        async with aclosing(pieces):
-            async for piece in pieces:
-                completion.gather(piece.output, piece.routing)
-        return _json_response(completion.whole())
+        completion = WholeCompletion(completion_request)
+        await self._frontend.run(completion_request.to_generate(), completion, deadline=Deadline.never())
+        return web.Response(body=completion.body(), content_type="application/json", charset="utf-8")
 
     async def _parsed(self, request: web.Request) -> CompletionRequest:
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
@@ -182,32 +179,20 @@ class HttpApi:
         return CompletionRequest.parse(body, max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens)
 
     async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
-        fields = completion_request.fields
-        completion = Completion(fields.model, completion_request.token_ids)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        pieces = self._frontend.pieces(completion_request.to_generate(), deadline=Deadline.never())
-        async with aclosing(pieces):
-            try:
-                async for piece in pieces:
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await response.write(_event(completion.add(piece.output, piece.routing)))
-            except KvRouterError as error:
-                if not response.prepared:
-                    raise
-                await response.write(_event(error_body(error)[1]))
-            else:
-                options = fields.stream_options
-                if options is not None and options.include_usage:
-                    await response.write(_event(completion.usage_chunk()))
-                await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _json_response(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json", charset="utf-8")
+        events = EventStream(request)
+        stream = CompletionStream(completion_request, events)
+        try:
+            await self._frontend.run(completion_request.to_generate(), stream, deadline=Deadline.never())
+            await stream.end()
+        except KvRouterError as error:
+            if not events.begun:
+                raise
+            stream.fail(error_body(error)[1])
+        except Exception:
+            if not events.begun:
+                raise
+            log.exception("http.request_failed", path=request.path)
+            stream.fail(_INTERNAL)
+        finally:
+            stream.close()
+        return events

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from kvrouter.core import NotATokenId, tokens_from_json, tokens_to_json
+from kvrouter.core import NotATokenId, TokenBuffer, tokens_from_json, tokens_to_json
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -44,8 +44,8 @@ def parse_token_ids(text: msgspec.Raw, *, limit: int) -> bytes:
     return tokens
 
 
-def encode_token_ids(tokens: bytes) -> msgspec.Raw:
-    """Returns a packed buffer of token ids as a JSON array."""
+def encode_token_ids(tokens: TokenBuffer) -> msgspec.Raw:
+    """Returns token ids as a JSON array."""
     return msgspec.Raw(tokens_to_json(tokens))
 
 

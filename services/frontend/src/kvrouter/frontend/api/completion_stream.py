@@ -1,0 +1,137 @@
+"""The response of ``/v1/completions`` as a stream of chunks, in vLLM's format."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Any, Protocol
+
+import msgspec
+from kvrouter.frontend.api.completion_request import CompletionRequest
+from kvrouter.frontend.api.completions import FINISH_REASONS, CompletionFrame
+from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.runtime.errors import TooLarge
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import GenerateOutput
+
+MAX_UNREAD_TOKENS = 1 << 16
+"""Output tokens that are kept for a client that does not read, 256 KiB. What the operating system and the transport
+buffer comes on top: some ten thousand chunks."""
+
+
+class EventSink(Protocol):
+    """Where the chunks go; ``EventStream`` is the implementation."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether an event was written."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has not read what was written."""
+        ...
+
+    def write_event(self, data: bytes) -> None:
+        """Writes an event."""
+        ...
+
+    def end(self, *, close: bool = False) -> None:
+        """Ends the response, and with ``close`` the connection."""
+        ...
+
+    async def drain(self) -> None:
+        """Returns when the client has read most of what was written."""
+        ...
+
+
+class CompletionStream:
+    """An OutputReceiver that writes each piece as a chunk when it arrives.
+
+    While the client does not read, its tokens are kept. They become one chunk when it reads again.
+    """
+
+    def __init__(self, request: CompletionRequest, events: EventSink) -> None:
+        self._events = events
+        self._frame = CompletionFrame(request)
+        options = request.fields.stream_options
+        self._includes_usage = options is not None and options.include_usage
+        self._prompt_is_due = self._frame.returns_token_ids
+        # The text of a chunk before its token ids, and after them by finish reason.
+        self._before = b""
+        self._after = {
+            number: b',"logprobs":null,"finish_reason":%b,"stop_reason":null}]}' % msgspec.json.encode(name)
+            for number, name in FINISH_REASONS.items()
+        }
+        self._unread = array("I")
+        self._unread_finish_reason: int = 0
+        self._flushing: asyncio.Task[None] | None = None
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        self._frame.routed(routing)
+        envelope = msgspec.json.encode(self._frame.envelope())
+        self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
+
+    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+        """Writes a piece of the output, or keeps its tokens if the client does not read.
+
+        Raises:
+            TooLarge: more tokens are kept than may be.
+        """
+        self._frame.count(output)
+        if self._flushing is None and not self._events.is_full:
+            self._write(output.token_ids, output.finish_reason)
+            return
+        self._unread.extend(output.token_ids)
+        self._unread_finish_reason = output.finish_reason
+        if len(self._unread) > MAX_UNREAD_TOKENS:
+            raise TooLarge(
+                f"the client has not read {len(self._unread)} output tokens; the limit is {MAX_UNREAD_TOKENS}",
+                advice="Read the output as it arrives.",
+            )
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+
+    async def end(self) -> None:
+        """Writes the rest of the response."""
+        if self._flushing is not None:
+            await self._flushing
+        if self._includes_usage:
+            self._events.write_event(
+                msgspec.json.encode(self._frame.envelope() | {"choices": []} | self._frame.usage())
+            )
+        self._events.write_event(b"[DONE]")
+        self._events.end()
+
+    def fail(self, body: dict[str, Any]) -> None:
+        """Ends the response with an error. The connection is closed, since a client may not have read it."""
+        self._events.write_event(msgspec.json.encode(body))
+        self._events.end(close=self._flushing is not None)
+
+    def close(self) -> None:
+        """Drops what the client has not read. Must be called in the end."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+
+    async def _flush(self) -> None:
+        try:
+            await self._events.drain()
+        except ConnectionError:
+            return  # aiohttp cancels the handler.
+        self._flushing = None
+        token_ids, self._unread = self._unread, array("I")
+        self._write(token_ids, self._unread_finish_reason)
+
+    def _write(self, token_ids: Any, finish_reason: int) -> None:
+        parts = [self._before]
+        if self._frame.returns_token_ids:
+            if len(token_ids) == 1:
+                parts.append(b',"token_ids":[%d]' % token_ids[0])
+            else:
+                parts.append(b',"token_ids":%b' % encode_token_ids(token_ids))
+            if self._prompt_is_due and token_ids:
+                self._prompt_is_due = False
+                parts.append(b',"prompt_token_ids":%b' % self._frame.prompt_token_ids())
+        parts.append(self._after.get(finish_reason) or self._after[0])
+        self._events.write_event(b"".join(parts))

@@ -1,0 +1,92 @@
+"""A response of server-sent events that is written at once, without a coroutine for each event.
+
+aiohttp writes a part of a response in a coroutine. Events come from the reader of a worker's connection, which calls
+and does not wait. So this class writes the response to the transport itself, and aiohttp takes it as already written.
+"""
+
+from __future__ import annotations
+
+from email.utils import formatdate
+
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
+
+_END_OF_BODY = b"0\r\n\r\n"
+
+
+class EventStream(web.StreamResponse):
+    """A response with status 200 that begins with its first event. The handler ends it, and returns it to aiohttp."""
+
+    def __init__(self, request: web.Request) -> None:
+        super().__init__()
+        self.begun = False
+        """Whether the head of the response is written."""
+        self._request = request
+        self._chunked = request.version >= HttpVersion11
+        # Without chunks, the end of the connection is the end of the body.
+        self._keeps_connection = request.keep_alive and self._chunked
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the head of the response is written."""
+        return self.begun
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection can serve another request."""
+        return self._keeps_connection
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has not read what was written. More should be kept until ``drain`` returns."""
+        return self._request.protocol.writing_paused
+
+    def write_event(self, data: bytes) -> None:
+        """Writes an event with this data, which must not contain a line break."""
+        self._write(b"data: %b\n\n" % data)
+
+    def end(self, *, close: bool = False) -> None:
+        """Ends the response; with ``close`` also the connection, once the client has read the rest."""
+        self._keeps_connection = self._keeps_connection and not close
+        transport = self._request.transport
+        if self._chunked and transport is not None and not transport.is_closing():
+            transport.write(_END_OF_BODY)
+
+    async def drain(self) -> None:
+        """Returns when the client has read most of what was written.
+
+        Raises:
+            ConnectionError: it disconnected.
+        """
+        await self._request.writer.drain()
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:  # noqa: ARG002
+        """Does nothing: the response is written already."""
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Does nothing: the response is written already."""
+
+    def _write(self, text: bytes) -> None:
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            return  # aiohttp cancels the handler.
+        if self._chunked:
+            text = b"%x\r\n%b\r\n" % (len(text), text)
+        if not self.begun:
+            self.begun = True
+            text = self._head() + text
+        transport.write(text)
+
+    def _head(self) -> bytes:
+        lines = [
+            "HTTP/1.1 200 OK" if self._chunked else "HTTP/1.0 200 OK",
+            "Content-Type: text/event-stream",
+            "Cache-Control: no-cache",
+            f"Date: {formatdate(usegmt=True)}",
+        ]
+        if self._chunked:
+            lines.append("Transfer-Encoding: chunked")
+        if not self._keeps_connection:
+            lines.append("Connection: close")
+        return "\r\n".join([*lines, "", ""]).encode()
