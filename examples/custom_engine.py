@@ -10,14 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from kvrouter.publisher.worker import RankPublisher, WorkerConfig, running
+from kvrouter.publisher.worker import RankPublisher, RequestOutput, Worker, WorkerConfig, running
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 BLOCK = 16
+
+
+@dataclass
+class EchoedPrompt:
+    """A running request."""
+
+    tokens: list[int]
+    """Tokens that it will still output."""
+    cached: int | None
+    """Cached tokens of its prompt, until they are reported."""
 
 
 class EchoEngine:
@@ -26,19 +37,35 @@ class EchoEngine:
     def __init__(self) -> None:
         self.rank: RankPublisher | None = None
         self.blocks: dict[tuple[int, ...], int] = {}
-        self.running = 0
+        self.worker: Worker | None = None
+        self.running: dict[str, EchoedPrompt] = {}
+        self.work = asyncio.Event()
 
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
-        """Yields the tokens of the prompt."""
-        self.running += 1
-        try:
-            cached = self._cache(tuple(request.token_ids))
-            output = list(request.token_ids)[: request.stop_conditions.max_tokens]
-            for number, token in enumerate(output):
-                yield GenerateOutput(token_ids=[token], cached_tokens=None if number else cached)
-            yield GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH)
-        finally:
-            self.running -= 1
+    def submit(self, request: WorkerServiceGenerateRequest) -> None:
+        """Queues a request for the next step."""
+        cached = self._cache(tuple(request.token_ids))
+        output = list(request.token_ids)[: request.stop_conditions.max_tokens]
+        self.running[request.request_id] = EchoedPrompt(output, cached)
+        self.work.set()
+
+    async def run(self) -> None:
+        """Steps until cancelled. A step generates one token for every request."""
+        while True:
+            await self.work.wait()
+            outputs = [self._next(request_id, each) for request_id, each in list(self.running.items())]
+            assert self.worker is not None  # noqa: S101 - set before the first request arrives
+            self.worker.emit(outputs)
+            if not self.running:
+                self.work.clear()
+            await asyncio.sleep(0.001)
+
+    def _next(self, request_id: str, prompt: EchoedPrompt) -> RequestOutput:
+        output = RequestOutput(request_id, [prompt.tokens.pop(0)], cached_tokens=prompt.cached)
+        prompt.cached = None
+        if not prompt.tokens:
+            output.finish_reason = FinishReason.FINISH_REASON_LENGTH
+            del self.running[request_id]
+        return output
 
     def _cache(self, tokens: tuple[int, ...]) -> int:
         prefixes = [tokens[:end] for end in range(BLOCK, len(tokens) + 1, BLOCK)]
@@ -54,13 +81,13 @@ class EchoEngine:
             )
         return resident * BLOCK
 
-    async def abort(self, request_ids: Sequence[str]) -> int:  # noqa: ARG002
-        """Returns 0: a generator is closed when its caller disconnects, and nothing else runs."""
-        return 0
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """Stops requests and returns how many were running."""
+        return sum(self.running.pop(each, None) is not None for each in request_ids)
 
     def load(self) -> Mapping[int, LoadReport]:
         """Returns the load of rank 0."""
-        return {0: LoadReport(running_requests=self.running, cached_blocks=len(self.blocks))}
+        return {0: LoadReport(running_requests=len(self.running), cached_blocks=len(self.blocks))}
 
 
 async def main() -> None:
@@ -83,10 +110,12 @@ async def main() -> None:
     for which in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(which, stop.set)
     async with running(config, engine) as worker:
-        engine.rank = worker.rank()
+        engine.worker, engine.rank = worker, worker.rank()
+        stepping = asyncio.create_task(engine.run())
         await worker.registered()
         print(f"worker {config.worker_id} serves {config.model!r} at {worker.endpoint}", flush=True)
         await stop.wait()
+    stepping.cancel()
 
 
 if __name__ == "__main__":

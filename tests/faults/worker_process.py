@@ -93,7 +93,9 @@ def main() -> None:
             publish(events)
 
         worker_id = worker_id_of(settings)
-        drivers = make_drivers(settings, worker_id, new_registry(), lambda _: observed)
+        drivers = make_drivers(
+            settings, worker_id, new_registry(), lambda _: observed, lambda outputs: worker.emit(outputs)
+        )
         async with asyncio.TaskGroup() as group:
             # The SDK stops first, and lets requests finish: the engine steps until it has.
             async with running(worker_config(settings, worker_id), MockEngine(drivers)) as worker:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import grpc
 from kvrouter.core import Scope as CoreScope
-from kvrouter.mocker.driver import EngineDriver, Tokens
+from kvrouter.mocker.driver import Emit, EngineDriver, Tokens
 from kvrouter.mocker.engine.types import (
     CacheEvent,
     Cleared,
@@ -24,6 +23,7 @@ from kvrouter.mocker.engine.types import (
 from kvrouter.mocker.engine.types import RequestRefused as EngineRefused
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
@@ -57,14 +57,19 @@ def publish_to(rank: Callable[[], RankPublisher]) -> Callable[[Iterable[CacheEve
     return publish
 
 
+def emit_to(emit: Callable[[Iterable[RequestOutput]], None]) -> Emit:
+    """Returns the receiver of a step's outputs, which passes them to the SDK."""
+    return lambda outputs: emit([_output(request_id, tokens) for request_id, tokens in outputs])
+
+
 class MockEngine:
-    """The engines of all data-parallel ranks, behind the SDK's Engine protocol."""
+    """The engines of all data-parallel ranks, behind the SDK's StepEngine protocol."""
 
     def __init__(self, drivers: Mapping[int, EngineDriver]) -> None:
         self._drivers = drivers
 
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-        """Runs a request on its rank.
+    def submit(self, request: WorkerServiceGenerateRequest) -> None:
+        """Starts a request on its rank.
 
         Raises:
             RequestRefused: the rank does not exist, or its engine refuses the request.
@@ -75,9 +80,7 @@ class MockEngine:
                 f"the worker has no rank {request.dp_rank}", field="dp_rank", known=self._drivers, code=_NOT_FOUND
             )
         try:
-            async with aclosing(driver.generate(_engine_request(request))) as pieces:
-                async for piece in pieces:
-                    yield _output(piece)
+            driver.submit(_engine_request(request))
         except EngineRefused as refusal:
             raise _refused(refusal) from None
 
@@ -134,13 +137,14 @@ def _refused(refusal: EngineRefused) -> RequestRefused:
             return RequestRefused(str(refusal))
 
 
-def _output(piece: Tokens) -> GenerateOutput:
-    output = GenerateOutput(token_ids=piece.token_ids, token_engine_ns=[round(stamp * 1e9) for stamp in piece.stamps])
-    if piece.first is not None:
-        output.cached_tokens = piece.first.cached_tokens
-        output.arrived_engine_ns = round(piece.first.submitted_at * 1e9)
-    if piece.finish_reason is not None:
-        output.finish_reason = _FINISH[piece.finish_reason]
+def _output(request_id: str, tokens: Tokens) -> RequestOutput:
+    details = GenerateOutput(token_engine_ns=[round(stamp * 1e9) for stamp in tokens.stamps])
+    output = RequestOutput(request_id, tokens.token_ids, details=details)
+    if tokens.first is not None:
+        output.cached_tokens = tokens.first.cached_tokens
+        details.arrived_engine_ns = round(tokens.first.submitted_at * 1e9)
+    if tokens.finish_reason is not None:
+        output.finish_reason = _FINISH[tokens.finish_reason]
     return output
 
 

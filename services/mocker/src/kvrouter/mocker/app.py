@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from kvrouter.mocker.adapter import MockEngine, publish_to
+from kvrouter.mocker.adapter import MockEngine, emit_to, publish_to
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.engine.config import EngineConfig
@@ -18,6 +18,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
+from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
@@ -88,9 +89,21 @@ def worker_id_of(settings: MockerSettings) -> int:
 
 
 def make_drivers(
-    settings: MockerSettings, worker_id: int, registry: CollectorRegistry, publishing: Callable[[int], Publish]
+    settings: MockerSettings,
+    worker_id: int,
+    registry: CollectorRegistry,
+    publishing: Callable[[int], Publish],
+    emit: Callable[[Iterable[RequestOutput]], None],
 ) -> dict[int, EngineDriver]:
-    """Creates each rank's engine with its metrics. ``publishing`` returns the receiver of a rank's cache events."""
+    """Creates each rank's engine with its metrics.
+
+    Args:
+        settings: The mocker's settings.
+        worker_id: Id of the worker.
+        registry: Registry for the metrics.
+        publishing: Returns the receiver of a rank's cache events.
+        emit: Receives the outputs of each step.
+    """
     clock = EngineClock(settings.clock_factor)
     lateness = lateness_histogram(registry)
     drivers = {
@@ -98,6 +111,7 @@ def make_drivers(
             make_engine(engine_config(settings, worker_id, dp_rank)),
             clock,
             publishing(dp_rank),
+            emit_to(emit),
             stream_interval=settings.stream_interval,
             observe_lateness=lateness.observe,
         )
@@ -117,7 +131,14 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
     """
     worker_id = worker_id_of(settings)
     publishers: dict[int, sdk.RankPublisher] = {}
-    drivers = make_drivers(settings, worker_id, registry, lambda dp_rank: publish_to(lambda: publishers[dp_rank]))
+    worker: sdk.Worker
+    drivers = make_drivers(
+        settings,
+        worker_id,
+        registry,
+        lambda dp_rank: publish_to(lambda: publishers[dp_rank]),
+        lambda outputs: worker.emit(outputs),
+    )
     async with asyncio.TaskGroup() as group:
         stepping: list[asyncio.Task[None]] = []
         try:

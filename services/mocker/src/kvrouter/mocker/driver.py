@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.mocker.clock import EngineClock
@@ -20,7 +20,7 @@ from kvrouter.mocker.engine.types import CacheEvent, DuplicateRequest, EngineReq
 
 @dataclass(slots=True)
 class Tokens:
-    """The output since the previous read: tokens of one or several steps."""
+    """The output of a request since its previous one: tokens of one or several steps."""
 
     token_ids: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
@@ -30,39 +30,27 @@ class Tokens:
     finish_reason: FinishReason | None = None
 
 
-class _Stream:
-    """Buffers the output of one request for its reader."""
+Emit = Callable[[list[tuple[str, Tokens]]], None]
+"""Receives the output of all requests of a step, with their ids."""
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._pending = Tokens()
-        self._filled = asyncio.Event()
 
-    def put(self, output: Output, at: float) -> None:
-        pending = self._pending
-        pending.token_ids += output.token_ids
-        pending.stamps += [at] * len(output.token_ids)
-        if output.first_token:
-            pending.first = output
-        pending.finish_reason = output.finish_reason
-        if output.first_token or output.finish_reason is not None or len(pending.token_ids) >= self._interval:
-            self._filled.set()
+@dataclass(slots=True)
+class _Running:
+    """A request, with its output that is not emitted yet."""
 
-    async def take(self) -> Tokens:
-        await self._filled.wait()
-        self._filled.clear()
-        taken, self._pending = self._pending, Tokens()
-        return taken
+    prompt_tokens: int
+    pending: Tokens = field(default_factory=Tokens)
 
 
 class EngineDriver:
-    """Runs one rank's engine in real time. ``run`` must be running; ``publish`` receives the events of each step."""
+    """Runs one rank's engine in real time. ``run`` must be running."""
 
     def __init__(
         self,
         engine: EngineModel,
         clock: EngineClock,
         publish: Callable[[Iterable[CacheEvent]], None],
+        emit: Emit,
         *,
         observe_lateness: Callable[[float], None] = lambda _: None,
         stream_interval: int = 1,
@@ -73,8 +61,9 @@ class EngineDriver:
             engine: The model to step.
             clock: The engine's clock.
             publish: Called with the cache events of each step.
+            emit: Called with the outputs of each step.
             observe_lateness: Called for each step with the engine seconds by which its output is late.
-            stream_interval: Tokens, at least 1, that are collected before a reader gets them. The first token and the
+            stream_interval: Tokens, at least 1, that are collected before they are emitted. The first token and the
                 rest at the end are not delayed.
         """
         self.engine = engine
@@ -86,44 +75,33 @@ class EngineDriver:
         self.cached_tokens_total = 0
         """Prompt tokens of those requests that were found in the cache."""
         self._publish = publish
+        self._emit = emit
         self._arrivals: deque[tuple[float, EngineRequest]] = deque()
-        self._streams: dict[str, _Stream] = {}
+        self._running: dict[str, _Running] = {}
         self._work = asyncio.Event()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Tokens, None]:
-        """Runs a request and yields its output. Closing the generator early aborts the request.
+    def submit(self, request: EngineRequest) -> None:
+        """Starts a request.
 
         Raises:
             RequestRefused: the engine refuses the request.
         """
         self.engine.check(request, waiting=len(self._arrivals))
-        if request.request_id in self._streams:
+        if request.request_id in self._running:
             raise DuplicateRequest(request.request_id)
-        stream = self._streams[request.request_id] = _Stream(self._stream_interval)
+        self._running[request.request_id] = _Running(request.prompt_tokens)
         self._arrivals.append((self.clock.now(), request))
         self._work.set()
-        finished = False
-        try:
-            while not finished:
-                tokens = await stream.take()
-                if tokens.first is not None:
-                    self.prompt_tokens_total += request.prompt_tokens
-                    self.cached_tokens_total += tokens.first.cached_tokens
-                finished = tokens.finish_reason is not None
-                yield tokens
-        finally:
-            del self._streams[request.request_id]
-            if not finished:
-                self._abandon(request.request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Aborts a request, whose reader gets a last piece with that reason. Returns whether it was known."""
-        stream = self._streams.get(request_id)
-        if stream is None:
+        """Aborts a request, which has no further output. Returns whether it was known."""
+        if self._running.pop(request_id, None) is None:
             return False
-        now = self.clock.now()
-        self._abandon(request_id)
-        stream.put(Output(request_id, (), FinishReason.ABORT, False, 0, now, now), now)
+        for arrival in self._arrivals:
+            if arrival[1].request_id == request_id:
+                self._arrivals.remove(arrival)
+                return True
+        self.engine.abort(request_id)
         return True
 
     def clear_cache(self) -> None:
@@ -149,19 +127,35 @@ class EngineDriver:
             await self.clock.sleep_until(step.ends_at)
             at = step.ends_at
             self._observe_lateness(max(0.0, self.clock.now() - at))
-            for output in self.engine.end_step(at):
-                stream = self._streams.get(output.request_id)
-                if stream is not None:
-                    stream.put(output, at)
+            emitted = self._collect(self.engine.end_step(at), at)
+            if emitted:
+                self._emit(emitted)
+
+    def _collect(self, outputs: Iterable[Output], at: float) -> list[tuple[str, Tokens]]:
+        """Adds the outputs of a step to those not emitted yet, and returns what is to be emitted now."""
+        due = []
+        interval, requests = self._stream_interval, self._running
+        for output in outputs:
+            running = requests.get(output.request_id)
+            if running is None:
+                continue
+            pending = running.pending
+            pending.token_ids += output.token_ids
+            pending.stamps += [at] * len(output.token_ids)
+            if output.first_token:
+                pending.first = output
+                self.prompt_tokens_total += running.prompt_tokens
+                self.cached_tokens_total += output.cached_tokens
+            if output.finish_reason is not None:
+                pending.finish_reason = output.finish_reason
+                del requests[output.request_id]
+            elif not output.first_token and len(pending.token_ids) < interval:
+                continue
+            due.append((output.request_id, pending))
+            running.pending = Tokens()
+        return due
 
     def _submit_until(self, at: float) -> None:
         while self._arrivals and self._arrivals[0][0] <= at:
             arrived, request = self._arrivals.popleft()
             self.engine.submit(request, arrived)
-
-    def _abandon(self, request_id: str) -> None:
-        for arrival in self._arrivals:
-            if arrival[1].request_id == request_id:
-                self._arrivals.remove(arrival)
-                return
-        self.engine.abort(request_id)

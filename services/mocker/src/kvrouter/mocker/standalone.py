@@ -33,7 +33,9 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
     """
     worker_id, incarnation = worker_id_of(settings), time.time_ns()
     config = worker_config(settings, worker_id)
-    drivers = make_drivers(settings, worker_id, registry, lambda _: lambda _: None)
+    drivers = make_drivers(
+        settings, worker_id, registry, lambda _: lambda _: None, lambda outputs: server.emit(outputs)
+    )
     engine = MockEngine(drivers)
     ranks = {
         dp_rank: RankPublisher(

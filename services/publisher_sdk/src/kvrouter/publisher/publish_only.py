@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import grpc
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 
 class PublishOnly:
     """Refuses requests and reports no load."""
 
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:  # noqa: ARG002
+    def submit(self, request: WorkerServiceGenerateRequest) -> None:  # noqa: ARG002
         """Raises RequestRefused."""
         raise RequestRefused(
             "this worker publishes the cache of an engine and serves no requests",
@@ -21,7 +21,6 @@ class PublishOnly:
             advice="Send requests to the engine's own address.",
             retry_elsewhere=True,
         )
-        yield  # makes this an async generator
 
     async def abort(self, request_ids: Sequence[str]) -> int:  # noqa: ARG002
         """Returns 0: nothing runs."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -33,13 +33,25 @@ from kvrouter.publisher.registration import (
     registered_incarnation,
     resume_incarnation,
 )
-from kvrouter.publisher.worker_server import Engine, WorkerServer
+from kvrouter.publisher.serving.engine import Engine, StepEngine
+from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
 from nats.errors import Error as NatsError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-__all__ = ["Engine", "PublisherStats", "RankPublisher", "RankStats", "Worker", "WorkerConfig", "running"]
+__all__ = [
+    "Engine",
+    "PublisherStats",
+    "RankPublisher",
+    "RankStats",
+    "RequestOutput",
+    "StepEngine",
+    "Worker",
+    "WorkerConfig",
+    "running",
+]
 
 log = get_logger(__name__)
 
@@ -71,7 +83,7 @@ class Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        engine: Engine,
+        engine: StepEngine | Engine,
         incarnation: int,
         transport: Transport,
         recovered: Mapping[int, Recovered],
@@ -134,6 +146,14 @@ class Worker:
             return self._ranks[dp_rank]
         except KeyError:
             raise UnknownRank(dp_rank, self._ranks) from None
+
+    def emit(self, outputs: Iterable[RequestOutput]) -> None:
+        """Passes the outputs of one engine step to their callers.
+
+        Callable from any thread; never blocks. The outputs of a step for one gateway travel in one message. Outputs of
+        requests that have ended are dropped. The iterable is read later, so it must not be changed.
+        """
+        self._server.emit(outputs)
 
     async def registered(self) -> None:
         """Waits until the registration is in etcd."""
@@ -248,7 +268,9 @@ class Worker:
                 log.exception("load_report.failed", worker_id=self.config.worker_id)
 
 
-def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequence: int) -> list[LoadReport]:
+def load_reports(
+    engine: StepEngine | Engine, config: WorkerConfig, incarnation: int, sequence: int
+) -> list[LoadReport]:
     """Returns every rank's load from the engine, with rank, incarnation, time and sequence number.
 
     Raises:
@@ -277,7 +299,7 @@ def load_reports(engine: Engine, config: WorkerConfig, incarnation: int, sequenc
 
 
 @asynccontextmanager
-async def running(config: WorkerConfig, engine: Engine | None = None) -> AsyncIterator[Worker]:
+async def running(config: WorkerConfig, engine: StepEngine | Engine | None = None) -> AsyncIterator[Worker]:
     """Runs a worker while the body lasts. Waits for etcd at the start, but not for NATS.
 
     Without ``engine`` the worker publishes only, for an engine whose requests travel elsewhere.

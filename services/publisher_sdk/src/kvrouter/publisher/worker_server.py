@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
@@ -17,6 +16,10 @@ from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.serving.engine import Engine, StepEngine
+from kvrouter.publisher.serving.generate_call import GenerateCall
+from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.publisher.serving.requests import OutputCall, RunningRequests
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
@@ -24,14 +27,12 @@ from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
     AbortResponse,
-    GenerateOutput,
     GetEventsRequest,
     GetEventsResponse,
     GetLoadRequest,
     GetLoadResponse,
     GetRankStateRequest,
     WorkerServiceGenerateRequest,
-    WorkerServiceGenerateResponse,
 )
 
 log = get_logger(__name__)
@@ -44,40 +45,30 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler = Callable[[bytes, _Context], Awaitable[Message | None]]
 
 
-class Engine(Protocol):
-    """The interface that an engine implements for the SDK."""
-
-    def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
-        """Runs a request, as an async generator. It is closed early if the caller disconnects.
-
-        Raises:
-            RequestRefused: the request cannot be served.
-        """
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> int:
-        """Aborts requests and returns how many of them were running; also called when a caller disconnects."""
-        ...
-
-    def load(self) -> Mapping[int, LoadReport]:
-        """Returns the load by data-parallel rank. The SDK fills in rank, incarnation and time."""
-        ...
-
-
 class WorkerServer:
     """Serves an engine and the state of its ranks."""
 
     def __init__(
-        self, engine: Engine, ranks: Mapping[int, RankPublisher], load_reports: Callable[[], Sequence[LoadReport]]
+        self,
+        engine: StepEngine | Engine,
+        ranks: Mapping[int, RankPublisher],
+        load_reports: Callable[[], Sequence[LoadReport]],
     ) -> None:
-        self._engine = engine
+        self._requests = RunningRequests(engine)
         self._ranks = ranks
         self._load_reports = load_reports
         self._draining = False
         self._health = health.HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self.requests = 0
-        """Running Generate calls."""
+
+    @property
+    def requests(self) -> int:
+        """Number of running requests."""
+        return len(self._requests)
+
+    def emit(self, outputs: Iterable[RequestOutput]) -> None:
+        """Passes the outputs of one engine step to their callers; see ``Worker.emit``."""
+        self._requests.emit(outputs)
 
     async def start(self, bind: str) -> int:
         """Listens on ``host:port`` and returns the port.
@@ -99,6 +90,7 @@ class WorkerServer:
             port = self._server.add_insecure_port(bind)
         except RuntimeError as error:
             raise InvalidConfig(f"bind: cannot listen on {bind}: {error}") from None
+        self._requests.attach()
         await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -112,8 +104,20 @@ class WorkerServer:
     async def stop(self, grace_seconds: float) -> None:
         """Waits for running calls, cancels them after ``grace_seconds``, and stops listening."""
         await self._server.stop(grace_seconds)
+        await self._requests.close()
 
     async def _generate(self, data: bytes, context: _Context) -> None:
+        call = GenerateCall()
+        self._start(data, call)
+        del data
+        try:
+            # Not yielded: gRPC does not close a generator at once when the caller disconnects.
+            async for response in call.responses():
+                await context.write(response)
+        finally:
+            call.cancel()
+
+    def _start(self, data: bytes, call: OutputCall) -> None:
         request = _parse(WorkerServiceGenerateRequest, data)
         if self._draining:
             raise RequestRefused(
@@ -130,22 +134,11 @@ class WorkerServer:
             raise RequestRefused(
                 "max_tokens is 0", field="stop_conditions.max_tokens", advice="Set max_tokens to 1 or more."
             )
-        ended = False
-        self.requests += 1
-        try:
-            # Not yielded: gRPC does not close a generator at once when the caller disconnects.
-            async with aclosing(_closable(self._engine.generate(request))) as outputs:
-                async for output in outputs:
-                    await context.write(WorkerServiceGenerateResponse(output=output).SerializeToString())
-            ended = True
-        finally:
-            self.requests -= 1
-            if not ended:
-                await self._engine.abort([request.request_id])
+        self._requests.start(request, call)
 
     async def _abort(self, data: bytes, _context: _Context) -> AbortResponse:
         request = _parse(AbortRequest, data)
-        return AbortResponse(aborted=await self._engine.abort(list(request.request_ids)))
+        return AbortResponse(aborted=await self._requests.abort(list(request.request_ids)))
 
     async def _get_rank_state(self, data: bytes, context: _Context) -> None:
         rank = self._rank(_parse(GetRankStateRequest, data).dp_rank)
@@ -233,14 +226,3 @@ def _parse(kind: type[_M], data: bytes) -> _M:
         raise RequestRefused(str(error), field=error.field, advice=error.advice) from None
     except DecodeError:
         raise RequestRefused(f"expected an encoded {kind.DESCRIPTOR.name}") from None
-
-
-async def _closable(outputs: AsyncIterator[GenerateOutput]) -> Any:
-    """Yields ``outputs``, and closes them when this generator is closed, if they can be closed."""
-    try:
-        async for output in outputs:
-            yield output
-    finally:
-        close = getattr(outputs, "aclose", None)
-        if close is not None:
-            await close()

@@ -1,0 +1,1 @@
+"""Requests that run on an engine, and their output."""

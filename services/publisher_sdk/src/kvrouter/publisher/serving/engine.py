@@ -1,0 +1,56 @@
+"""The interfaces that an engine implements for the SDK: it emits the outputs of each step, or streams each request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+
+
+@runtime_checkable
+class StepEngine(Protocol):
+    """An engine that passes the outputs of all requests of a step to ``Worker.emit``."""
+
+    def submit(self, request: WorkerServiceGenerateRequest) -> None:
+        """Starts a request and returns at once. Runs on the event loop.
+
+        The engine emits its output under ``request.request_id``, which no other request has, until one with a finish
+        reason.
+
+        Raises:
+            RequestRefused: the request cannot be served.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """Aborts requests and returns how many of them were running; also called when a caller disconnects.
+
+        The SDK has ended them already. What the engine still emits for them is dropped.
+        """
+        ...
+
+    def load(self) -> Mapping[int, LoadReport]:
+        """Returns the load by data-parallel rank. The SDK fills in rank, incarnation and time."""
+        ...
+
+
+class Engine(Protocol):
+    """An engine that streams the output of each request by itself. ``StepEngine`` costs less per token."""
+
+    def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """Runs a request, as an async generator. It is closed early if the caller disconnects.
+
+        Raises:
+            RequestRefused: the request cannot be served.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """Aborts requests and returns how many of them were running; also called when a caller disconnects."""
+        ...
+
+    def load(self) -> Mapping[int, LoadReport]:
+        """Returns the load by data-parallel rank. The SDK fills in rank, incarnation and time."""
+        ...

@@ -1,0 +1,69 @@
+"""What an engine emits for a request, and its encoding."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.net.varint import encode_varint
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+
+_UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
+_LENGTH_DELIMITED = 2
+_VARINT = 0
+
+
+def _tag(field: str, wire_type: int) -> bytes:
+    return bytes((GenerateOutput.DESCRIPTOR.fields_by_name[field].number << 3 | wire_type,))
+
+
+_TOKEN_IDS = _tag("token_ids", _LENGTH_DELIMITED)
+_CACHED_TOKENS = _tag("cached_tokens", _VARINT)
+_FINISH_REASON = _tag("finish_reason", _VARINT)
+_OUTPUT = b"\x0a"
+"""Tag of WorkerServiceGenerateResponse.output."""
+
+_one_token = struct.Struct("<4sI").pack
+_ONE_TOKEN_HEAD = _OUTPUT + b"\x06" + _TOKEN_IDS + b"\x04"
+"""Encoding of a response with one token, up to the token."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The output of one request in one step."""
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    """Token ids generated since the previous output."""
+    finish_reason: FinishReason = _UNFINISHED
+    """Why the request has ended; set in its last output."""
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; set in the first output with tokens."""
+    details: GenerateOutput | None = None
+    """Further fields, such as log probabilities. Its ``token_ids`` come after those above."""
+
+    def encode(self) -> bytes:
+        """Returns the output as an encoded WorkerServiceGenerateResponse.
+
+        Raises:
+            struct.error: a token id is no uint32.
+        """
+        tokens, finish_reason = self.token_ids, self.finish_reason
+        count = len(tokens)
+        plain = finish_reason == _UNFINISHED and self.cached_tokens is None and self.details is None
+        if plain and count == 1:
+            return _one_token(_ONE_TOKEN_HEAD, tokens[0])
+        body = _TOKEN_IDS + encode_varint(4 * count) + struct.pack(f"<{count}I", *tokens) if count else b""
+        if self.cached_tokens is not None:
+            body += _CACHED_TOKENS + encode_varint(self.cached_tokens)
+        if finish_reason != _UNFINISHED:
+            body += _FINISH_REASON + encode_varint(finish_reason)
+        if self.details is not None:
+            body += self.details.SerializeToString()
+        return encode_response(body)
+
+
+def encode_response(output: bytes) -> bytes:
+    """Returns an encoded GenerateOutput as an encoded WorkerServiceGenerateResponse."""
+    return _OUTPUT + encode_varint(len(output)) + output
