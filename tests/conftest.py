@@ -11,6 +11,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
+from kvrouter.frontend.api.service import FrontendService
+from kvrouter.indexer.api.service import IndexerService
+from kvrouter.scheduler.api.service import SchedulerService
+
+from .listed_errors import check_errors_of
 
 # How long an example takes is the machine's affair. The gate tries the same examples each time, so that it judges the
 # change and not the draw; elsewhere they are new.
@@ -23,6 +28,15 @@ settings.load_profile("gate" if os.environ.get("CI") else "any")
 def log_as_by_default() -> None:
     """Drops what an earlier test in this process configured: a filter by level would hide lines from this one."""
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_error_of_a_service_is_listed() -> Iterator[None]:
+    """Fails a call that raises an error which docs/reference/errors.md does not list for it."""
+    with pytest.MonkeyPatch.context() as patched:
+        for service in (FrontendService, IndexerService, SchedulerService):
+            check_errors_of(service, patched)
+        yield
 
 
 @pytest.fixture(scope="session")

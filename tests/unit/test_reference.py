@@ -13,15 +13,15 @@ import pytest
 from kvrouter.frontend.api.http_server import _HTTP_STATUS
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
-from kvrouter.runtime import errors
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.names import ComponentName, service_key, threshold_key
 
+from ..reference_pages import REFERENCE, TYPES, named, rows, section
+
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "docs" / "reference"
 SERVICES = {
     name: module.DESCRIPTOR.services_by_name[name]
     for name, module in (
@@ -30,11 +30,6 @@ SERVICES = {
         ("IndexerService", indexer_pb2),
         ("WorkerService", worker_pb2),
     )
-}
-TYPES = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if inspect.isclass(kind) and issubclass(kind, KvRouterError) and kind is not KvRouterError
 }
 
 
@@ -48,30 +43,6 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
     spec.loader.exec_module(module)
     written = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
     assert module.page() == written, f"docs/reference/{page}.md is out of date: run make reference"
-
-
-def section(page: str, heading: str) -> str:
-    """The text of a section of a page."""
-    text = (REFERENCE / page).read_text(encoding="utf-8")
-    return text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-
-
-def rows(text: str) -> list[list[str]]:
-    """The rows of the tables in a text, without their heads."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [
-        row for row, below in zip(cells, [*cells[1:], [""]], strict=True) if not is_rule(row) and not is_rule(below)
-    ]
-
-
-def is_rule(row: list[str]) -> bool:
-    return all(set(cell) == {"-"} for cell in row)
-
-
-def named(text: str) -> set[str]:
-    """The error types that a text names."""
-    return set(re.findall(r"`(\w+)`", text)) & set(TYPES)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -206,7 +206,11 @@ class SchedulerService:
         return ExplainResponse(decision=decided.to_message())
 
     async def get_status(self, request: GetStatusRequest, *, deadline: Deadline) -> GetStatusResponse:  # noqa: ARG002
-        """Returns the load of every rank as accounted here, the queue, and the last decisions."""
+        """Returns the load of every rank as accounted here, the queue, and the last decisions.
+
+        Raises:
+            UnknownComponent.
+        """
         return self._status.answer(request, ready=self.ready)
 
 
