@@ -1,4 +1,4 @@
-"""Puts a Scheduler together, and runs it."""
+"""Assembles a Scheduler from its parts and runs it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from kvrouter.scheduler.settings import SchedulerSettings
 log = structlog.get_logger(component="scheduler")
 
 _EXPIRY_SECONDS = 0.1
-"""How often leases and graces are looked at; far below either."""
+"""Interval between checks for expired leases and grace periods, in seconds; far below either."""
 _PREDICTION_EXPIRY_SECONDS = 1.0
-"""How often predicted blocks that are too old are dropped. They do not count before either: this frees their memory."""
+"""Interval at which expired predicted blocks are dropped, in seconds. They no longer count, but use memory."""
 
 
 @asynccontextmanager
@@ -51,13 +51,13 @@ async def running(
     *,
     rng: Random | None = None,
 ) -> AsyncIterator[SchedulerService]:
-    """A Scheduler's object with its background tasks, while the context lasts.
+    """Runs a Scheduler with its background tasks while the context lasts. Yields the object behind its API.
 
     Args:
         settings: Its options.
-        runtime: What it stands on.
-        indexers: Where to find the Indexer of a component; those that are registered by default.
-        rng: Source of chance.
+        runtime: The services of its process: discovery, NATS, metrics, tasks.
+        indexers: Returns the Indexer of a component; by default, the registered ones.
+        rng: Source of randomness.
     """
     clock = time.monotonic
     options = settings.routing()
@@ -192,7 +192,7 @@ def _show_sizes(
     predictions: Predictions | None,
     overload: OverloadDetector,
 ) -> None:
-    """Has the metrics of what is kept read where it is kept, when they are asked for."""
+    """Connects the size metrics to the objects that they measure, which are read when the metrics are scraped."""
     metrics.late_ms.set_function(lambda: overload.late_ms)
     metrics.behind.set_function(lambda: overload.behind)
     metrics.bookings.set_function(lambda: len(booking_table))

@@ -1,4 +1,4 @@
-"""Ranks, components and keys of bookings as the contract has them."""
+"""Converts ranks, components and booking keys from and to messages."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ Key = tuple[str, int, int]
 
 
 def stage_of(key: BookingKey) -> Stage:
-    """The stage that a booking pays for."""
+    """Returns the stage of a booking; an unspecified one is the whole request."""
     return key.stage or Stage.STAGE_WHOLE
 
 
 def key_of(key: BookingKey) -> Key:
-    """A booking's key as a value that can be hashed."""
+    """Returns the key of a message, which can be hashed."""
     return (key.request_id, key.attempt, stage_of(key))
 
 
 class OfRank(Protocol):
-    """A message that names a rank."""
+    """A message with a rank."""
 
     @property
     def rank(self) -> common_pb2.Rank:
-        """It."""
+        """Returns the rank."""
         ...
 
 
 def rank_message(rank: Rank) -> common_pb2.Rank:
-    """A rank as the contract has it."""
+    """Returns a rank as a message."""
     return common_pb2.Rank(worker_id=rank[0], dp_rank=rank[1])
 
 
 def rank_of(message: OfRank) -> Rank:
-    """The rank that a message names."""
+    """Returns the rank in a message."""
     return (message.rank.worker_id, message.rank.dp_rank)
 
 
 def component_message(name: ComponentName) -> Component:
-    """A component as the contract has it."""
+    """Returns a component as a message."""
     return Component(namespace=name.namespace, name=name.name)
 
 
 def key_message(key: Key) -> BookingKey:
-    """A key as the contract has it."""
+    """Returns a key as a message."""
     request_id, attempt, stage = key
     return BookingKey(request_id=request_id, attempt=attempt, stage=cast(Stage, stage))

@@ -1,4 +1,4 @@
-"""Figures of the Scheduler."""
+"""Metrics of the Scheduler."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class SchedulerMetrics:
         )
 
     def audit(self, predicted: int, actual: int) -> None:
-        """Holds a prediction of cached blocks against what the worker reported."""
+        """Compares a prediction of cached blocks with the number that the worker reported."""
         self.predicted_blocks.inc(predicted)
         self.actual_blocks.inc(actual)
         self.blocks_off.observe(actual - predicted)

@@ -50,7 +50,7 @@ log = structlog.get_logger(component="scheduler")
 
 
 class Selector:
-    """Chooses a rank for a request and books it."""
+    """Chooses a rank for a request and books the request there."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The response to a selection."""
+"""Builds the response to a selection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
 def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerResponse:
-    """Returns what a caller learns of a decision that was made from ``overlaps``."""
+    """Returns the response for a decision that was made from ``overlaps``."""
     candidate = decision.candidate
     return SelectWorkerResponse(
         rank=rank_message(candidate.rank),

@@ -1,4 +1,4 @@
-"""The Scheduler's contract, over selection, bookings and sessions."""
+"""Implements the Scheduler's contract with the Scheduler's parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SchedulerService:
         *,
         is_ready: Callable[[], bool],
     ) -> None:
-        """``is_ready`` tells whether what is registered, and the thresholds that were set, are known."""
+        """``is_ready`` returns whether registrations and thresholds have been read."""
         self._pools = pools
         self._selector = selector
         self._bookings = bookings
@@ -71,7 +71,7 @@ class SchedulerService:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be routed."""
+        """Returns whether requests can be routed."""
         return self._is_ready()
 
     async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
@@ -97,7 +97,7 @@ class SchedulerService:
         return self._bookings.mark_prefill_complete(request)
 
     async def report_output(self, request: ReportOutputRequest, *, deadline: Deadline) -> ReportOutputResponse:  # noqa: ARG002
-        """Notes how many tokens a booking has generated.
+        """Records how many tokens a booking has generated.
 
         Raises:
             BadRequest.

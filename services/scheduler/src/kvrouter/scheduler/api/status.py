@@ -1,4 +1,4 @@
-"""What the Scheduler believes, for people and their tools: load and hits of each rank, and the last decisions."""
+"""Reports the state of the Scheduler: load and cache hits of each rank, the queue, and the last decisions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, QueueStatus, RankStatus
 
 MAX_LISTED = 100
-"""Most decisions, and held requests of a component, in one answer: what a person looks at, and little to send."""
+"""Maximum number of decisions, and of queued requests of a component, in one response."""
 
 
 class Status:
-    """Reads the Scheduler's parts. Changes nothing."""
+    """Reads the state of the Scheduler's parts. Changes nothing."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Status:
         sync: ReplicaSync | None = None,
         directory_age: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """``mode`` is the policy of requests that name none; ``clock`` stamps load reports, seconds.
+        """``mode`` is the default policy; ``clock`` returns the seconds by which load reports are stamped.
 
         ``directory_age`` returns the seconds since etcd last confirmed what is registered.
         """
@@ -61,10 +61,10 @@ class Status:
         self._started_unix_ns = time.time_ns()
 
     def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
-        """The state of the component that is asked about, or of all.
+        """Returns the state of the component in the request, or of all components.
 
         Raises:
-            UnknownComponent: there is none of that name.
+            UnknownComponent: no component has that name.
         """
         pools = sorted(self._pools, key=lambda pool: str(pool.name))
         only: ComponentName | None = None

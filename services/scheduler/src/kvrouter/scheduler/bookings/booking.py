@@ -17,7 +17,7 @@ SchedulerIncarnation = tuple[int, str]
 
 
 class Placement(NamedTuple):
-    """Where a Scheduler booked a request."""
+    """The rank on which a Scheduler booked a request, with the prefill tokens there."""
 
     rank: Rank
     prefill_tokens: int
@@ -30,33 +30,33 @@ class Booking:
     key: Key
     pool: Pool = field(repr=False)
     prompt: Prompt
-    """Its local hashes are empty where nothing predicts the contents of caches."""
+    """Without local hashes, unless overlaps are predicted."""
     placement: Placement
-    """Where its load counts: at the placement of the greatest of its owners."""
+    """The placement at which its load counts: that of its greatest owner."""
     outcome: SelectWorkerResponse
-    """The answer to the selection."""
+    """The response to the selection."""
     audited: bool = False
     """Whether an Indexer predicted its overlap, so that the prediction can be compared with the worker's count."""
     session_id: str = ""
     """Session at this Scheduler that owns it; empty for a lease."""
     lease_seconds: float = 0.0
-    """Time that it lives after the last call that named it; without meaning in a session."""
+    """Time until it expires after the last call that names it, in seconds; unused in a session."""
     lease_until: float = 0.0
     conversation: bytes = b""
     """Digest of its conversation; empty for none."""
     prefilled: bool = False
     output_tokens: int = 0
     has_local_progress: bool = False
-    """Whether its progress was reported here while only other Schedulers owned it: they may know it from here alone."""
+    """Whether its progress was reported here while only other Schedulers owned it, so that they learn it from here."""
     owners: dict[SchedulerIncarnation, Placement] = field(default_factory=dict)
     """The Schedulers that own it, each with the placement that it chose."""
 
     @property
     def component(self) -> ComponentName:
-        """The component of its rank."""
+        """Returns the component of its rank."""
         return self.pool.name
 
     @property
     def rank(self) -> Rank:
-        """The rank that its load counts on."""
+        """Returns the rank on which its load counts."""
         return self.placement.rank

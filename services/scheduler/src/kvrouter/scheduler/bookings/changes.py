@@ -22,14 +22,14 @@ class Moved(NamedTuple):
 
 
 class OwnerAdded(NamedTuple):
-    """A Scheduler owns a booking, or has another session or lease own it."""
+    """A Scheduler now owns a booking, or owns it through another session or lease."""
 
     booking: Booking
     owner: SchedulerIncarnation
 
 
 class OwnerRemoved(NamedTuple):
-    """A Scheduler owns a booking no longer. Without owners it has left the table."""
+    """A Scheduler no longer owns a booking. A booking without owners has left the table."""
 
     booking: Booking
     owner: SchedulerIncarnation
@@ -66,12 +66,12 @@ class Freed(NamedTuple):
 
 
 class SessionEnded(NamedTuple):
-    """A session of this Scheduler did not return within its grace. ``OwnerRemoved`` came before, for each booking."""
+    """A session of this Scheduler did not return within its grace period. ``OwnerRemoved`` of each booking precedes."""
 
     session_id: str
     client_name: str
     bookings: Sequence[Booking]
-    """What the session owned."""
+    """Keys of the bookings that the session owned."""
 
 
 BookingChange = Booked | Moved | OwnerAdded | OwnerRemoved | PrefillCompleted | OutputGenerated | Freed | SessionEnded

@@ -1,4 +1,4 @@
-"""The sessions and leases of this Scheduler: who may book here, and when their bookings end.
+"""Sessions and leases of this Scheduler: which calls may book, and when their bookings end.
 
 A booking that a session owns ends with the session, after a grace; one under a lease when no call has named it for the
 duration of the lease. Time is a parameter, in seconds of a monotonic clock. The bookings themselves are in the table.
@@ -48,7 +48,7 @@ class BookingLeases:
         self._booking_table = booking_table
         self._grace = session_grace_seconds
         self._sessions: dict[str, _Session] = {}
-        # An entry has the end of a lease when it was pushed; renewals show when it comes up.
+        # An entry has the end of the lease when it was pushed. A renewal is noticed when the entry is due.
         self._leases: list[tuple[float, int, Key]] = []
         self._order = itertools.count()
         self._tokens = itertools.count(1)

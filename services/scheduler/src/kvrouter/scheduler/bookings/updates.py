@@ -43,13 +43,13 @@ def checked_key(booking: BookingKey) -> Key:
         )
     if booking.stage not in _STAGES:
         raise BadRequest(
-            f"there is no stage {booking.stage}", field="booking.stage", advice="Send one of those in the contract."
+            f"unknown stage {booking.stage}", field="booking.stage", advice="Send a stage of the contract."
         )
     return key_of(booking)
 
 
 class BookingUpdates:
-    """Changes live bookings. Nothing here waits, so calls take effect in the order of their arrival."""
+    """Changes live bookings. No call waits, so calls take effect in the order of their arrival."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class BookingUpdates:
         self._clock = clock
 
     def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
-        """Notes that the prompt of a booking is computed."""
+        """Records that the prompt of a booking is computed."""
         booking = self._find(request.booking)
         if booking is not None:
             self._booking_table.prefill_complete(booking)
         return MarkPrefillCompleteResponse(known=booking is not None)
 
     def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
-        """Notes how many tokens a booking has generated."""
+        """Records how many tokens a booking has generated."""
         booking = self._find(request.booking)
         if booking is not None:
             self._booking_table.generated(booking, request.output_tokens)

@@ -1,4 +1,4 @@
-"""Load that requests in flight put on the ranks of one component."""
+"""Accounts for the load of the requests in flight on the ranks of one component."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Predictions:
 
     def _of(self, pool: Pool) -> _Prediction:
         predicted = self._predicted.get(pool.name)
-        # Blocks of another size are other blocks.
+        # Predictions do not apply to blocks of another size.
         if predicted is None or predicted.block_size != pool.booked_load.block_size:
             limits = self._limits
             index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)

@@ -1,9 +1,9 @@
 """Requests that wait at the Scheduler, with their callers: one bounded queue for each component.
 
-The queue is tried again when a booking gets its first token or is freed, and every LOOK_S seconds, which notices other
-changes: a new rank, a changed threshold. The overlap of a queued request is queried again after FRESH_S seconds,
-because caches change within seconds while they are full; with many queued requests less often, at QUERIES_PER_S in
-total. A failed query keeps the previous overlap.
+The queue is tried again when a booking gets its first token or is freed, and every LOOK_S seconds because of other
+changes, such as a new rank or threshold. The overlap of a queued request is queried again after FRESH_S seconds,
+because full caches change within seconds. With many queued requests this is less often: QUERIES_PER_S in total. A
+failed query keeps the previous overlap.
 
 A caller that goes away removes its request. If the request was booked in the moment of its cancellation, the caller
 receives the response, because it owns the booking and must free it.
@@ -128,9 +128,9 @@ class QueuedRequests:
         """Waits until the request can be dispatched, books it and returns the response.
 
         Args:
-            request: The request; it asks for a booking.
-            overlaps: What the ranks hold of its prompt.
-            decision: The decision that it had better wait.
+            request: The request, with a booking.
+            overlaps: Overlaps of its prompt.
+            decision: The decision, with a Wait.
             arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
             deadline: Deadline of its first token.
 
@@ -140,7 +140,7 @@ class QueuedRequests:
             KvRouterError: no rank can take it any more.
         """
         pool, key, wait = request.pool, request.booking.key, decision.verdict
-        assert key is not None  # noqa: S101 - said above
+        assert key is not None  # noqa: S101 - required of callers
         assert isinstance(wait, Wait)  # noqa: S101
         component = self._components.setdefault(pool.name, _Component(RequestQueue(self._max_queued_requests)))
         now = self._clock()
@@ -156,7 +156,7 @@ class QueuedRequests:
         ):
             self._count(component, "full")
             raise AllBusy(
-                RETRY_AFTER_MS, f"no worker has room, and {self._max_queued_requests} requests are queued already"
+                RETRY_AFTER_MS, f"no worker has room, and the queue has its maximum of {self._max_queued_requests}"
             )
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
         self._waiting[key] = waiting = _Waiter(

@@ -39,8 +39,8 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Choice, Wait
 
 AGING = 2000.0
-"""Tokens of room that one second of waiting is worth. A prompt of 100,000 tokens passes a new one after 50 s; its
-patience ends far sooner. At 0 all long prompts would wait for that."""
+"""Tokens by which one second of waiting lowers a sort key. A prompt of 100,000 tokens passes a new one after 50 s,
+although its patience ends far sooner. At 0 all long prompts would wait until then."""
 
 PATIENCE_S = 10.0
 """Seconds after which a request is released whatever the state of its rank."""

@@ -66,10 +66,10 @@ class Announcer:
         return add_request(booking, booking.owners[self._booking_table.here], self._clock())
 
     def announce(self, change: BookingChange) -> None:
-        """Announces a change of this component's bookings, if it is for this Scheduler to announce.
+        """Announces a change of this component's bookings, if this Scheduler must announce it.
 
-        An owner announces again what it receives of its own bookings. Whoever receives a report of a booking that
-        another Scheduler owns announces every repetition: the announcements renew its lease there.
+        An owner announces again what others report about its bookings. A Scheduler that receives reports about another
+        owner's booking announces each of them, because the announcements renew the lease there.
         """
         match change:
             case OwnerAdded(booking, owner) if owner == self._booking_table.here:

@@ -20,8 +20,8 @@ _BEHIND_SECONDS = 5.0
 _QUIET_SECONDS = 60.0
 """Seconds without a fetch after which the back-off starts again."""
 MAX_WAITING = 65_536
-"""Events that wait for a state: seconds of a busy Scheduler, while a state takes less. Beyond it all are dropped, and
-the next heartbeat shows the gap."""
+"""Maximum number of events that wait for a state: those of a busy Scheduler in a few seconds, and a state takes less.
+If there are more, all are dropped, and the next heartbeat shows the gap."""
 
 
 class Log:
@@ -79,7 +79,7 @@ class Log:
         self._waiting.clear()
 
     def note_fetched(self, now: float, *, founded: bool) -> None:
-        """Notes whether the state brought news. Without news, the next fetch waits for a pause that doubles."""
+        """Records whether the state changed anything. If not, the next fetch waits for a pause that doubles."""
         if founded or now - self.due >= _QUIET_SECONDS:
             self._backoff.succeeded()
         self.due = now if founded else now + self._backoff.failed()

@@ -94,13 +94,13 @@ class Incarnations:
         return changed
 
     def unanswered(self, scheduler_id: str, now: float) -> None:
-        """Notes that a Scheduler did not answer; it is asked again after a pause."""
+        """Records that a Scheduler did not answer. It is asked again after a pause."""
         dispute = self._disputes.get(scheduler_id)
         if dispute is not None:
             dispute.due = now + dispute.backoff.failed()
 
     def forget(self, scheduler_id: str) -> None:
-        """Drops what is known of a Scheduler that has gone."""
+        """Drops the state of a Scheduler that has gone."""
         self._current.pop(scheduler_id, None)
         self._confirmed.discard(scheduler_id)
         self._disputes.pop(scheduler_id, None)

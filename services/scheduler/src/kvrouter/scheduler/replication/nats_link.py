@@ -30,17 +30,17 @@ from nats.aio.msg import Msg
 log = structlog.get_logger(component="scheduler")
 
 _MAX_OUTGOING = 65_536
-"""Events that wait to be sent; the event loop would have to stall for seconds to fill it."""
+"""Maximum number of events that wait to be sent. Only an event loop that stalls for seconds fills it."""
 _MAX_ANSWERS = 256
-"""Requests for this Scheduler's state that wait; further ones are dropped, and repeated by their senders."""
+"""Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
 _CHUNK_SECONDS = 5.0
 """Longest wait for the next chunk of a state, seconds. Its sender makes a chunk in milliseconds."""
 _CHUNKS_IN_FLIGHT = 8
-"""Chunks that are sent before NATS must have accepted them: 1 MiB, so that events find room beside a state."""
+"""Number of chunks that are sent before a flush: 1 MiB, so that events are not delayed by a state."""
 _SETTLE_SECONDS = 3.0
 """Longest wait at start for the states of other Schedulers, seconds."""
 _INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
-"""How far another clock may be ahead, ns. An incarnation of next year would fence its Scheduler for as long."""
+"""Maximum lead of another Scheduler's clock, ns. An incarnation of next year would fence that Scheduler for a year."""
 
 
 class SyncLink:
@@ -98,7 +98,7 @@ class SyncLink:
                     running[name] = group.create_task(channel.run(), name=f"sync of {name}")
 
     def expire(self) -> None:
-        """Drops the bookings of Schedulers that have gone."""
+        """Drops the bookings of Schedulers that are gone."""
         self._sync.expire(self._directory.services("scheduler").keys())
 
     def _send(self, component: ComponentName, event: ReplicaSyncEvent) -> None:
@@ -207,7 +207,7 @@ class _Channel:
         is_far_ahead = event.incarnation > time.time_ns() + _INCARNATION_AHEAD_NS
         incarnations = self._replicas.incarnations
         if is_far_ahead and incarnations.current(event.scheduler_id) != event.incarnation:
-            # If its clock is really ahead, the Scheduler itself confirms it.
+            # If its clock really is ahead, the Scheduler itself confirms the incarnation.
             incarnations.dispute(event.scheduler_id, self._replicas.now())
         elif event.incarnation:
             return ""
@@ -231,7 +231,7 @@ class _Channel:
 
     async def _beat(self) -> None:
         while True:
-            # Queued behind the events, so that it does not overtake those that it counts.
+            # Queued after the events, so that it does not overtake those that it counts.
             self.put(self._replicas.announcer.heartbeat())
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):

@@ -42,7 +42,7 @@ MAX_INCARNATIONS = 64
 
 
 class Replicas:
-    """The Schedulers of one component. Pure except for the clock: messages are passed in and handed out."""
+    """The Schedulers of one component. Does no I/O: receives messages as arguments and passes events to ``send``."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Replicas:
         grace_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """Starts alone. ``send`` takes this Scheduler's events in order; orphans live for ``grace_seconds``."""
+        """Starts alone. ``send`` takes this Scheduler's events in order; orphans are kept for ``grace_seconds``."""
         self.component = component
         self.booking_table = booking_table
         self.announcer = Announcer(component, booking_table, metrics, send, clock)
@@ -73,7 +73,7 @@ class Replicas:
         return self._logs.values()
 
     def hear(self, event: ReplicaSyncEvent) -> None:
-        """Applies an event, and the events that waited for it. Unusable ones are counted."""
+        """Applies an event, and the events that waited for it. Counts events that cannot be used."""
         now = self.now()
         found = self._log_of(event, now)
         if found is None:
@@ -97,7 +97,7 @@ class Replicas:
             )
 
     def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
-        """Applies the next event of an incarnation. An invalid one is counted and changes nothing."""
+        """Applies the next event of an incarnation. Counts an invalid one, which changes nothing."""
         try:
             match event.WhichOneof("event"):
                 case "add_request":
@@ -124,7 +124,7 @@ class Replicas:
             )
 
     def receive_owned(self, heard: Log, announced: AddRequest) -> Key:
-        """Notes that an incarnation owns a booking. Returns its key.
+        """Records that an incarnation owns a booking. Returns its key.
 
         Raises:
             KvRouterError: the booking cannot be counted here; the incarnation owns it nevertheless.
@@ -136,34 +136,34 @@ class Replicas:
         return key
 
     def hear_prefilled(self, heard: Log, key: Key) -> None:
-        """Notes that an incarnation reported a prompt as computed."""
+        """Records that an incarnation reported a prompt as computed."""
         heard.owned.prefilled(key)
         booking = self.booking_table.find(key, self.now())
         if booking is not None and not booking.prefilled:
             self.booking_table.prefill_complete(booking, is_remote=True)
 
     def hear_generated(self, key: Key, output_tokens: int) -> None:
-        """Notes that some Scheduler reported the output of a booking."""
+        """Records that some Scheduler reported the output of a booking."""
         booking = self.booking_table.find(key, self.now())
         if booking is not None and output_tokens > booking.output_tokens:
             self.booking_table.generated(booking, output_tokens, is_remote=True)
 
     def hear_freed(self, heard: Log, key: Key) -> None:
-        """Notes that an incarnation reported the end of a booking."""
+        """Records that an incarnation reported the end of a booking."""
         heard.owned.drop(key)
         self.booking_table.free(key, is_remote=True)
 
     def hear_let_go(self, heard: Log, key: Key) -> None:
-        """Notes that an incarnation no longer owns a booking."""
+        """Records that an incarnation no longer owns a booking."""
         heard.owned.drop(key)
         self.booking_table.remove_owner(key, heard.scheduler)
 
     def expire(self, registered: Collection[str]) -> None:
-        """Drops the bookings of Schedulers that have been gone for the grace.
+        """Drops the bookings of Schedulers that have been gone for the grace period.
 
         Args:
-            registered: Ids of the registered Schedulers. They are never gone, however silent, except for their earlier
-                incarnations.
+            registered: Ids of the registered Schedulers. They are not gone even if they are silent, except for their
+                earlier incarnations.
         """
         now = self.now()
         for scheduler, heard in list(self._logs.items()):
@@ -174,7 +174,7 @@ class Replicas:
         self.incarnations.forget_quiet(now)
 
     def status(self) -> Iterator[ReplicaStatus]:
-        """Yields what is known of each Scheduler, this one first."""
+        """Yields the state of each Scheduler as seen here, this one first."""
         incarnation, scheduler_id = self.booking_table.here
         yield ReplicaStatus(
             scheduler_id=scheduler_id,
@@ -214,7 +214,7 @@ class Replicas:
         return followed
 
     def settle(self, scheduler_id: str, incarnation: int) -> None:
-        """Applies a Scheduler's own answer about its incarnation. If another one counted, its state is fetched."""
+        """Applies a Scheduler's own answer about its incarnation. Requests its state if another one counted before."""
         before = self.incarnations.current(scheduler_id)
         if not self.incarnations.settle(scheduler_id, incarnation, self.now()):
             return

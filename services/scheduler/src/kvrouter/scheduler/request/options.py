@@ -33,12 +33,12 @@ class Thresholds:
 
     @property
     def any_set(self) -> bool:
-        """Whether at least one threshold is on."""
+        """Returns whether at least one threshold is on."""
         return self.decode_blocks is not None or self.prefill_tokens is not None
 
     @classmethod
     def of(cls, message: BusyThresholds | RoutingOverrides) -> Thresholds:
-        """The thresholds in a message.
+        """Returns the thresholds in a message.
 
         Raises:
             BadRequest: the share of blocks is not in 0 to 1.
@@ -49,9 +49,9 @@ class Thresholds:
         )
         if decode is not None and not 0 <= decode <= 1:
             raise BadRequest(
-                f"active_decode_blocks_threshold is {decode:g}",
+                f"expected active_decode_blocks_threshold from 0 to 1, received {decode:g}",
                 field="active_decode_blocks_threshold",
-                advice="It is a share of a rank's blocks: send 0 to 1.",
+                advice="Send a share of a rank's blocks, 0 to 1.",
             )
         return cls(decode, prefill)
 
@@ -114,7 +114,7 @@ class RoutingOptions:
     mode: str = "kv"
     """Name of the policy."""
     overlap_score_weight: float = 1.0
-    """Weight of prefill blocks against decode blocks, 0 or more."""
+    """Weight of prefill blocks relative to decode blocks, 0 or more."""
     temperature: float = 0.0
     """Softmax temperature, 0 or more."""
     thresholds: Thresholds = Thresholds()
@@ -122,7 +122,7 @@ class RoutingOptions:
 
     @property
     def queries_indexer(self) -> bool:
-        """Whether the decision uses overlaps, so that an Indexer is queried."""
+        """Returns whether the decision uses overlaps, so that an Indexer is queried."""
         return POLICIES[self.mode].uses_overlap and self.overlap_score_weight > 0
 
 
@@ -135,7 +135,7 @@ def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingO
     mode = overrides.mode if overrides.HasField("mode") else options.mode
     if mode not in POLICIES:
         raise BadRequest(
-            f"there is no router mode {mode[:64]!r}",
+            f"unknown router mode {mode[:64]!r}",
             field="overrides.mode",
             advice=f"Use one of: {', '.join(POLICIES)}.",
             known=POLICIES,
@@ -150,7 +150,11 @@ def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingO
 
 
 def _checked(name: str, value: float, allows: Callable[[float], bool]) -> float:
-    # Negated, so that a NaN is refused too.
+    # The condition is negated, so that NaN is refused too.
     if not (value >= 0 and allows(value)):
-        raise BadRequest(f"{name} is {value:g}", field=f"overrides.{name}", advice="Send a finite number, 0 or more.")
+        raise BadRequest(
+            f"expected {name} of 0 or more, received {value:g}",
+            field=f"overrides.{name}",
+            advice="Send a finite number, 0 or more.",
+        )
     return value
