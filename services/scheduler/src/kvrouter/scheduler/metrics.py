@@ -123,4 +123,4 @@ class SchedulerMetrics:
         self.actual_blocks.inc(actual)
         self.blocks_off.observe(actual - predicted)
         verdict = "exact" if actual == predicted else "low" if actual > predicted else "high"
-        self.predictions.labels(verdict=verdict).inc()
+        self.predictions.labels(verdict).inc()

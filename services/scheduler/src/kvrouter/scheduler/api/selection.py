@@ -128,7 +128,7 @@ class Selector:
             code = error.code.name
             raise
         finally:
-            self._metrics.selections.labels(mode=mode, code=code).inc()
+            self._metrics.selections.labels(mode, code).inc()
             self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool) -> Overlaps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
 from typing import Protocol
 
 from kvrouter.core import Rank
@@ -110,7 +111,7 @@ class Pools:
             UnknownComponent: no component has that name.
         """
         try:
-            pool = self.get(ComponentName(namespace, name))
+            pool = self.get(_component_name(namespace, name))
         except InvalidName:
             pool = None
         if pool is None:
@@ -149,3 +150,9 @@ class Pools:
         else:
             pool.follow(view)
         return pool
+
+
+@lru_cache(maxsize=256)
+def _component_name(namespace: str, name: str) -> ComponentName:
+    """Returns a checked name. Requests repeat the names of few components."""
+    return ComponentName(namespace, name)

@@ -31,7 +31,8 @@ class ThresholdBoard:
 
     def of(self, model: str) -> Thresholds:
         """Returns the thresholds in force for a model."""
-        return self.was_set(model).over(self._at_start)
+        was_set = self._set.get(model)
+        return self._at_start if was_set is None else was_set.over(self._at_start)
 
     def was_set(self, model: str) -> Thresholds:
         """Returns the thresholds set at run time for a model, without those of the options."""

@@ -132,6 +132,8 @@ def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingO
     Raises:
         BadRequest: an override is out of range, or names an unknown mode.
     """
+    if not overrides.ByteSize():
+        return options
     mode = overrides.mode if overrides.HasField("mode") else options.mode
     if mode not in POLICIES:
         raise BadRequest(

@@ -66,6 +66,7 @@ class Decisions:
                 del self._by_request[request_id]
 
 
-def _names(request_id: str) -> set[str]:
+def _names(request_id: str) -> tuple[str, ...]:
     """The ids that a booked request goes by: a Frontend books under the client's id, ``~`` and a random part."""
-    return {request_id, request_id.rpartition("~")[0]} - {""}
+    clients = request_id.rpartition("~")[0]
+    return (request_id, clients) if clients else (request_id,) if request_id else ()

@@ -85,7 +85,9 @@ class RequestReader:
         pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
         if stage is None:
             stage = Stage.STAGE_PREFILL if pool.role == Role.ROLE_PREFILL else Stage.STAGE_WHOLE
-        in_force = replace(self._options, thresholds=self._thresholds.of(pool.model))
+        in_force = self._options
+        if (thresholds := self._thresholds.of(pool.model)) != in_force.thresholds:
+            in_force = replace(in_force, thresholds=thresholds)
         options = overridden(in_force, request.overrides)
         prompt = read_prompt(
             request,

@@ -94,7 +94,9 @@ class WorkerConstraints:
     @classmethod
     def of(cls, request: RoutingRequest, stage: Stage) -> WorkerConstraints:
         """Returns the constraints of a request."""
-        constraints = request.constraints
+        constraints, lora_name = request.constraints, request.scope.lora_name
+        if not (lora_name or constraints.ByteSize()):
+            return cls(stage)
         return cls(
             stage=stage,
             worker_id=constraints.worker_id if constraints.HasField("worker_id") else None,
@@ -103,7 +105,7 @@ class WorkerConstraints:
             excluded=frozenset(constraints.excluded_worker_ids),
             avoided=frozenset(constraints.avoided_worker_ids),
             labels=dict(constraints.required_labels),
-            lora_name=request.scope.lora_name,
+            lora_name=lora_name,
         )
 
 
