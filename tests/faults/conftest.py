@@ -18,7 +18,7 @@ from .rig import Rig
 
 @pytest.fixture
 def seed(record_property: Callable[[str, object], None]) -> int:
-    """What a scenario draws from: ``KVROUTER_SEED``, or a new one; told where the test fails."""
+    """Seed of a scenario: ``KVROUTER_SEED``, or a new one. It is printed when the test fails."""
     seed = int(os.environ.get("KVROUTER_SEED", random.SystemRandom().randrange(1 << 32)))
     record_property("seed", seed)
     print(f"KVROUTER_SEED={seed}")  # noqa: T201 - pytest shows it where a test fails

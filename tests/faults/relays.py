@@ -79,7 +79,7 @@ class RelayedNode(EngineNode):
             await asyncio.sleep(0.01)
 
     def forget_messages(self) -> None:
-        """What the engine has told so far cannot be repeated any more."""
+        """Makes the engine unable to repeat the events that it has reported."""
         self.oldest = len(self._messages)
 
     def _tell(self, events: Sequence[CacheEvent]) -> None:

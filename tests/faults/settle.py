@@ -75,9 +75,9 @@ async def _scheduler_is_idle(fleet: Fleet, name: str) -> None:
         for component in status.components
         for rank in component.ranks
     }
-    held = sum(component.queued.requests for component in status.components)
-    if status.bookings or held or any(map(any, booked.values())):
-        raise NotSettled(f"{status.bookings} bookings, {held} held requests, load by worker {booked}")
+    queued = sum(component.queued.requests for component in status.components)
+    if status.bookings or queued or any(map(any, booked.values())):
+        raise NotSettled(f"{status.bookings} bookings, {queued} queued requests, load by worker {booked}")
 
 
 async def _frontend_is_idle(fleet: Fleet, name: str) -> None:

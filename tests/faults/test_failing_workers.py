@@ -286,7 +286,7 @@ async def test_a_worker_that_fails_in_every_way_costs_no_request(processes: Proc
     await nothing_is_left(processes)
 
 
-async def test_a_worker_that_ignores_max_tokens_is_stopped_and_its_clients_get_what_they_asked_for(
+async def test_a_worker_that_ignores_max_tokens_is_stopped_and_its_clients_get_max_tokens(
     processes: Processes, record_property: Report
 ) -> None:
     frontend = await started(processes)

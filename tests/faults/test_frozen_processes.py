@@ -163,7 +163,7 @@ async def test_requests_wait_for_the_only_scheduler(processes: Processes) -> Non
         await cancelled(load.running)
 
 
-async def test_a_frozen_scheduler_of_spread_requests_comes_back_to_the_load_that_is_left(processes: Processes) -> None:
+async def test_a_frozen_scheduler_of_sharded_requests_returns_to_the_remaining_load(processes: Processes) -> None:
     await start_system(
         processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SCHEDULER, frontend=(*FRONTEND, "--sharding")
     )

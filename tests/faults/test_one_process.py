@@ -36,7 +36,9 @@ async def test_one_of_two_decides_and_what_it_had_goes_with_it(processes: Proces
         lost = await asyncio.gather(*running[first], return_exceptions=True)
         assert all(isinstance(outcome, KvRouterError) for outcome in lost)
         seen = await processes.until_booked(second, STREAMS)
-        assert seen <= {2 * STREAMS, STREAMS}, "what lives is told before what does not is dropped, and counts once"
+        assert seen <= {2 * STREAMS, STREAMS}, (
+            "sessions are re-asserted before lost ones are dropped"
+        )
         assert not any(task.done() for task in running[second])
         await cancelled(running[second])
         await processes.until_booked(second, 0)

@@ -126,7 +126,7 @@ async def test_schedulers_that_are_killed_and_join_under_load_agree(processes: P
         for place in range(10):
             group.create_task(churn(place))
         for number in range(8 if FULL else 3):
-            # The one that decides, then the other, and so on: both have to have been told all.
+            # The deciding one, then the other, and so on: both must have received everything.
             await processes.kill(live.pop(0))
             live.append(f"scheduler-{number + 2}")
             grace = ("--session-grace-seconds", str(GRACE_SECONDS))

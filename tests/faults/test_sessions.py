@@ -67,7 +67,7 @@ async def test_a_frontend_and_its_scheduler_killed_at_once_leave_nothing(process
         await cancelled(running)
 
 
-async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_they_are(processes: Processes) -> None:
+async def test_requests_queued_at_a_killed_scheduler_keep_their_arrival_at_the_next_one(processes: Processes) -> None:
     engine = ("--num-blocks", "80")
     await start_system(processes, schedulers=2, frontends=1, clock_factor=1.0, mode="forecast", engine=engine)
     frontend = processes.frontend("frontend-0")
@@ -93,7 +93,7 @@ async def test_requests_that_a_killed_scheduler_held_wait_at_another_as_old_as_t
         await cancelled(running)
 
 
-async def test_the_spread_load_of_a_killed_scheduler_joins_what_the_other_has(processes: Processes) -> None:
+async def test_the_sharded_load_of_a_killed_scheduler_moves_to_the_other(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.5, frontend=("--sharding",))
     frontend = processes.frontend("frontend-0")
     running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(100)]

@@ -155,7 +155,7 @@ async def test_parts_that_die_are_named_and_started_again(tmp_path: Path) -> Non
         assert all(gone(child) for child in children)
 
 
-async def test_a_part_that_does_not_come_up_ends_it_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_process_that_does_not_start_ends_it_with_the_end_of_its_log(tmp_path: Path) -> None:
     async with starting(tmp_path) as system:
         await system.until_said("waiting until every part is ready")
         children = system.children()

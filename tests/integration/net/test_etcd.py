@@ -31,7 +31,7 @@ async def held(keys: LeasedKeys) -> AsyncIterator[None]:
         keys.stop()
 
 
-async def test_keys_follow_what_is_wanted(namespace: str, etcd_endpoint: str) -> None:
+async def test_keys_follow_put_and_delete(namespace: str, etcd_endpoint: str) -> None:
     keys = LeasedKeys(etcd_endpoint, ttl_seconds=2)
     keys.put(f"/{namespace}/a", b"1")
     async with connect(etcd_endpoint) as client:
@@ -77,7 +77,7 @@ async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str
         await eventually(lambda: calls == 2)
 
 
-async def test_a_key_that_an_earlier_life_writes_is_taken_back(namespace: str, etcd_endpoint: str) -> None:
+async def test_a_key_that_an_earlier_incarnation_writes_is_taken_back(namespace: str, etcd_endpoint: str) -> None:
     keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, incarnation_of=int)
     key = f"/{namespace}/a".encode()
     keys.put(key.decode(), b"2")

@@ -11,7 +11,7 @@ from kvrouter.v1.events_pb2 import BlocksStored, KvEvent, KvEventBatch
 
 
 def found() -> int:
-    """Blocks of a prompt of eight blocks that the index finds, of which it was told six."""
+    """Returns the overlap of a prompt of eight blocks, of which six are stored."""
     local = core.local_hashes(range(128), 16)
     hashes = memoryview(local).cast("B").cast("Q").tolist()
     stored = BlocksStored(engine_hashes=range(1, 7), local_hashes=hashes[:6])

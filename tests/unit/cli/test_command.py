@@ -82,7 +82,7 @@ def test_a_target_that_does_not_answer_is_status_1(
     assert "127.0.0.1:9 does not answer" in capsys.readouterr().err
 
 
-def test_a_taken_port_is_refused_if_asked_for_and_avoided_if_not() -> None:
+def test_a_taken_port_is_refused_if_named_and_avoided_otherwise() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

@@ -36,7 +36,7 @@ def run(mode: str, load: float = 1.0, **changes: object) -> Outcome:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_request_is_served_in_order_of_its_life(mode: str) -> None:
+def test_the_events_of_every_request_are_in_order(mode: str) -> None:
     outcome = run(mode, load=6.0)
     assert len(outcome.served) == len(WORKLOAD.requests)
     for served, request in zip(outcome.served, WORKLOAD.faster(6.0).requests, strict=True):
@@ -61,7 +61,7 @@ def test_the_plain_engines_give_the_same_run(mode: str, monkeypatch: pytest.Monk
     assert run(mode, load=6.0) == native
 
 
-def test_round_robin_takes_turns() -> None:
+def test_round_robin_takes_ranks_in_turn() -> None:
     assert [served.engine for served in run("round-robin").served[:6]] == [0, 1, 2, 3, 0, 1]
 
 
@@ -108,7 +108,7 @@ def test_statistics_add_up() -> None:
     assert run_statistics(outcome, slo_ttft_s=1e9, slo_itl_s=1e9).within_slo == len(outcome.served)
 
 
-def test_regret_is_left_out_where_it_is_not_wanted() -> None:
+def test_regret_is_not_computed_if_it_is_not_requested() -> None:
     assert math.isnan(summed(run("kv", regret=False)).regret_ms)
 
 

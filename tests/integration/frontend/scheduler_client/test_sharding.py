@@ -1,4 +1,4 @@
-"""Several Schedulers: one decides, unless requests are to be spread; then each prefix has its own."""
+"""Several Schedulers: one decides for a component, or each for its shard."""
 
 from __future__ import annotations
 

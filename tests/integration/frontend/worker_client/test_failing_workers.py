@@ -315,7 +315,7 @@ async def test_best_worker_avoids_what_the_gateway_found_unhealthy(system: Syste
         assert chosen == {SOUND}
 
 
-async def test_a_bad_request_is_refused_before_any_worker_is_asked(system: System) -> None:
+async def test_a_bad_request_is_refused_before_any_worker_is_called(system: System) -> None:
     with pytest.raises(BadRequest):
         await ask(system, request(stop_conditions=StopConditions(max_tokens=0)))
 

@@ -74,9 +74,7 @@ async def test_a_restart_gives_the_same_answers(connection: Client, component: C
         assert max((await overlaps(index, prompts[0])).values()) == 6
 
 
-async def test_it_is_ready_only_when_it_has_read_what_the_stream_held(
-    connection: Client, component: ComponentName
-) -> None:
+async def test_it_is_ready_only_when_it_has_read_the_stream(connection: Client, component: ComponentName) -> None:
     js = connection.jetstream()
     await ensure_stream(js, component)
     source = RankSource(component, 1)
@@ -187,7 +185,7 @@ async def test_messages_that_are_no_batches_are_quarantined_and_the_rest_goes_on
         await until(lambda: index.ingest.progress.applied == last)
 
 
-async def test_a_registration_with_a_later_life_empties_the_rank_at_once(
+async def test_a_registration_with_a_later_incarnation_empties_the_rank_at_once(
     connection: Client, component: ComponentName
 ) -> None:
     js = connection.jetstream()

@@ -294,10 +294,10 @@ async def test_a_reset_drops_everything_but_not_while_others_live(
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
 
 
-async def test_a_stream_that_is_wanted_later_is_not_reset(
+async def test_a_stream_that_is_first_needed_later_is_not_reset(
     connection: Client, component: ComponentName, etcd_endpoint: str
 ) -> None:
-    """An Indexer of light workers that was started with ``--reset-states`` a while ago meets a durable one."""
+    """An Indexer of Core NATS workers, started with ``--reset-states`` before, discovers a worker with JetStream."""
     sources = await fill(connection, component)
     descriptor = ComponentDescriptor(block_size=BLOCK_SIZE, default_transport=Transport.TRANSPORT_CORE_NATS)
     options = SnapshotOptions(check_seconds=0.05, reset=True)

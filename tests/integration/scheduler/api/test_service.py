@@ -146,7 +146,7 @@ async def test_workers_come_and_go(stack: Stack) -> None:
         await stack.select(selecting("c"))
 
 
-async def test_the_indexer_is_asked_and_another_one_when_it_is_gone(stack: Stack) -> None:
+async def test_another_indexer_is_queried_when_the_first_is_gone(stack: Stack) -> None:
     await stack.register(1, 2)
     assert (await stack.select(selecting(None))).load_only
     first, second = PrefixResident(1, 3), PrefixResident(1, 3)

@@ -16,7 +16,7 @@ class Cut(Enum):
     REFUSED = "refused"
     """The connection is closed at once: both ends know."""
     SILENT = "silent"
-    """Nothing gets through, and neither end is told."""
+    """Drops everything, and neither end notices."""
     DEAF = "deaf"
     """The service hears nothing, what it says arrives."""
     MUTE = "mute"

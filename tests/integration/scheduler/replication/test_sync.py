@@ -105,9 +105,7 @@ async def test_one_without_sync_tells_nothing_and_hears_nothing(
         assert [await stack.booked() for stack in (*stacks, alone)] == [2, 2, 1]
 
 
-async def test_replicas_that_know_of_each_other_spread_load_like_one(
-    nats_url: str, etcd_endpoint: str, namespace: str
-) -> None:
+async def test_replicas_in_sync_balance_load_like_one(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     """Who takes the emptier of two workers each time keeps them within one request of each other."""
     rng, largest = Random(5), 30
     async with replicas(4, namespace, etcd_endpoint, nats_url) as stacks:
@@ -196,7 +194,7 @@ async def test_a_partition_heals_to_agreement(own_nats: NatsServer, etcd_endpoin
         assert figure(first, "sync_digest_mismatches_total") == 0
 
 
-async def test_drift_is_seen_by_digest_and_repaired(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+async def test_drift_is_detected_by_digest_and_repaired(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks:
         for number in range(3):
             await stacks[0].select(selecting(f"r{number}", routing(4, seed=number)))

@@ -94,7 +94,7 @@ class TestRemoval:
         index.apply(batch(3, stored([101], [1])))
         assert device_overlap(index, 1, 2, 3) == 3
 
-    def test_what_is_not_held_is_counted(self, index_class: type) -> None:
+    def test_removals_of_missing_blocks_are_counted(self, index_class: type) -> None:
         index = index_class()
         index.apply(batch(0, stored([101], [1])))
         summary = index.apply(batch(1, removed(101, 999), removed(101), removed(101, tier=HOST)))

@@ -45,7 +45,7 @@ def test_entries_live_for_their_time_from_their_last_record(predicted_class: typ
     assert index.overlaps(packed([1, 2]), 115.0) == {}
 
 
-def test_being_asked_about_is_no_use(predicted_class: type) -> None:
+def test_a_query_does_not_count_as_use(predicted_class: type) -> None:
     index = predicted_class(ttl_seconds=10.0)
     index.record(ONE, packed([1]), 0.0)
     assert overlap(index, ONE, 1, now=9.0) == 1

@@ -35,7 +35,7 @@ def line_with(text: str, words: str) -> str:
     return next(line for line in text.splitlines() if words in line)
 
 
-def test_two_runs_are_compared_in_words() -> None:
+def test_two_runs_are_compared_in_a_text() -> None:
     text = shown(run("round-robin", 1000, 100)[0], run("kv", 500, 300)[0])
     assert line_with(text, "found in a cache").split()[-4:] == ["10.0%", "30.0%", "3.0", "times"]
     assert "less" in line_with(text, "first token, mean")

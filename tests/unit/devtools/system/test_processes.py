@@ -29,7 +29,7 @@ def gone(pid: int) -> bool:
     return not stat.exists() or " Z " in stat.read_text()
 
 
-async def test_a_process_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_process_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     process = await ManagedProcess.start(python("import sys; print('so long'); sys.exit(3)"), tmp_path)
     with pytest.raises(ProcessDied, match=r"child ended with status 3(.|\n)*child\.log(.|\n)*so long"):
         await process.watch()

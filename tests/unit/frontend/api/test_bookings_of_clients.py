@@ -1,4 +1,4 @@
-"""Bookings that a client made for itself: whichever Scheduler has them is told, whatever becomes of the others."""
+"""Updates of bookings that a client made itself reach the Scheduler that has them, even if others fail."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_directory_that_goes_and_comes_back_is_survived(tmp_path: Path) -> Non
     assert file.append([outline(ONE)]).requests == 1
 
 
-def test_blocks_that_were_not_seen_for_long_are_forgotten() -> None:
+def test_blocks_that_were_not_used_for_long_are_dropped() -> None:
     numbering = BlockIds(first=10, most=2)
     assert [numbering.of(outline([block] * WIDTH)) for block in (1, 2, 1, 3, 1, 2)] == [
         [10],

@@ -1,4 +1,4 @@
-"""What another Scheduler is told of a live booking; and which Scheduler that is."""
+"""Which Scheduler receives a live booking after a session moved, and what it receives."""
 
 from hypothesis import given
 from hypothesis import strategies as st

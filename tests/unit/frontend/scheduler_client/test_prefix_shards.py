@@ -21,7 +21,7 @@ def hashes(*pieces: tuple[int, int]) -> bytes:
     return sequence_hashes(local_hashes(tokens, BLOCK))
 
 
-def test_those_that_share_a_document_meet_and_others_are_spread() -> None:
+def test_requests_with_the_same_document_share_a_shard() -> None:
     split, rng = PrefixSplit(), Random(1)
     documents: dict[int, set[int]] = {}
     for number in range(2000):

@@ -169,7 +169,7 @@ async def test_a_selection_that_moves_keeps_its_arrival_and_what_is_left_of_its_
     assert 9000 >= first.time_left_ms > second.time_left_ms > 0
 
 
-async def test_a_component_that_the_scheduler_has_not_discovered_yet_is_asked_for_again(
+async def test_a_component_that_the_scheduler_has_not_discovered_yet_is_requested_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_link, "_YOUNG_SECONDS", 60.0)
@@ -189,7 +189,7 @@ async def test_one_that_it_does_not_have_after_a_while_is_refused(monkeypatch: p
             await link.select(selection(), deadline=Deadline.never())
 
 
-async def test_advice_to_spread_is_passed_on() -> None:
+async def test_advice_to_shard_is_passed_on() -> None:
     scheduler, advised = Refusing(0), asyncio.Event()
     scheduler.opened.set()
     async with linked(scheduler, on_sharding_advised=advised.set) as link:

@@ -1,4 +1,4 @@
-"""When a component is spread."""
+"""When the requests of a component are sharded."""
 
 from __future__ import annotations
 

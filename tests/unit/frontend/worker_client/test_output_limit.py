@@ -17,7 +17,7 @@ def piece(tokens: int, **fields: object) -> WorkerPiece:
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 8), max_size=12))
-def test_no_more_tokens_come_than_were_asked_for(limit: int, sizes: list[int]) -> None:
+def test_no_more_tokens_arrive_than_were_requested(limit: int, sizes: list[int]) -> None:
     counting, passed = OutputLimit(limit), 0
     for size in sizes:
         given = piece(size)

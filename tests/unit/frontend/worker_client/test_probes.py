@@ -90,7 +90,7 @@ async def test_only_a_silent_worker_is_suspected_and_its_late_answer_clears_it()
         assert workers.requested["a:1"] == requested, "the answer to the probe that waited is enough"
 
 
-async def test_a_worker_whose_port_refuses_is_suspected_and_asked_again() -> None:
+async def test_a_worker_whose_port_refuses_is_suspected_and_probed_again() -> None:
     workers = Workers("a:1")
     workers.refusing.add("a:1")
     async with probing(workers) as health:

@@ -35,7 +35,7 @@ def test_the_workers_answer_outranks_its_registration_until_it_registers_anew() 
     assert known.current(RANK) == 8
 
 
-def test_a_claim_that_came_while_the_worker_was_asked_is_not_refuted_by_its_answer() -> None:
+def test_a_claim_that_arrived_during_the_call_is_not_refuted_by_the_answer() -> None:
     known = Incarnations()
     known.register({RANK: 5})
     known.claim(RANK, 9)

@@ -3,7 +3,7 @@ from kvrouter.indexer.index.membership import Departures, NewIncarnation, new_in
 A, B, C = (1, 0), (1, 1), (2, 0)
 
 
-def test_a_rank_that_is_registered_with_a_later_life_begins_anew() -> None:
+def test_a_rank_that_is_registered_with_a_later_incarnation_starts_empty() -> None:
     assert new_incarnations({A: 5, B: 5, C: 5}, {A: 4, B: 5, C: 6}) == [NewIncarnation(A, 5)]
 
 

@@ -75,7 +75,7 @@ async def test_a_batch_with_several_gaps() -> None:
     assert await index.read(lambda core: core.cursor(RANK)) == (1, 9)
 
 
-async def test_a_life_that_begins_with_a_gap() -> None:
+async def test_an_incarnation_that_begins_with_a_gap() -> None:
     index = state()
     index.apply([message(stored(0, [1], [11]))])
     index.incarnations.register({RANK: 2})
@@ -130,7 +130,7 @@ def test_what_was_quarantined_is_bounded() -> None:
     assert index.tally.unparsable == 200
 
 
-async def test_a_new_life_is_never_taken_back() -> None:
+async def test_a_new_incarnation_is_never_taken_back() -> None:
     index = state()
     index.apply([message(stored(0, [1], [11]), incarnation=5)])
     await index.begin_incarnations([NewIncarnation(RANK, 4), NewIncarnation(RANK, 5)])
@@ -306,7 +306,7 @@ async def test_a_dump_of_an_incarnation_that_the_worker_is_not_in_is_refused() -
         await index.load_rank(dump)
 
 
-async def test_event_ids_that_the_worker_has_not_reached_are_dropped_once_it_was_asked() -> None:
+async def test_event_ids_that_the_worker_has_not_reached_are_dropped_after_its_answer() -> None:
     index = state()
     suspected: list[str] = []
     index.on_suspect = lambda _rank, reason: suspected.append(reason)
@@ -329,7 +329,7 @@ async def test_while_gaps_were_false_of_late_events_that_follow_are_applied_at_o
     assert (index.tally.unconfirmed, index.tally.repairs) == (1, 0)
 
 
-async def test_a_gap_while_the_worker_is_asked_does_not_drop_the_rank() -> None:
+async def test_a_gap_during_the_call_to_the_worker_does_not_drop_the_rank() -> None:
     index = state()
     index.apply([message(stored(0, [1], [11]))])
     start = await index.begin_repair(RANK)

@@ -21,7 +21,7 @@ def test_ranks_come_in_order_and_one_at_a_time() -> None:
     assert resync_queue.take(3.0) == (RANK, "drift"), "what came meanwhile is not lost"
 
 
-def test_a_rank_that_failed_while_it_was_wanted_again_waits_and_comes_once() -> None:
+def test_a_rank_that_failed_while_it_was_requested_again_waits_and_is_queued_once() -> None:
     resync_queue = ResyncQueue(random.Random(1))
     resync_queue.add(RANK, "gap", 0.0)
     resync_queue.take(0.0)
@@ -64,7 +64,7 @@ def test_a_worker_that_registers_while_its_former_address_is_tried_does_not_wait
     assert resync_queue.take(0.2) is None, "it does not answer there either"
 
 
-def test_a_worker_that_registers_again_is_not_held_to_its_past() -> None:
+def test_a_worker_that_registers_again_starts_without_back_off() -> None:
     resync_queue = ResyncQueue()
     resync_queue.add(RANK, "gap", 0.0)
     resync_queue.take(0.0)
@@ -110,7 +110,7 @@ def test_a_reason_that_is_due_sooner_goes_before_one_that_backs_off() -> None:
     assert resync_queue.take(0.01) == (RANK, "gap")
 
 
-def test_what_is_raised_again_while_the_worker_is_asked_backs_off_too() -> None:
+def test_an_alarm_that_is_raised_again_during_the_call_backs_off_too() -> None:
     resync_queue = ResyncQueue(random.Random(1))
     resync_queue.add(RANK, "gap", 0.0)
     resync_queue.take(0.0)

@@ -66,7 +66,7 @@ def test_the_index_equals_the_engine_after_every_message(name: str, dialect: Dia
     assert engine.rank.stats().blocks == 0  # the recordings end with a clear
 
 
-def test_prompts_find_what_the_recorded_vllm_held() -> None:
+def test_overlaps_equal_the_blocks_of_the_recorded_vllm() -> None:
     engine = Engine(block_size=BLOCK)
     messages = published("capture_vllm.bin")
     found = []
@@ -98,7 +98,7 @@ def test_prompts_find_what_the_recorded_vllm_held() -> None:
     ]
 
 
-def test_prompts_find_what_the_recorded_sglang_held() -> None:
+def test_overlaps_equal_the_blocks_of_the_recorded_sglang() -> None:
     engine = Engine("sglang", block_size=BLOCK)
     found = []
     for message in published("capture_sglang.bin"):

@@ -49,7 +49,7 @@ def test_sent_events_go_before_unsent_ones() -> None:
     assert ids(log.take(1000)) == [4, 5, 6, 7]
 
 
-def test_events_are_served_again_as_long_as_they_are_held() -> None:
+def test_events_are_served_again_while_they_are_kept() -> None:
     log = EventLog(5, 1000)
     log.extend(event(number) for number in range(8))
     log.take(1000)

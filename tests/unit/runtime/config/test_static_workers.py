@@ -34,7 +34,7 @@ def read(*argv: str, **environ: str) -> StaticEndpoints | None:
     return settings.static_endpoints()
 
 
-def test_nothing_is_listed_unless_it_is_asked_for() -> None:
+def test_nothing_is_listed_by_default() -> None:
     assert read() is None
 
 

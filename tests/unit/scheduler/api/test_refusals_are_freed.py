@@ -1,4 +1,4 @@
-"""A request that is refused, at once or after it was held, is freed with its answer: no exception keeps it."""
+"""A request that is refused, at once or after queueing, is freed with its answer: no exception refers to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_refused_request() -> None:
                 )
 
 
-async def test_a_request_that_is_held_until_its_deadline() -> None:
+async def test_a_request_that_is_queued_until_its_deadline() -> None:
     parts = parts_of()
     async with line(parts) as client:
         for number, name in enumerate("xy", 2):

@@ -120,7 +120,7 @@ async def test_of_two_components_the_larger_serves_the_model() -> None:
     assert (await parts.select(selecting("a"))).component.name == "a-larger-pool"
 
 
-async def test_where_nothing_is_held_a_request_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_queue_a_request_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv.Rule, "decide", lambda *_: Wait(1, Explanation("no room")))
     parts = Parts(view(worker(1), worker(2)), max_queued_requests=0)
     assert (await parts.select(selecting("a"))).rank.worker_id == 2

@@ -133,7 +133,7 @@ async def test_load_of_a_worker_whose_registration_lapsed_is_kept() -> None:
     assert set(pool.booked_load.load_by_rank()) == {(2, 0)}
 
 
-async def test_predictions_are_held_against_what_workers_report() -> None:
+async def test_predictions_are_compared_with_reports_of_workers() -> None:
     parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 4}))
     # Of four cached blocks an engine computes the last again.
     for name, reported in (("exact", 3), ("low", 4), ("high", 1)):

@@ -58,7 +58,7 @@ async def test_a_silent_indexer_is_not_waited_for() -> None:
         {"mode": "power-of-two"},
     ],
 )
-async def test_no_indexer_is_asked_where_overlaps_do_not_matter(changes: dict[str, Any]) -> None:
+async def test_no_indexer_is_queried_if_overlaps_do_not_matter(changes: dict[str, Any]) -> None:
     indexer = ResidentBlocks({(1, 0): 4})
     parts = Parts(view(worker(1)), indexer=indexer)
     chosen = await parts.select(selecting("a", routing(overrides=overrides(**changes))))
@@ -90,7 +90,7 @@ async def test_the_temperature_of_one_request_is_for_that_request_alone() -> Non
     assert (drawn, lowest) == ({1, 2}, {1})
 
 
-async def test_blocks_of_an_earlier_life_do_not_count() -> None:
+async def test_blocks_of_an_earlier_incarnation_do_not_count() -> None:
     parts = Parts(view(worker(1, incarnation=5)), indexer=ResidentBlocks({(1, 0): 4}, incarnation=4))
     assert (await parts.select(selecting("a"))).overlap_blocks == 0
 

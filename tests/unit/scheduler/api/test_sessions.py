@@ -298,7 +298,7 @@ async def test_another_scheduler_takes_live_bookings_over() -> None:
         taken = await client.ask(call_id=2, reassert=reassert("a", output_tokens=20))
         assert not taken.reasserted.known
         assert parts.load(1) == (6, 32, 1)
-        # Told again, further on: merged by maximum.
+        # Re-asserted with more progress: merged by maximum.
         taken = await client.ask(call_id=3, reassert=reassert("a", output_tokens=3, prefill_complete=True))
         assert taken.reasserted.known
         assert parts.load(1) == (6, 0, 1)

@@ -76,7 +76,7 @@ async def test_hits_are_shown_where_nothing_was_predicted() -> None:
     assert (hits.requests, hits.cached_tokens, hits.predicted_prompt_tokens) == (1, 2 * BLOCK, 0)
 
 
-async def test_decisions_are_as_many_as_asked_for() -> None:
+async def test_the_requested_number_of_decisions_is_returned() -> None:
     parts = Parts(view(worker(1), worker(2), worker(3)))
     for number in range(3):
         await parts.select(selecting(f"r{number}", routing(seed=number)))

@@ -14,7 +14,7 @@ def predicting(*, workers: int = 3, indexer: ResidentBlocks | None = None, **lim
     return Parts(views, predicts=PredictionLimits(**limits), indexer=indexer)  # type: ignore[arg-type]
 
 
-async def test_a_prompt_goes_where_its_prefix_went_and_no_indexer_is_asked() -> None:
+async def test_a_prompt_follows_its_prefix_and_no_indexer_is_queried() -> None:
     indexer = ResidentBlocks()
     parts = predicting(indexer=indexer)
     first = await parts.select(selecting("a", routing(6)))
@@ -28,7 +28,7 @@ async def test_a_prompt_goes_where_its_prefix_went_and_no_indexer_is_asked() -> 
     assert other.overlap_blocks == 0
 
 
-async def test_what_is_only_asked_about_is_not_predicted() -> None:
+async def test_a_selection_without_a_booking_predicts_nothing() -> None:
     parts = predicting(workers=1)
     await parts.select(selecting(None, routing(6)))
     assert (await parts.select(selecting("a", routing(6)))).overlap_blocks == 0

@@ -84,7 +84,7 @@ def test_no_more_time_counts_than_that_prompt_takes() -> None:
     assert decide("forecast", **queue, head_prefill_seconds=[60.0, 0.03]).index == 1
 
 
-def test_a_request_without_room_is_held_for_its_cheapest_rank() -> None:
+def test_a_request_without_room_waits_for_its_cheapest_rank() -> None:
     queued = decide("forecast", active_blocks=[1001, 1300], overlap_blocks=[0, 0])
     assert isinstance(queued, Wait)
     assert queued.index == 0

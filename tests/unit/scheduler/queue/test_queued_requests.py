@@ -1,4 +1,4 @@
-"""Requests that are held: who waits, what ends the wait, and what is told of it."""
+"""Queued requests: which requests wait, what ends the wait, and how the queue is reported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def waiting(
     parts: Parts, *requests: SelectWorkerRequest
 ) -> AsyncIterator[list[asyncio.Task[SelectWorkerResponse]]]:
-    """A full worker, and requests that are held for it, in that order."""
+    """A full worker, and requests that are queued for it, in this order."""
     for name in ("x", "y"):
         await parts.select(request(name))
     tasks: list[asyncio.Task[SelectWorkerResponse]] = []
@@ -241,7 +241,7 @@ async def test_a_retry_goes_on_waiting_where_the_first_call_is_cancelled() -> No
         assert not (await retry).repeated
 
 
-async def test_a_held_call_of_a_session_can_be_cancelled_and_goes_with_the_stream() -> None:
+async def test_a_queued_call_of_a_session_can_be_cancelled_and_ends_with_the_stream() -> None:
     parts = parts_of()
     async with waiting(parts):
         async with line(parts) as client:
@@ -301,7 +301,7 @@ async def test_one_that_the_policy_fails_on_does_not_stop_the_others(monkeypatch
         assert (await second).rank.worker_id == 1
 
 
-async def test_overlaps_are_asked_for_anew_and_kept_where_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_overlaps_are_queried_again_and_kept_if_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queued, "FRESH_S", 0.001)
     parts = parts_of(indexer=ResidentBlocks())
     assert parts.indexer is not None
@@ -341,7 +341,7 @@ async def test_depth_age_and_reason_are_shown(monkeypatch: pytest.MonkeyPatch) -
         assert (kept.chosen, kept.queued_seconds) == ((1, 0), 2.0)
 
 
-async def test_what_books_nothing_is_not_held() -> None:
+async def test_a_request_without_a_booking_is_not_queued() -> None:
     parts = parts_of()
     async with waiting(parts):
         assert (await parts.select(selecting(None, routing(4, seed=9)))).rank.worker_id == 1

@@ -1,4 +1,4 @@
-"""Requests held: who goes first, who passes whom, and that nobody waits for ever."""
+"""The order of queued requests: which go first, which pass others, and that no request waits forever."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_one_that_came_from_elsewhere_keeps_its_age() -> None:
     assert names(queue, 12.0 + PATIENCE_S, {"here": 1, "moved": 1}) == ["moved"]
 
 
-def test_those_that_wait_for_a_rank_without_room_do_not_keep_others_from_being_asked() -> None:
+def test_requests_for_a_rank_without_room_do_not_delay_others() -> None:
     queue: RequestQueue[int] = RequestQueue()
     for number in range(100):
         queue.add(number, Wait(0, WHY, room_tokens=number, rank=(1, 0)), 0.0)

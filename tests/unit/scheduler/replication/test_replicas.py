@@ -85,7 +85,7 @@ def heartbeat(sequence: int, owned: OwnedBookings) -> ReplicaSyncEvent:
     return event(sequence, heartbeat=SyncHeartbeat(digest=owned.digest, bookings=len(owned)))
 
 
-def test_the_digest_is_the_sum_over_what_is_held() -> None:
+def test_the_digest_is_the_sum_over_owned_bookings() -> None:
     owned = OwnedBookings()
     keys: list[Key] = [("a", 0, 1), ("b", 2, 2), ("\u00e9", 1, 3)]
     for each in keys:
@@ -111,7 +111,7 @@ def test_the_digest_is_the_sum_over_what_is_held() -> None:
     assert owned.of_session("s") == []
 
 
-def test_events_are_applied_once_in_their_order_and_a_gap_is_seen() -> None:
+def test_events_are_applied_once_in_order_and_a_gap_is_detected() -> None:
     node = Node("n")
     node.hear(added(0, 0), added(0, 0), added(2, 2))
     assert node.log().state_requested == "gap"
@@ -137,7 +137,7 @@ def test_a_heartbeat_shows_what_was_lost_and_what_has_drifted() -> None:
     assert lagging.log().state_requested == "join"
 
 
-def test_a_digest_that_stays_wrong_is_asked_about_once() -> None:
+def test_a_state_is_requested_once_for_a_digest_that_stays_wrong() -> None:
     log, wrong = Log(OTHER, 0.0), OwnedBookings()
     wrong.put(key(1), "")
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_events_that_wait_for_a_state_are_bounded_and_those_after_it_are_applied
     assert list(log.hear(added(10, 10), 0.0)) != []
 
 
-def test_events_of_an_earlier_life_are_fenced() -> None:
+def test_events_of_an_earlier_incarnation_are_fenced() -> None:
     node = Node("n")
     node.hear(
         added(0, 0, scheduler=(1, "other")), added(0, 1, scheduler=(2, "other")), added(1, 2, scheduler=(1, "other"))
@@ -179,7 +179,7 @@ def test_events_of_an_earlier_life_are_fenced() -> None:
     assert [booking.key for booking in node.parts.booking_table] == [key(1)]
 
 
-async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
+async def test_a_registered_incarnation_is_not_gone_even_if_it_is_silent() -> None:
     node = Node("n")
     node.hear(added(0, 0))
     node.parts.now += 1000
@@ -190,7 +190,7 @@ async def test_a_life_that_is_registered_is_not_gone_however_silent() -> None:
     assert node.parts.figure("kvrouter_scheduler_sync_orphans_dropped_total") == 1
 
 
-def test_of_two_places_the_one_of_the_greater_life_counts_until_it_goes() -> None:
+def test_of_two_placements_that_of_the_greater_incarnation_counts() -> None:
     node = Node("n")
     node.hear(added(0, 0, rank=1, scheduler=(1, "a")), added(0, 0, rank=2, scheduler=(2, "b")))
     assert node.rank(0) == (2, 0)

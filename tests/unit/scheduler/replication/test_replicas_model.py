@@ -122,7 +122,7 @@ class Cluster(RuleBasedStateMachine):
         self.made = 0
         self.announced_at: dict[str, set[Key]] = defaultdict(set)
         self.unsure: set[Key] = set()
-        """Keys of which a Scheduler was told that died before it could tell others."""
+        """Keys that only a Scheduler knew which was killed before it announced them."""
         for name in NODES:
             self._start(name)
         for client in self.clients:

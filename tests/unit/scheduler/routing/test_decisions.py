@@ -89,7 +89,7 @@ def test_candidates_are_bounded_over_all_decisions() -> None:
     assert len(decisions) == 2
 
 
-def test_ids_are_not_repeated_by_the_next_life_of_a_scheduler() -> None:
+def test_ids_are_not_repeated_by_the_next_incarnation_of_a_scheduler() -> None:
     first, second = Decisions(1), Decisions(1)
     earlier = [first.next_id() for _ in range(3)]
     assert second.next_id() > earlier[0]

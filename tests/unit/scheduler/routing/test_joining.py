@@ -24,7 +24,7 @@ BUSY = range(1, NEWCOMER)
 IN_FLIGHT = dict(zip(BUSY, range(60, 220, 20), strict=True))
 """Requests on each of the busy ones: 500 more do not make the others level with the largest."""
 SHARED, LEAST, MOST = 4, 8, 40
-"""Blocks that all prompts begin with, held by the busy ones, and how many a prompt has besides."""
+"""Number of blocks that all prompts begin with, which the busy ranks have, and number of further blocks of a prompt."""
 UNDER_WAY = 9
 """Requests without a first token at any time."""
 

@@ -122,7 +122,7 @@ def report(
     ).SerializeToString()
 
 
-def test_the_newest_report_of_a_life_counts_for_a_while() -> None:
+def test_the_newest_report_of_an_incarnation_counts_for_a_while() -> None:
     reports = LoadReports(max_age_seconds=10)
     reports.set_ranks([((1, 0), 5)])
     assert reports.of((1, 0), 0.0) is None
