@@ -14,7 +14,7 @@ STREAMS = 250 if FULL else 50
 NAMES = ("both-0", "both-1")
 
 
-async def test_one_of_two_decides_and_what_it_had_goes_with_it(processes: Processes) -> None:
+async def test_one_of_two_decides_and_bookings_of_a_killed_process_end(processes: Processes) -> None:
     grace = ("--session-grace-seconds", str(GRACE_SECONDS), "--lease-seconds", "2")
     sync = ("--replica-sync", "--replica-heartbeat-seconds", "0.2")
     for name in NAMES:
@@ -36,9 +36,7 @@ async def test_one_of_two_decides_and_what_it_had_goes_with_it(processes: Proces
         lost = await asyncio.gather(*running[first], return_exceptions=True)
         assert all(isinstance(outcome, KvRouterError) for outcome in lost)
         seen = await processes.until_booked(second, STREAMS)
-        assert seen <= {2 * STREAMS, STREAMS}, (
-            "sessions are re-asserted before lost ones are dropped"
-        )
+        assert seen <= {2 * STREAMS, STREAMS}, "sessions are re-asserted before lost ones are dropped"
         assert not any(task.done() for task in running[second])
         await cancelled(running[second])
         await processes.until_booked(second, 0)

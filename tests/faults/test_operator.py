@@ -104,7 +104,7 @@ async def has_component(process: IndexerProcess) -> bool:
     return (await process.stats()).ready
 
 
-async def test_verify_prints_what_differs_and_resync_puts_it_right(rig: Rig) -> None:
+async def test_verify_prints_differences_and_resync_repairs_them(rig: Rig) -> None:
     (node, _) = await rig.start_nodes(1, 2, heartbeat_seconds=3600)  # whose digest would put it right by itself
     one = await rig.indexer("one")
     await rig.serve(10)

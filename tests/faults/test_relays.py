@@ -47,7 +47,7 @@ async def test_a_relay_without_a_sound_file_begins_a_new_incarnation(rig: Rig, f
     assert node.incarnations[0] < node.incarnations[1]
 
 
-async def test_an_engine_that_cannot_repeat_what_was_missed_costs_blocks_and_no_truth(rig: Rig) -> None:
+async def test_an_engine_that_cannot_repeat_missed_events_costs_blocks_only(rig: Rig) -> None:
     node = await start_relayed(rig, 1)
     one = await rig.indexer("one")
     await rig.serve(10)

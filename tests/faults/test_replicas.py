@@ -38,7 +38,7 @@ async def snapshots(rig: Rig, one: IndexerProcess, count: int) -> None:
     await rig.until(taken)
 
 
-async def test_a_slow_replica_keeps_what_it_has_not_read(rig: Rig) -> None:
+async def test_messages_that_a_slow_replica_has_not_read_are_not_purged(rig: Rig) -> None:
     await rig.start_nodes(1, 2)
     slow = await rig.indexer("slow", lease_seconds=60)
     await rig.serve(5)

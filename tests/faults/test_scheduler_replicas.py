@@ -47,7 +47,7 @@ async def test_the_scheduler_that_takes_over_has_the_load_before_sessions_move(p
 
 
 @pytest.mark.parametrize("with_scheduler", [False, True], ids=["frontend", "frontend and scheduler"])
-async def test_what_a_killed_frontend_had_goes_at_all(processes: Processes, with_scheduler: bool) -> None:
+async def test_bookings_of_a_killed_frontend_are_freed_everywhere(processes: Processes, with_scheduler: bool) -> None:
     await start_system(processes, schedulers=2, frontends=2, clock_factor=0.02, scheduler=SYNC)
     doomed, other = processes.frontend("frontend-0"), processes.frontend("frontend-1")
     lost = [asyncio.create_task(streamed(doomed, number, 1000)) for number in range(STREAMS)]

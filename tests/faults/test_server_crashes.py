@@ -107,7 +107,7 @@ async def test_a_holder_that_was_paused_past_its_lease_publishes_nothing(rig: Ri
 
 
 @pytest.mark.parametrize("limit", ["age", "bytes"])
-async def test_what_a_replica_has_not_read_is_dropped_by_the_stream(rig: Rig, limit: str) -> None:
+async def test_the_stream_drops_messages_that_a_replica_has_not_read(rig: Rig, limit: str) -> None:
     await rig.start_nodes(1, 2)
     one = await rig.indexer("one")
     await rig.serve(10)

@@ -158,7 +158,7 @@ async def test_abort_by_id(namespace: str, etcd_endpoint: str, nats_url: str) ->
         (b"\xff\xff\xff", "INVALID_ARGUMENT", "BAD_REQUEST", ""),
     ],
 )
-async def test_answers_to_bad_requests_say_what_is_wrong(
+async def test_responses_to_bad_requests_name_the_fault(
     namespace: str, etcd_endpoint: str, nats_url: str, bad: Any, code: str, reason: str, field: str
 ) -> None:
     async with serving(EchoEngine(), namespace, etcd_endpoint, nats_url) as (_, calls, _channel):

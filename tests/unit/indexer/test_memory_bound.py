@@ -35,7 +35,7 @@ def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
     assert list(cgroup_limits(*groups(tmp_path, own, limits))) == [7000]
 
 
-def test_where_there_are_no_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert list(cgroup_limits(tmp_path / "none", tmp_path)) == []
     assert list(cgroup_limits(*groups(tmp_path, "0::/gone\n", {}))) == []
 

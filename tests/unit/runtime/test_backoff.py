@@ -6,7 +6,7 @@ from kvrouter.runtime.backoff import Backoff
 
 
 @given(st.integers(0, 1000), st.integers(1, 2000))
-def test_pauses_double_up_to_the_bound_and_begin_anew_after_a_success(seed: int, failures: int) -> None:
+def test_pauses_double_up_to_the_bound_and_restart_after_a_success(seed: int, failures: int) -> None:
     backoff = Backoff(0.1, 5.0, random.Random(seed))
     pauses = [backoff.failed() for _ in range(failures)]
     for number, pause in enumerate(pauses):

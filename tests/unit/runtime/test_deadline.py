@@ -24,7 +24,7 @@ def test_a_bound_only_ever_brings_a_deadline_nearer() -> None:
     assert Deadline.never().within(100).at is not None
 
 
-def test_a_default_counts_only_where_there_is_none() -> None:
+def test_a_default_applies_only_if_the_option_is_not_set() -> None:
     soon = Deadline.after(10)
     assert soon.or_after(1) == soon
     assert Deadline.never().or_after(1).at is not None

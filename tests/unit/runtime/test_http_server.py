@@ -151,7 +151,7 @@ async def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(
         assert (await reader.readuntil(b"last")).startswith(b"HTTP/1.1 200")
 
 
-async def test_where_every_connection_has_a_request_a_new_one_is_refused() -> None:
+async def test_a_new_connection_is_refused_while_all_others_have_requests() -> None:
     async with serving(2) as served:
         readers = [(await served.connect(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"))[0] for _ in range(2)]
         for _ in readers:

@@ -81,7 +81,7 @@ def test_a_full_fleet_holds_requests_and_serves_them() -> None:
     assert summed(run("kv", load=40.0, engines=small)).queued == 0
 
 
-def test_a_restart_loses_what_is_out_and_sends_the_rest_again() -> None:
+def test_a_restart_loses_sent_output_and_resends_other_requests() -> None:
     requests = [Request(0.0, 4000, 400, (1,)), Request(1.0, 4000, 400, (2,)), Request(9.0, 4000, 4, (1,))]
     workload = Workload("w", requests, 4096)
     setting = Setting(ENGINES[:1], RoutingOptions("kv"), restarts=[(1.02, 0)])

@@ -45,7 +45,7 @@ async def test_null_removes_a_threshold_that_was_set(system: System) -> None:
         assert await listed.json() == {"thresholds": []}
 
 
-async def test_nothing_is_listed_where_nothing_is_set(system: System) -> None:
+async def test_no_thresholds_are_listed_if_none_is_set(system: System) -> None:
     await system.start_worker(1)
     async with aiohttp.ClientSession() as http, http.get(f"http://{system.http}/busy_threshold") as listed:
         assert await listed.json() == {"thresholds": []}

@@ -74,7 +74,7 @@ async def test_no_value_makes_a_call_of_a_session_fail(system: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 65])
-async def test_a_component_by_what_is_no_name_is_a_bad_request(system: System, name: str) -> None:
+async def test_an_invalid_component_name_is_a_bad_request(system: System, name: str) -> None:
     await system.start_worker(1)
     routing = RoutingRequest(component=Component(namespace="n", name=name), token_ids=TokenIds(ids=[1]))
     with pytest.raises(BadRequest) as caught:

@@ -50,7 +50,7 @@ async def kvrouter(*arguments: str) -> str:
 
 
 @pytest.mark.timeout(120)
-async def test_what_was_recorded_is_simulated_and_replayed(
+async def test_a_recording_is_simulated_and_replayed(
     tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
     path = tmp_path / "traffic.jsonl"
@@ -82,7 +82,7 @@ async def test_what_was_recorded_is_simulated_and_replayed(
         assert shape(read_trace(path)[3:]) == shape(recorded)
 
 
-async def test_a_request_is_recorded_with_what_it_got_and_not_if_it_got_nothing(
+async def test_a_request_is_recorded_with_its_output_and_not_without_output(
     tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
     path = tmp_path / "traffic.jsonl"

@@ -52,7 +52,7 @@ async def test_one_scheduler_decides_for_all(nats_url: str, etcd_endpoint: str, 
         await end(system, asked)
 
 
-async def test_spread_requests_meet_by_prefix_and_are_freed_where_they_were_booked(
+async def test_sharded_requests_meet_by_prefix_and_are_freed_at_their_scheduler(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
     async with running_system(nats_url, etcd_endpoint, namespace, schedulers=2, sharding=True) as system:

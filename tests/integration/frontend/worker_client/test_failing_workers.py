@@ -82,7 +82,7 @@ WORKER_FAULTS = [
 
 
 @pytest.mark.parametrize("code", WORKER_FAULTS, ids=lambda code: code.name)
-async def test_a_request_goes_elsewhere_whatever_code_its_worker_fails_with(
+async def test_a_request_is_retried_elsewhere_for_any_code_of_a_failing_worker(
     system: System, code: grpc.StatusCode
 ) -> None:
     async with hostile_worker(system, HOSTILE, aborts(code)) as worker:
@@ -104,7 +104,7 @@ async def test_a_request_goes_elsewhere_whatever_code_its_worker_fails_with(
     ],
     ids=["garbage", "empty", "nothing", "engine error", "engine abort", "cut short"],
 )
-async def test_a_request_goes_elsewhere_when_its_worker_sends_no_answer_that_means_anything(
+async def test_a_request_is_retried_elsewhere_if_its_worker_sends_no_valid_response(
     system: System, pieces: list[bytes]
 ) -> None:
     async with hostile_worker(system, HOSTILE, writes(*pieces)) as worker:
@@ -182,7 +182,7 @@ async def test_after_its_back_off_a_failing_worker_is_tried_by_a_request(system:
         assert (await health(system, HOSTILE)).consecutive_failures == 0
 
 
-async def test_requests_are_attempted_rather_than_refused_where_every_worker_fails(system: System) -> None:
+async def test_requests_are_attempted_even_if_every_worker_fails(system: System) -> None:
     await system.start_worker(3)
     async with hostile_worker(system, HOSTILE, aborts(grpc.StatusCode.INTERNAL)) as worker:
         for sound in (SOUND, 3):
@@ -251,7 +251,7 @@ async def test_a_request_without_output_leaves_a_worker_that_stopped_answering(s
     await system.until_idle()
 
 
-async def test_a_worker_that_answers_probes_keeps_its_requests_however_long_their_first_token_takes(
+async def test_a_worker_that_answers_probes_keeps_requests_without_a_first_token(
     system: System,
 ) -> None:
     release = asyncio.Event()
@@ -301,7 +301,7 @@ async def test_a_deadline_that_passes_at_a_silent_worker_names_the_cause(system:
     await system.until_idle()
 
 
-async def test_best_worker_avoids_what_the_gateway_found_unhealthy(system: System) -> None:
+async def test_best_worker_avoids_unhealthy_workers(system: System) -> None:
     async with hostile_worker(system, HOSTILE, hangs) as worker:
         worker.freeze()
         async with asyncio.timeout(60):
@@ -333,7 +333,7 @@ async def test_a_bad_request_is_refused_before_any_worker_is_called(system: Syst
     ],
     ids=["fails", "refuses", "garbage", "nothing", "garbage later", "engine error", "too many tokens"],
 )
-async def test_what_fails_at_a_worker_is_freed_at_once(system: System, behave: Behaviour) -> None:
+async def test_a_request_that_fails_at_a_worker_is_freed_at_once(system: System, behave: Behaviour) -> None:
     async with hostile_worker(system, HOSTILE, behave) as worker:
         with no_request_is_garbage():
             for sent in (request(), pinned(HOSTILE)) * 3:
@@ -343,7 +343,7 @@ async def test_what_fails_at_a_worker_is_freed_at_once(system: System, behave: B
         assert worker.calls >= 3
 
 
-async def test_what_leaves_a_silent_worker_is_freed_at_once(system: System) -> None:
+async def test_a_request_that_leaves_a_silent_worker_is_freed_at_once(system: System) -> None:
     async with hostile_worker(system, HOSTILE, hangs) as worker:
         worker.freeze()
         with no_request_is_garbage():

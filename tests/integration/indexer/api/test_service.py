@@ -155,7 +155,7 @@ async def test_a_dump_loads_into_another_component(stack: Stack) -> None:
         await copy.indexer.load(unfinished(), deadline=soon())
 
 
-async def test_stats_say_what_arrived_and_from_whom(stack: Stack) -> None:
+async def test_stats_count_events_by_rank(stack: Stack) -> None:
     await stack.create_component()
     js = stack.nats.jetstream()
     here, gone = RankSource(stack.component, 1), RankSource(stack.component, 2, dp_rank=3)

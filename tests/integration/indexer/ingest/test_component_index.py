@@ -91,7 +91,7 @@ async def test_it_is_ready_only_when_it_has_read_the_stream(connection: Client, 
         assert min(seen) < last
 
 
-async def test_what_is_applied_is_acknowledged_and_counted(connection: Client, component: ComponentName) -> None:
+async def test_applied_messages_are_acknowledged_and_counted(connection: Client, component: ComponentName) -> None:
     js = connection.jetstream()
     stream = await ensure_stream(js, component)
     source = RankSource(component, 1)
@@ -115,7 +115,7 @@ async def test_what_is_applied_is_acknowledged_and_counted(connection: Client, c
         assert abs(record.stream_created_unix_ns - stream.created.timestamp() * 1e9) < 1e4
 
 
-async def test_a_gap_drops_the_rank_and_what_follows_counts_again(connection: Client, component: ComponentName) -> None:
+async def test_a_gap_empties_the_rank_and_later_events_apply(connection: Client, component: ComponentName) -> None:
     js = connection.jetstream()
     await ensure_stream(js, component)
     source, other = RankSource(component, 1), RankSource(component, 2)

@@ -78,7 +78,7 @@ async def test_a_deleted_consumer_is_an_error(connection: Client, component: Com
             await pull.take(LONG_SECONDS)
 
 
-async def test_what_arrived_before_an_error_is_taken_first(connection: Client, component: ComponentName) -> None:
+async def test_messages_before_an_error_are_taken_first(connection: Client, component: ComponentName) -> None:
     async with reading(connection, component) as (js, pull):
         waiting = asyncio.create_task(pull.take(LONG_SECONDS))
         async with asyncio.timeout(PATIENCE_SECONDS):

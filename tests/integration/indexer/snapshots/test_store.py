@@ -95,7 +95,7 @@ async def test_pieces_of_an_object_that_was_never_finished_are_removed(
         assert await messages(connection, component) == MESSAGES_OF_TWO // 2
 
 
-async def test_what_comes_after_the_bound_is_not_swept(
+async def test_objects_after_the_bound_are_not_swept(
     connection: Client, component: ComponentName, etcd_endpoint: str
 ) -> None:
     await fill(connection, component)

@@ -50,7 +50,7 @@ async def until_workers(runtime: Runtime, pool: ComponentName, *expected: int) -
     )
 
 
-async def test_the_age_of_what_is_registered_is_known(etcd_endpoint: str, pool: ComponentName) -> None:
+async def test_the_age_of_registrations_is_known(etcd_endpoint: str, pool: ComponentName) -> None:
     async with opened(etcd_endpoint, pool.namespace) as runtime:
         assert runtime.directory.age_seconds is None, "etcd was not asked yet"
         await runtime.directory.synced()
@@ -103,7 +103,7 @@ async def test_changes_tell_of_every_state_at_least_once(etcd_endpoint: str, poo
             await put_worker(etcd_endpoint, pool, len(workers))
 
 
-async def test_what_was_known_stays_while_etcd_is_away_and_is_put_right_afterwards(
+async def test_registrations_stay_while_etcd_is_away_and_are_corrected_afterwards(
     own_etcd: EtcdServer, pool: ComponentName
 ) -> None:
     await put_descriptor(own_etcd.endpoint, pool)

@@ -183,7 +183,7 @@ async def test_a_worker_that_answers_and_does_not_register_again_leaves_after_a_
         await until_workers(runtime, pool)
 
 
-async def test_a_worker_leaves_where_another_registers_at_its_address(
+async def test_a_worker_leaves_when_another_registers_at_its_address(
     etcd_endpoint: str, pool: ComponentName, patient: None
 ) -> None:
     await put_descriptor(etcd_endpoint, pool)

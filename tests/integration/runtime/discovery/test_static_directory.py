@@ -70,7 +70,7 @@ async def test_a_worker_tells_its_id_its_ranks_and_its_blocks() -> None:
         assert (found.endpoint, found.model, found.draining) == (one, "m", False)
 
 
-async def test_the_list_goes_over_what_a_worker_tells() -> None:
+async def test_the_list_overrides_the_report_of_a_worker() -> None:
     listed = {"worker_id": 9, "ranks": 1, "total_blocks": 50, "labels": {"zone": "b"}, "lora_names": ["l"]}
     async with mocker(7, dp_size=2) as one, discovery({"endpoint": one, **listed}, block_size=64) as directory:
         found = registered(directory)[9]

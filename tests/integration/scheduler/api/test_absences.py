@@ -62,7 +62,7 @@ async def test_schedulers_that_set_at_the_same_time_lose_nothing(
         )
 
 
-async def test_it_routes_without_nats_and_hears_loads_once_nats_is_there(
+async def test_it_routes_without_nats_and_receives_load_reports_later(
     etcd_endpoint: str, own_nats: NatsServer, component: ComponentName
 ) -> None:
     await own_nats.kill()

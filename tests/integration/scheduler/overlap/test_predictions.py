@@ -11,7 +11,7 @@ from kvrouter.v1.scheduler_pb2 import FreeRequest
 from ..scheduling import routing, scheduling, selecting, soon
 
 
-async def test_it_predicts_from_what_it_booked_without_nats(etcd_endpoint: str, namespace: str) -> None:
+async def test_it_predicts_from_bookings_without_nats(etcd_endpoint: str, namespace: str) -> None:
     component = ComponentName(namespace, "decode")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

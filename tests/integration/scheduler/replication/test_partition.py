@@ -98,7 +98,7 @@ async def believed(stack: Stack) -> Load:
 
 
 @pytest.mark.parametrize("how", list(Cut))
-async def test_what_is_done_while_a_link_is_cut_is_known_to_all_when_it_heals(
+async def test_changes_during_a_partition_reach_all_when_it_heals(
     nats_url: str, etcd_endpoint: str, namespace: str, how: Cut
 ) -> None:
     seed = int(os.environ.get("KVROUTER_SEED", SystemRandom().randrange(1 << 32)))

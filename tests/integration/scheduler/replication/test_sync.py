@@ -68,7 +68,7 @@ async def test_a_retried_selection_has_its_first_outcome_at_another_scheduler(
         assert [await stack.booked() for stack in stacks] == [1, 1]
 
 
-async def test_what_one_tells_does_not_come_back_to_it(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+async def test_a_scheduler_does_not_receive_its_own_events(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
         events = await client.subscribe(stacks[0].component.sync_subject)
         await client.flush()

@@ -78,7 +78,9 @@ async def test_one_that_nobody_has_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("known", [(), (None,), (False, None)])
-async def test_where_one_that_is_away_may_have_it_that_is_said(known: tuple[bool | None, ...]) -> None:
+async def test_the_error_says_that_an_unreachable_scheduler_may_have_it(
+    known: tuple[bool | None, ...],
+) -> None:
     with pytest.raises(DependencyAway):
         await frontend(*known).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
     with pytest.raises(DependencyAway):

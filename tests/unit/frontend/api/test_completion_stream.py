@@ -114,7 +114,7 @@ async def test_no_chunk_has_token_ids_if_none_are_requested() -> None:
         assert not {"token_ids", "prompt_token_ids"} & chunk["choices"][0].keys()
 
 
-async def test_what_a_client_has_not_read_becomes_one_chunk() -> None:
+async def test_unread_output_becomes_one_chunk() -> None:
     client = Client()
     completion = stream(client)
     completion.output(b"", GenerateOutput(token_ids=[10]))

@@ -67,7 +67,7 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
     assert caught.value.info.field == field
 
 
-def test_the_answer_to_a_text_prompt_says_what_to_send() -> None:
+def test_the_error_for_a_text_prompt_gives_advice() -> None:
     with pytest.raises(BadRequest) as caught:
         parse(prompt="hello")
     assert "token ids" in caught.value.info.advice

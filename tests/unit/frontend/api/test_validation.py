@@ -40,7 +40,7 @@ def request(**fields: Any) -> FrontendServiceGenerateRequest:
     return FrontendServiceGenerateRequest(**(defaults | fields))
 
 
-def test_the_answer_to_an_unknown_model_lists_those_that_are_known() -> None:
+def test_the_error_for_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(UnknownModel) as caught:
         component_of_model("x", by_name(view("a", "m"), view("b", "n"), view("c", "dead", workers=0)))
     assert list(caught.value.info.known_values) == ["m", "n"]
@@ -87,7 +87,7 @@ def test_a_good_request_passes() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_and_advised_on(fields: dict[str, Any], field: str) -> None:
+def test_an_error_names_the_fault_and_gives_advice(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(KvRouterError) as caught:
         check_request(request(**fields), view("a", "m"), LIMITS)
     assert caught.value.info.field == field

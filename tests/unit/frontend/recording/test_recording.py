@@ -64,7 +64,7 @@ blocks = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 
 @given(st.lists(st.lists(st.one_of(blocks, st.just("restart"), st.just("fail")), max_size=4), max_size=8))
-def test_ids_are_unique_whatever_happens_to_the_process(
+def test_ids_are_unique_over_restarts_and_failures(
     tmp_path_factory: pytest.TempPathFactory, script: list[list[Any]]
 ) -> None:
     """A naive reader finds a block behind each id: never two, whatever restarts and failures lie between."""
@@ -100,9 +100,7 @@ def torn(descriptor: int, data: bytes) -> int:
     return _write(descriptor, data[:11])
 
 
-def test_a_disk_that_is_full_costs_what_did_not_fit_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_only_the_records_that_did_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     file = RecordingFile(path, 1 << 20)
     file.append([outline(ONE)])
@@ -114,7 +112,7 @@ def test_a_disk_that_is_full_costs_what_did_not_fit_and_no_more(
     assert [len(numbers) for numbers in ids(path)] == [2, 2]
 
 
-def test_a_recording_that_cannot_be_read_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_recording_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     RecordingFile(path, 1 << 20).append([outline(ONE)])
 
@@ -183,7 +181,7 @@ class Recording:
         return self.registry.get_sample_value("kvrouter_frontend_recorded_requests_total", {"outcome": outcome}) or 0.0
 
 
-async def test_what_was_noted_is_written_when_it_stops(tmp_path: Path) -> None:
+async def test_pending_records_are_written_when_it_stops(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     recorded = Recording(path)
     async with asyncio.TaskGroup() as group:

@@ -16,7 +16,7 @@ def booking(prompt_tokens: int = 40, overlap: int = 1) -> LiveBooking:
     return LiveBooking.of(BookingKey(request_id="r"), selection, hashes, prompt_tokens, 16)
 
 
-def test_it_tells_what_was_booked_and_how_far_it_is() -> None:
+def test_a_reassertion_contains_the_booking_and_its_progress() -> None:
     live = booking()
     live.prefill_complete = True
     live.output_tokens = 3

@@ -31,7 +31,7 @@ def test_requests_with_the_same_document_share_a_shard() -> None:
     assert len({shard for shards in documents.values() for shard in shards}) > SHARDS / 2
 
 
-def test_a_system_prompt_that_all_share_is_skipped_whatever_its_length() -> None:
+def test_a_shared_system_prompt_of_any_length_is_skipped() -> None:
     rng = Random(2)
     for blocks in (1, 7, 100, 1000):
         split = PrefixSplit()

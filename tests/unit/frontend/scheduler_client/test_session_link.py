@@ -139,7 +139,7 @@ async def test_a_refused_booking_is_asserted_until_it_is_taken_as_it_is_by_then(
     assert [each.prefill_complete for each in scheduler.asserted] == [False, True, True]
 
 
-async def test_what_changes_while_a_session_opens_is_sent() -> None:
+async def test_changes_while_a_session_opens_are_sent() -> None:
     scheduler = Refusing(0)
     async with linked(scheduler) as link:
         done, freed = booking("done"), booking("freed")
@@ -158,7 +158,7 @@ def selection(**fields: Any) -> SelectWorkerRequest:
     return SelectWorkerRequest(booking=BookingKey(request_id="a"), **fields)
 
 
-async def test_a_selection_that_moves_keeps_its_arrival_and_what_is_left_of_its_time() -> None:
+async def test_a_selection_that_moves_keeps_its_arrival_and_its_remaining_time() -> None:
     scheduler = Refusing(0)
     scheduler.opened.set()
     scheduler.ends_with_selections = 1
@@ -234,7 +234,7 @@ class Failing(Refusing):
         yield SessionResponse()
 
 
-async def test_it_ends_when_it_is_cancelled_whatever_it_is_doing() -> None:
+async def test_it_ends_when_it_is_cancelled_at_any_point() -> None:
     for steps in range(40):
         link = SchedulerLink(COMPONENT, Failing(0), session_id="session", client_name="test")
         running = asyncio.create_task(link.run())
@@ -356,7 +356,7 @@ async def test_requests_wait_for_the_only_scheduler_and_keep_their_session() -> 
     assert len(only.openings) == 1
 
 
-async def test_an_opening_lists_what_is_live_and_what_is_waited_for() -> None:
+async def test_an_opening_lists_live_bookings_and_waiting_selections() -> None:
     scheduler = Answering()
     scheduler.ends_with_selections = 1
     async with linked(scheduler) as link:

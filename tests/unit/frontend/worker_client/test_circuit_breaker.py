@@ -83,7 +83,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=200)
 @given(EVENTS)
-def test_whatever_happens_a_worker_is_tried_again(events: list[tuple[str, float]]) -> None:
+def test_a_worker_is_always_tried_again(events: list[tuple[str, float]]) -> None:
     """Failures only ever come from requests that were sent, and each request ends."""
     found, now = circuit(), 0.0
     running: list[bool] = []

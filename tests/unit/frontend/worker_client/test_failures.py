@@ -19,7 +19,7 @@ def test_every_code_that_a_call_can_fail_with_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE])
-def test_what_would_fail_anywhere_is_the_requests_fault(code: grpc.StatusCode) -> None:
+def test_an_error_that_any_worker_would_return_is_the_requests_fault(code: grpc.StatusCode) -> None:
     assert fault_of(failed_with(code), Deadline.never()) is Fault.REQUEST
 
 
@@ -34,11 +34,11 @@ def test_what_would_fail_anywhere_is_the_requests_fault(code: grpc.StatusCode) -
         grpc.StatusCode.CANCELLED,
     ],
 )
-def test_what_may_succeed_on_another_worker_is_the_workers_fault(code: grpc.StatusCode) -> None:
+def test_an_error_that_another_worker_may_not_return_is_the_workers_fault(code: grpc.StatusCode) -> None:
     assert fault_of(failed_with(code), Deadline.never()) is Fault.WORKER
 
 
-def test_a_typed_refusal_that_asks_for_another_worker_is_retried_whatever_its_code() -> None:
+def test_a_typed_refusal_that_requests_another_worker_is_retried() -> None:
     refusal = from_parts(grpc.StatusCode.INVALID_ARGUMENT.value[0], "no", ErrorInfo(retry_elsewhere=True))
     assert fault_of(refusal, Deadline.never()) is Fault.WORKER
     assert fault_of(Draining(), Deadline.never()) is Fault.WORKER

@@ -41,7 +41,7 @@ def test_an_answer_that_keeps_to_the_limit_passes_unchanged() -> None:
     assert not counting.overrun
 
 
-def test_a_finish_that_comes_in_a_piece_of_its_own_is_no_overrun() -> None:
+def test_a_finish_in_a_separate_piece_is_no_overrun() -> None:
     counting = OutputLimit(2)
     counting.cut(piece(2))
     last = WorkerPiece.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_STOP))

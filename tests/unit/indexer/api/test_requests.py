@@ -28,7 +28,7 @@ def test_an_empty_prompt_is_one_of_no_blocks() -> None:
     check_prompt(FindMatchesRequest(local_hashes=LocalHashes()), 16, 100)
 
 
-def test_the_block_size_must_be_the_components_where_it_is_named() -> None:
+def test_a_block_size_in_the_request_must_equal_the_components() -> None:
     check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=16), 16, 100)
     with pytest.raises(BlockSizeMismatch) as caught:
         check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=32), 16, 100)

@@ -57,7 +57,7 @@ def test_components_that_share_a_budget_are_bounded_together() -> None:
     assert filled > 1
 
 
-def test_evictions_are_logged_once_in_a_while_with_the_number_of_those_between() -> None:
+def test_evictions_are_logged_at_intervals_with_their_number() -> None:
     times = (0.0, 1.0, LOG_SECONDS - 1, LOG_SECONDS, LOG_SECONDS + 1, 3 * LOG_SECONDS)
     with capture_logs() as logs:
         evictions = EvictionLog(structlog.get_logger(), clock=iter(times).__next__)

@@ -17,7 +17,7 @@ def test_a_batch_alone_does_not_end_an_incarnation() -> None:
     assert known.judge(RANK, 6, 5) == Verdict.UNCONFIRMED
 
 
-def test_a_registration_confirms_an_incarnation_and_fences_those_before() -> None:
+def test_a_registration_confirms_an_incarnation_and_fences_earlier_ones() -> None:
     known = Incarnations()
     known.register({RANK: 6})
     assert known.judge(RANK, 6, 5) == Verdict.APPLY
@@ -25,7 +25,7 @@ def test_a_registration_confirms_an_incarnation_and_fences_those_before() -> Non
     assert known.judge(RANK, LARGEST, 5) == Verdict.UNCONFIRMED
 
 
-def test_the_workers_answer_outranks_its_registration_until_it_registers_anew() -> None:
+def test_the_workers_answer_overrides_its_registration_until_the_next_one() -> None:
     known = Incarnations()
     known.register({RANK: LARGEST})
     known.confirm(RANK, 7, [])
@@ -56,7 +56,7 @@ def test_a_refuted_incarnation_counts_once_the_worker_registers_with_it() -> Non
 
 
 @given(st.lists(st.tuples(st.sampled_from(["register", "batch", "ask"]), numbers), max_size=40))
-def test_whatever_is_claimed_only_the_registration_or_the_worker_changes_the_incarnation(
+def test_only_the_registration_or_the_worker_changes_the_incarnation(
     steps: list[tuple[str, int]],
 ) -> None:
     known = Incarnations()

@@ -26,7 +26,7 @@ def test_a_lease_that_lapsed_and_came_back_costs_nothing() -> None:
     assert departures.expired([A], [], now=130.0) == [A]
 
 
-def test_each_rank_has_a_grace_of_its_own_and_goes_once() -> None:
+def test_each_rank_has_its_own_grace_period_and_leaves_once() -> None:
     departures = Departures(10)
     departures.expired([A, B], [B], now=0.0)
     departures.expired([A, B], [], now=5.0)

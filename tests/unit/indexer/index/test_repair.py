@@ -22,7 +22,7 @@ def test_an_unknown_parent_drops_the_rank() -> None:
     assert repair_after(summary(unknown_parents=1), was_partial=False) == Repair("unknown_parent", 7, 20, reapply=False)
 
 
-def test_an_unknown_parent_is_expected_where_blocks_are_missing_already() -> None:
+def test_an_unknown_parent_is_expected_on_a_partial_rank() -> None:
     assert repair_after(summary(unknown_parents=1), was_partial=True) is None
 
 

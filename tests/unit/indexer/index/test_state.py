@@ -59,7 +59,7 @@ async def held(index: IndexState) -> set[int]:
     return {block.engine_hash for chunk in chunks for block in chunk.blocks}
 
 
-async def test_a_gap_inside_a_batch_keeps_only_what_follows_it() -> None:
+async def test_a_gap_inside_a_batch_keeps_only_later_events() -> None:
     index = state()
     index.apply([message(stored(0, [1, 2], [11, 12]), stored(3, [5], [15]), stored(4, [6], [16]))])
     assert await held(index) == {5, 6}
@@ -175,7 +175,7 @@ async def test_a_query_waits_for_a_change_without_holding_up_the_loop() -> None:
     assert await query == b"answer"
 
 
-async def test_queries_and_reads_do_not_wait_for_each_other_nor_for_what_surrounds_a_change() -> None:
+async def test_queries_wait_neither_for_reads_nor_for_the_work_around_a_change() -> None:
     index = state()
     index.apply([message(stored(0, [1], [11]))])
     began, go_on = threading.Event(), threading.Event()
@@ -240,7 +240,7 @@ def place_of(path: tuple[int, ...]) -> int:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_whatever_is_lost_or_comes_twice_the_index_claims_no_block_that_is_not_there(data: st.DataObject) -> None:
+def test_with_lost_and_repeated_messages_the_index_claims_no_missing_block(data: st.DataObject) -> None:
     index, engine = state(), Engine()
     sent: list[StreamMessage] = []
     for _ in range(data.draw(st.integers(1, 25))):
@@ -356,7 +356,7 @@ async def test_a_dump_that_lacks_blocks_gives_way_to_a_state_that_does_not() -> 
     assert not (await lacking.ranks())[0].partial
 
 
-async def test_a_dump_that_lacks_blocks_is_loaded_where_it_is_later_and_wants_the_rest() -> None:
+async def test_a_later_partial_dump_is_loaded_and_requests_a_resync() -> None:
     behind, lacking = state(), state()
     behind.apply([message(stored(0, [1], [11]))])
     lacking.apply([message(stored(1, [2], [12]))])
@@ -369,7 +369,7 @@ async def test_a_dump_that_lacks_blocks_is_loaded_where_it_is_later_and_wants_th
     assert suspected == [(RANK, "partial")]
 
 
-async def test_where_too_much_waits_only_the_newest_of_each_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_buffer_keeps_only_the_newest_batches_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.indexer.index.pending_buffer.MAX_ALL_BYTES", 1)
     index, worker = state(), state()
     suspected: list[str] = []

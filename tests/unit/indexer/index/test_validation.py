@@ -35,7 +35,7 @@ def test_a_batch_on_its_own_subject_passes() -> None:
         ("kvrouter.v1.ns.decode.events.0000000000000abc.-3", batch(), "subject"),
     ],
 )
-def test_what_contradicts_its_envelope_is_quarantined(subject: str, data: bytes, reason: str) -> None:
+def test_a_batch_that_contradicts_its_envelope_is_quarantined(subject: str, data: bytes, reason: str) -> None:
     refusal = validate(subject, data, 16)
     assert isinstance(refusal, Refusal)
     assert refusal.reason == reason

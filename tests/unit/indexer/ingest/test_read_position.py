@@ -20,7 +20,7 @@ CONSUMER = ConsumerView(created_unix_ns=2_000, delivered_stream_sequence=40, pen
 POSITION = Position(IDENTITY, applied=40, consumer_created_unix_ns=2_000)
 
 
-def test_a_replica_starts_with_the_first_message_even_where_an_old_consumer_is_left() -> None:
+def test_a_replica_starts_with_the_first_message_despite_an_old_consumer() -> None:
     assert plan(None, STREAM, CONSUMER, same_message=None) == Recreate(1, "start")
 
 
@@ -44,7 +44,7 @@ def test_a_message_that_has_expired_is_no_reason_to_begin_again() -> None:
         pytest.param(STREAM, replace(CONSUMER, delivered_stream_sequence=42), True, 41, id="deliveries lost"),
     ],
 )
-def test_it_begins_anew_where_the_consumer_would_not_give_out_what_comes_next(
+def test_it_recreates_a_consumer_that_would_skip_the_next_message(
     stream: StreamView, consumer: ConsumerView | None, same: bool | None, start: int
 ) -> None:
     decision = plan(POSITION, stream, consumer, same_message=same)

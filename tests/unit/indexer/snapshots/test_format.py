@@ -83,7 +83,7 @@ def test_a_snapshot_of_something_else_is_refused(other: SnapshotHeader) -> None:
         decode(encode(HEADER, RANKS), other)
 
 
-def test_a_check_in_pieces_finds_what_decoding_finds() -> None:
+def test_a_check_in_pieces_finds_the_same_faults_as_decoding() -> None:
     data = encode(HEADER, RANKS)
     header = decode(data, HEADER).header
     start = len(data) - header.body_bytes

@@ -53,7 +53,7 @@ def test_a_snapshot_of_a_clock_that_is_ahead_falls_due_all_the_same() -> None:
     assert ages.of("b", 1e9 + ten_years, 1e9 + 61, now=66.0) == 0.0
 
 
-def test_what_a_replica_took_itself_is_not_old_for_its_clock_being_ahead_or_set_since() -> None:
+def test_a_changed_clock_does_not_age_a_replicas_own_snapshot() -> None:
     ages = SnapshotAges()
     assert ages.of("a", 1e9, 1e9 + 50, now=5.0) == 50.0
     ages.note_taken("b", 10.0)

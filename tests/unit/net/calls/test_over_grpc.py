@@ -158,7 +158,7 @@ async def test_a_killed_server_leaves_calls_with_an_unknown_outcome_and_the_clie
         assert client.counts.opened == 2
 
 
-async def test_a_drained_server_answers_what_runs_and_takes_no_more() -> None:
+async def test_a_drained_server_answers_running_calls_and_refuses_new_ones() -> None:
     async with serving() as server, connected(server.port) as client:
         calling = asyncio.create_task(client.call("test.Service/Wait", b"x"))
         await until(lambda: server.streams.running == 1)

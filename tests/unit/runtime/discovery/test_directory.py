@@ -60,7 +60,7 @@ def test_a_worker_without_a_component_is_left_out() -> None:
     assert list(ignored) == [POOL.worker_key(1)]
 
 
-def test_what_cannot_be_read_harms_nothing_else() -> None:
+def test_an_undecodable_entry_does_not_affect_others() -> None:
     broken = {
         **entries(worker(1)),
         POOL.worker_key(2): b"\xff\xff",

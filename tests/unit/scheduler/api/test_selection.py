@@ -22,7 +22,7 @@ from kvrouter.v1.names import ComponentName
 from ..harness import BLOCK, Parts, ResidentBlocks, constraints, hashed, overrides, routing, selecting, view, worker
 
 
-async def test_it_books_what_the_rank_does_not_hold() -> None:
+async def test_it_books_the_tokens_that_are_not_resident() -> None:
     parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(2, 0): 3}))
     chosen = await parts.select(selecting("a", routing(4, tail=5)))
     assert (chosen.rank.worker_id, chosen.endpoint, chosen.role) == (2, "host:2", Role.ROLE_UNSPECIFIED)
@@ -67,9 +67,7 @@ async def test_tokens_and_hashes_are_booked_alike() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", POLICIES)
-async def test_a_request_goes_where_it_may_though_another_rank_is_cheaper(
-    mode: str, limits: dict[str, Any], rank: tuple[int, int]
-) -> None:
+async def test_constraints_override_the_cost(mode: str, limits: dict[str, Any], rank: tuple[int, int]) -> None:
     workers = [worker(1, ranks=2, labels={"zone": "a"}), worker(2, labels={"zone": "b"})]
     parts = Parts(view(*workers), indexer=ResidentBlocks({(1, 0): 4}), options=RoutingOptions(mode))
     if mode == "direct":

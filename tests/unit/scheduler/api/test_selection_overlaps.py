@@ -65,7 +65,7 @@ async def test_no_indexer_is_queried_if_overlaps_do_not_matter(changes: dict[str
     assert (chosen.load_only, chosen.overlap_blocks, indexer.queries) == (False, 0, [])
 
 
-async def test_an_override_asks_where_the_option_does_not() -> None:
+async def test_an_override_may_query_the_indexer_although_the_option_does_not() -> None:
     indexer = ResidentBlocks({(1, 0): 4})
     parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions(overlap_score_weight=0))
     chosen = await parts.select(selecting("a", routing(overrides=overrides(overlap_score_weight=1))))

@@ -43,7 +43,7 @@ BAD: list[tuple[dict[str, Any], type[KvRouterError]]] = [
 
 
 @pytest.mark.parametrize(("fields", "error"), BAD)
-async def test_what_cannot_be_routed_is_refused_and_books_nothing(
+async def test_a_request_that_cannot_be_routed_is_refused_and_books_nothing(
     fields: dict[str, Any], error: type[KvRouterError]
 ) -> None:
     parts = Parts(view(worker(1), worker(2), max_model_len=1000))
@@ -106,7 +106,7 @@ async def test_the_request_itself_makes_no_rank_busy() -> None:
         await parts.select(selecting("b", routing(4)))
 
 
-async def test_thresholds_of_the_request_and_of_the_model_go_over_those_at_start() -> None:
+async def test_thresholds_of_the_request_and_the_model_override_the_options() -> None:
     parts = Parts(view(worker(1)), options=RoutingOptions(thresholds=Thresholds(prefill_tokens=10)))
     await parts.select(selecting("a"))
     with pytest.raises(AllBusy):

@@ -349,7 +349,7 @@ def opening(opening_number: int, *live: str) -> OpenSession:
     return OpenSession(session_id="s", client_name="c", opening_number=opening_number, live=listed)
 
 
-async def test_a_session_that_comes_back_frees_what_ended_elsewhere() -> None:
+async def test_a_session_that_returns_frees_bookings_that_ended_elsewhere() -> None:
     parts = Parts(view(worker(1)), grace=10)
     async with line(parts, None) as before:
         await before.ask(call_id=1, open=opening(1))
@@ -380,7 +380,7 @@ async def test_a_list_that_names_no_booking_is_refused_and_opens_nothing() -> No
     assert parts.booking_leases.sessions == 0
 
 
-async def test_what_the_former_stream_still_asks_for_is_not_booked() -> None:
+async def test_late_selections_of_the_former_stream_are_not_booked() -> None:
     indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)

@@ -68,7 +68,7 @@ async def test_hits_are_summed_as_predicted_and_as_reported() -> None:
     assert (hits.predicted_prompt_tokens, hits.predicted_cached_tokens) == (8 * BLOCK, 6 * BLOCK)
 
 
-async def test_hits_are_shown_where_nothing_was_predicted() -> None:
+async def test_hits_are_shown_without_predictions() -> None:
     parts = Parts(view(worker(1)), options=RoutingOptions(mode="random"))
     await parts.select(selecting("a"))
     parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a"), cached_tokens=2 * BLOCK))

@@ -103,7 +103,7 @@ Load.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLoad = Load.TestCase
 
 
-def test_blocks_of_the_request_are_added_where_they_are_not_in_use() -> None:
+def test_blocks_of_the_request_are_added_unless_they_are_active() -> None:
     manager = booked_load()
     manager.book(key(1), (1, 0), prompt(4), 64)
     loads = manager.load_by_rank(prompt(6, tail=3))
@@ -113,7 +113,7 @@ def test_blocks_of_the_request_are_added_where_they_are_not_in_use() -> None:
     assert loads[2, 0].leading_active_blocks == 0
 
 
-def test_without_reuse_every_request_has_blocks_of_its_own() -> None:
+def test_without_reuse_requests_share_no_blocks() -> None:
     manager = booked_load(Accounting(assume_kv_reuse=False))
     manager.book(key(1), (1, 0), prompt(4, tail=1), 65)
     manager.book(key(2), (1, 0), prompt(4, tail=1), 65)
@@ -135,7 +135,7 @@ def test_prefill_stages_leave_no_blocks_in_use() -> None:
     assert manager.load_by_rank(prompt(4), Stage.STAGE_PREFILL)[2, 0].active_blocks == 0
 
 
-def test_output_counts_only_where_it_is_tracked() -> None:
+def test_output_counts_only_if_it_is_tracked() -> None:
     for tracked, blocks in ((True, 6), (False, 4)):
         manager = booked_load(Accounting(track_output_blocks=tracked))
         manager.book(key(1), (1, 0), prompt(4), 64)

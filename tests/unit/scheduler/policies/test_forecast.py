@@ -73,7 +73,7 @@ def test_a_prompt_that_would_be_computed_in_the_step_of_another_pays_for_its_wai
     assert terms["batch_ms"] == pytest.approx([joint, 0.0])
 
 
-def test_only_what_fits_into_that_step_is_paid_for() -> None:
+def test_only_the_part_that_fits_into_the_step_is_counted() -> None:
     changes = {"prefill_tokens": [8000, 0], "head_prefill_tokens": [4000, 0], "prefill_requests": [2, 0]}
     terms = decide("forecast", **changes).explanation.terms
     assert terms["batch_ms"][0] == pytest.approx(2 * (prefill_ms(8192, 8192, 0.0) - prefill_ms(8000, 8192, 0.0)))
@@ -92,7 +92,7 @@ def test_a_request_without_room_waits_for_its_cheapest_rank() -> None:
     assert queued.room_tokens == 1600
 
 
-def test_what_requests_in_flight_have_there_needs_no_more_room() -> None:
+def test_blocks_of_requests_in_flight_need_no_further_room() -> None:
     queued = decide("forecast", active_blocks=[1001, 1300], leading_active_blocks=[60, 0], active_requests=[1, 1])
     assert isinstance(queued, Wait)
     assert queued.room_tokens == 1600 - 60 * 16

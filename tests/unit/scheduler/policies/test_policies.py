@@ -109,7 +109,7 @@ def test_equal_costs_are_drawn_uniformly_at_any_temperature() -> None:
     st.lists(st.floats(0, 1e15), min_size=1, max_size=10),
     st.floats(min_value=0, exclude_min=True, allow_infinity=False),
 )
-def test_weights_are_chances_whatever_the_costs(costs: list[float], temperature: float) -> None:
+def test_weights_are_probabilities_for_any_costs(costs: list[float], temperature: float) -> None:
     weights = softmax_weights(np.array(costs), temperature).tolist()
     assert max(weights) == 1
     assert all(0 <= weight <= 1 for weight in weights)

@@ -141,7 +141,7 @@ async def test_one_that_is_refused_when_its_patience_ends_makes_way(monkeypatch:
         assert (await second).rank.worker_id == 1
 
 
-async def test_what_starts_wakes_the_next_whose_patience_has_ended() -> None:
+async def test_a_start_releases_the_next_request_whose_patience_has_ended() -> None:
     parts = parts_of()
     async with waiting(parts, request("a"), request("b")) as [first, second], asyncio.TaskGroup() as group:
         parts.now += PATIENCE_S
@@ -229,7 +229,7 @@ async def test_a_retry_joins_the_wait() -> None:
         assert parts.load(1)[2] == 2
 
 
-async def test_a_retry_goes_on_waiting_where_the_first_call_is_cancelled() -> None:
+async def test_a_retry_continues_to_wait_when_the_first_call_is_cancelled() -> None:
     parts = parts_of()
     async with waiting(parts, request("a")) as [queued_one]:
         retry = asyncio.create_task(parts.select(request("a")))
@@ -255,7 +255,7 @@ async def test_a_queued_call_of_a_session_can_be_cancelled_and_ends_with_the_str
     assert parts.load(1)[2] == 2
 
 
-async def test_what_is_freed_while_it_waits_is_not_booked() -> None:
+async def test_a_request_that_is_freed_while_queued_is_not_booked() -> None:
     parts = parts_of()
     async with waiting(parts, request("a")) as [queued_one]:
         free(parts, "a")

@@ -37,7 +37,7 @@ def names(queue: RequestQueue[str], now: float, works: dict[str, float] | None =
     return [name for name, _ in queue.release(now, go if works is None else lambda name: hold(works[name]))]
 
 
-def test_those_that_need_little_room_go_first_and_waiting_counts() -> None:
+def test_requests_that_need_little_room_go_first_and_waiting_counts() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("large", hold(1, 10_000), 0.0)
     queue.add("small", hold(9, 2_000), 0.0)
@@ -46,7 +46,7 @@ def test_those_that_need_little_room_go_first_and_waiting_counts() -> None:
     assert not len(queue)
 
 
-def test_those_that_fit_pass_those_that_do_not() -> None:
+def test_requests_that_fit_pass_those_that_do_not() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("first", hold(1), 0.0)
     queue.add("second", hold(2), 0.0)
@@ -55,7 +55,7 @@ def test_those_that_fit_pass_those_that_do_not() -> None:
     assert len(queue) == 1
 
 
-def test_each_is_decided_on_after_those_before_it_went() -> None:
+def test_each_request_is_decided_after_the_previous_ones_left() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("a", hold(1), 0.0)
     queue.add("b", hold(2), 0.0)
@@ -98,7 +98,7 @@ def test_a_higher_priority_goes_first() -> None:
     assert names(queue, 1.0) == ["urgent", "short", "idle"]
 
 
-def test_one_that_came_from_elsewhere_keeps_its_age() -> None:
+def test_a_request_from_another_scheduler_keeps_its_age() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("here", hold(1), 20.0)
     queue.add("moved", hold(1), 20.5, since=12.0)
@@ -122,7 +122,7 @@ def test_requests_for_a_rank_without_room_do_not_delay_others() -> None:
     assert booking_context == [*range(TRIES_PER_RANK), 100]
 
 
-def test_a_look_is_bounded_and_the_next_goes_on_where_it_ended() -> None:
+def test_a_pass_is_bounded_and_the_next_continues_where_it_ended() -> None:
     queue: RequestQueue[int] = RequestQueue()
     waiting = [Wait(number, WHY, room_tokens=number, rank=(number, 0)) for number in range(TRIES + 10)]
     for number, each in enumerate(waiting):
@@ -152,7 +152,7 @@ def test_one_that_would_be_late_is_found_at_once() -> None:
     assert queue.late(2.0) == ["quick"]
 
 
-def test_how_long_the_others_take_to_go_tells_who_will_be_late() -> None:
+def test_the_interval_of_releases_predicts_which_requests_are_late() -> None:
     queue: RequestQueue[int] = RequestQueue()
     for number in range(LEAST + 4):
         queue.add(number, hold(number), 0.0, deadline=LEAST + 2.5)
@@ -277,7 +277,7 @@ def test_the_pace_follows_the_engines_and_one_outlier_moves_it_little() -> None:
     assert latency_calibration.value < 3.2
 
 
-def test_what_ends_without_a_first_token_teaches_nothing() -> None:
+def test_a_request_without_a_first_token_does_not_calibrate() -> None:
     latency_calibration = LatencyCalibration()
     latency_calibration.expect("a", 100.0, 0.0)
     latency_calibration.forget("a")

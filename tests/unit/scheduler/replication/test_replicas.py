@@ -123,7 +123,7 @@ def test_events_are_applied_once_in_order_and_a_gap_is_detected() -> None:
     assert node.parts.figure("kvrouter_scheduler_sync_gaps_total") == 1
 
 
-def test_a_heartbeat_shows_what_was_lost_and_what_has_drifted() -> None:
+def test_a_heartbeat_reveals_lost_events_and_drift() -> None:
     node = Node("n")
     node.hear(added(0, 0))
     node.hear(heartbeat(1, node.log().owned))
@@ -149,7 +149,7 @@ def test_a_state_is_requested_once_for_a_digest_that_stays_wrong() -> None:
     assert log.state_requested == ""
 
 
-def test_events_that_wait_for_a_state_are_bounded_and_those_after_it_are_applied(
+def test_events_that_wait_for_a_state_are_bounded_and_later_ones_are_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_log, "MAX_WAITING", 3)
@@ -280,7 +280,7 @@ def test_strangers_are_bounded() -> None:
     assert node.quarantined("too_many_replicas") == 36
 
 
-def test_a_forged_incarnation_gives_way_to_what_its_scheduler_says() -> None:
+def test_a_forged_incarnation_is_corrected_by_its_scheduler() -> None:
     teller, node = Node("other", incarnation=5), Node("n")
     node.hear(
         added(0, 0, scheduler=(5, "other")), added(0, 1, scheduler=(99, "other")), added(1, 2, scheduler=(5, "other"))

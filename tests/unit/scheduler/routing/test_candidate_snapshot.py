@@ -84,7 +84,7 @@ WANTED = st.builds(
 
 @settings(max_examples=300)
 @given(WORKERS, WANTED)
-def test_those_fit_for_whom_no_rule_has_a_reason(workers: list[Any], constraints: WorkerConstraints) -> None:
+def test_a_candidate_fits_if_no_rule_excludes_it(workers: list[Any], constraints: WorkerConstraints) -> None:
     worker_set = WorkerSet(candidates_of(workers))
     fit = [place for place, each in enumerate(worker_set.candidates) if not why_unfit(each, constraints)]
     assert worker_set.fit(constraints).tolist() == fit
@@ -119,7 +119,7 @@ REPORTS = st.dictionaries(
     constraints=WANTED,
     accounting=st.builds(Accounting, st.booleans(), st.booleans()),
 )
-def test_every_row_is_what_the_rules_say_of_it(
+def test_every_column_agrees_with_the_rules(
     workers: list[Any],
     bookings: list[tuple[int, int, int]],
     reports: dict[tuple[int, int], LoadReport],
@@ -185,7 +185,7 @@ def test_every_row_is_what_the_rules_say_of_it(
     assert {name: getattr(context, name).tolist() for name in columns} == columns
 
 
-def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> None:
+def test_the_snapshot_of_a_decision_does_not_change_afterwards() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     options = RoutingOptions("forecast")
     pool.booked_load.book(("a", 0, 1), (1, 0), prompt(4), 64)
@@ -201,7 +201,7 @@ def test_what_a_decision_saw_does_not_change_with_what_happens_after_it() -> Non
 
 
 @pytest.mark.parametrize("ranks", [[(2, 0), (1, 0)], [(1, 0)], [(9, 9), (2, 0), (1, 0), (3, 0)], []])
-def test_overlaps_find_their_rank_however_they_are_listed(ranks: list[tuple[int, int]]) -> None:
+def test_overlaps_are_assigned_to_ranks_in_any_order(ranks: list[tuple[int, int]]) -> None:
     worker_set = WorkerSet(candidates_of([worker(1), worker(2)]))
     for _ in range(2):  # the second answer rests on the first
         resident = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})

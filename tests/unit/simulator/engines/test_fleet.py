@@ -124,7 +124,7 @@ def test_the_scripts_reach_what_matters(what: Callable[[Seen], bool]) -> None:
     )
 
 
-def test_it_stops_where_a_request_starts_or_ends_before_the_next_step_begins() -> None:
+def test_it_stops_when_a_request_starts_or_ends_before_the_next_step() -> None:
     fleet = ReferenceFleet(CONFIGS, record_events=False)
     fleet.submit(0, 7, pack_tokens([1] * 10), 2)
     (first,) = fleet.advance(10.0)

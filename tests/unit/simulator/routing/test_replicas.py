@@ -129,11 +129,11 @@ def test_a_sync_without_lag_is_as_good_as_one_scheduler() -> None:
     assert synced.ttft_ms.p99 == pytest.approx(one.ttft_ms.p99, rel=0.02)
 
 
-def test_what_comes_at_the_same_moment_is_not_known_through_any_lag() -> None:
+def test_simultaneous_announcements_are_not_known_with_any_lag() -> None:
     assert run(4, Sync(0.001)).served == run(4).served
 
 
-def test_what_comes_later_than_the_lag_is_known_and_what_is_lost_is_not() -> None:
+def test_announcements_are_known_after_the_lag_unless_they_are_lost() -> None:
     one, synced, lossy, apart = (
         summed(run(count, sync, workload=APART))
         for count, sync in ((1, None), (4, Sync(0.001)), (4, Sync(0.001, loss=0.3, repair_s=0.02)), (4, None))
@@ -144,7 +144,7 @@ def test_what_comes_later_than_the_lag_is_known_and_what_is_lost_is_not() -> Non
     assert 1.04 * one.ttft_ms.mean < lossy.ttft_ms.mean < apart.ttft_ms.mean
 
 
-def test_requests_of_one_prompt_meet_at_one_replica_where_they_are_sharded() -> None:
+def test_sharded_requests_of_one_prompt_meet_at_one_replica() -> None:
     """Of caches nothing is known here: only who booked a prompt before knows where it is."""
     requests = [Request(0.2 * number, 6000, 600, (number % 8,)) for number in range(32)]
     workload = Workload("again", requests, 6000)
