@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
+from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1 import worker_pb2
@@ -59,10 +60,31 @@ def writes(*pieces: bytes) -> Behaviour:
     return behave
 
 
+class _StreamContext:
+    """A call on a call stream, as a behaviour sees it."""
+
+    def __init__(self, call: ServerCall) -> None:
+        self.call = call
+        self.code = grpc.StatusCode.OK
+        self.details = ""
+
+    async def write(self, response: bytes) -> None:
+        self.call.respond(response)
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+
 class HostileWorker:
     """``behave`` answers each Generate call; while ``is_frozen``, grpc.health says nothing, like a stopped loop."""
 
-    def __init__(self, behave: Behaviour) -> None:
+    def __init__(self, behave: Behaviour, *, call_streams: bool = False) -> None:
+        """With ``call_streams``, it serves Generate on call streams too."""
+        self.call_streams = CallStreamServer() if call_streams else None
+        self._behaving: set[asyncio.Task[None]] = set()
         self.behave = behave
         self.endpoint = ""
         self.calls = 0
@@ -83,17 +105,37 @@ class HostileWorker:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": handler}),))
         check = grpc.unary_unary_rpc_method_handler(self._check)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),))
+        if self.call_streams is not None:
+            self.call_streams.add_streaming(f"{_SERVICE}/Generate", self._generate_on_stream)
+            self.call_streams.register(server)
         self.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         try:
             yield self
         finally:
             await server.stop(None)
+            for behaving in self._behaving:
+                behaving.cancel()
+            if self._behaving:
+                await asyncio.wait(self._behaving)
 
     async def _check(self, request: bytes, context: Context) -> bytes:
         await self._answering.wait()
         answer = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
         return answer.SerializeToString()
+
+    def _generate_on_stream(self, request: bytes, call: ServerCall) -> None:
+        behaving = asyncio.create_task(self._answer(_StreamContext(call)))
+        self._behaving.add(behaving)
+        behaving.add_done_callback(self._behaving.discard)
+        call.on_cancelled = lambda: _cancel(behaving)
+
+    async def _answer(self, context: _StreamContext) -> None:
+        await self._generate(b"", context)
+        if context.code is grpc.StatusCode.OK:
+            context.call.end()
+        else:
+            context.call.fail(CallRefused(context.code, context.details))
 
     async def _generate(self, request: bytes, context: Context) -> None:
         self.calls += 1
@@ -104,14 +146,19 @@ class HostileWorker:
             self.under_way -= 1
 
 
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
 @asynccontextmanager
 async def registered_beside(
-    view: ComponentView, etcd_endpoint: str, worker_id: int, endpoint: str
+    view: ComponentView, etcd_endpoint: str, worker_id: int, endpoint: str, *, call_streams: bool = False
 ) -> AsyncIterator[None]:
     """Registers an address as a worker like those of a component, which must have one, while the context lasts."""
     registration = WorkerRegistration()
     registration.CopyFrom(next(iter(view.workers.values())))
     registration.worker_id, registration.endpoint = worker_id, endpoint
+    registration.serves_call_stream = call_streams
     key = view.name.worker_key(worker_id).encode()
     async with connect(etcd_endpoint) as etcd:
         await etcd.put(key, registration.SerializeToString())

@@ -61,6 +61,8 @@ class System:
     client: Frontend
     http: str
     target: str
+    call_streams: bool = True
+    """Whether hostile workers serve call streams."""
     workers: dict[int, Worker] = field(default_factory=dict)
     _worker_stacks: dict[int, AsyncExitStack] = field(default_factory=dict)
 

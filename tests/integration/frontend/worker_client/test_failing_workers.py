@@ -32,11 +32,18 @@ from ..gateway import System, request, running_system, until
 SOUND, HOSTILE = 1, 2
 
 
+@pytest.fixture(params=[True, False], ids=["call stream", "ordinary calls"])
+def call_streams(request: pytest.FixtureRequest) -> bool:
+    """Whether the hostile worker serves call streams."""
+    return bool(request.param)
+
+
 @pytest.fixture
-async def system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
+async def system(nats_url: str, etcd_endpoint: str, namespace: str, call_streams: bool) -> AsyncIterator[System]:
     """A gateway with one sound worker, that suspects a worker after half a second."""
     probing = {"worker_probe_seconds": 0.1, "worker_back_off_seconds": 0.2}
     async with running_system(nats_url, etcd_endpoint, namespace, **probing) as found:
+        found.call_streams = call_streams
         await found.start_worker(SOUND)
         yield found
 
@@ -45,11 +52,15 @@ async def system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIter
 async def hostile_worker(system: System, worker_id: int, behave: Behaviour) -> AsyncIterator[HostileWorker]:
     view = next(iter(system.runtime.directory.components.values()))
     async with (
-        HostileWorker(behave).serving() as worker,
-        registered_beside(view, system.where["etcd"], worker_id, worker.endpoint),
+        HostileWorker(behave, call_streams=system.call_streams).serving() as worker,
+        registered_beside(view, system.where["etcd"], worker_id, worker.endpoint, call_streams=system.call_streams),
     ):
         await system.until_candidate(worker_id)
+        if (streams := worker.call_streams) is not None:
+            await until(lambda: streams.counts.streams > 0)
         yield worker
+        if streams is not None:
+            assert streams.counts.calls == worker.calls, "no call was made beside the call stream"
 
 
 async def ask(

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any, cast
 
-from kvrouter.frontend.lifecycle.generation import Generation
+from kvrouter.frontend.lifecycle.generation import BOOKED_ID_MARK, Generation
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.connection import ResponseReceiver
 from kvrouter.frontend.worker_client.health import WorkerHealth
-from kvrouter.frontend.worker_client.pool import ResponseReceiver, WorkerPool
+from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Rank
@@ -63,9 +65,20 @@ class Link:
 
 
 class Pool:
-    """Workers, of which one never answers."""
+    """Workers, of which one never answers, or loses its connection if ``breaks`` is set."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.events: list[str] = []
+        self._breaks = breaks
+
+    async def abort(self, endpoint: str, request_id: str) -> None:
+        await asyncio.sleep(0)
+        self.events.append(f"abort {request_id.partition(BOOKED_ID_MARK)[0]} at {endpoint}")
 
     def start(self, endpoint: str, _request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
+        self.events.append(f"start at {endpoint}")
+        if endpoint == ENDPOINTS[SILENT] and self._breaks:
+            receiver.on_error(OutcomeUnknown("the stream broke"))
         if endpoint == ENDPOINTS[SOUND]:
             output = GenerateOutput(token_ids=[1], finish_reason=FinishReason.FINISH_REASON_LENGTH)
             receiver.on_response(WorkerServiceGenerateResponse(output=output).SerializeToString())
@@ -119,6 +132,23 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
     assert [each.booking.attempt for each in link.requested] == list(range(7))
     assert all(list(each.request.constraints.avoided_worker_ids) == [SILENT] for each in link.requested)
     assert not any(each.request.constraints.excluded_worker_ids for each in link.requested)
+    assert link.live == 0
+
+
+async def test_a_request_whose_outcome_is_unknown_is_aborted_before_it_is_retried() -> None:
+    workers = {key: WorkerRegistration(worker_id=key, endpoint=endpoint) for key, endpoint in ENDPOINTS.items()}
+    view = ComponentView(POOL, ComponentDescriptor(block_size=16), workers)
+    metrics = FrontendMetrics(CollectorRegistry())
+    health = WorkerHealth(BackOff(), max_missed=2)
+    health.update({POOL: view})
+    link, pool = Link(iter([SILENT, SOUND])), Pool(breaks=True)
+    request = FrontendServiceGenerateRequest(
+        model="m", request_id="r", token_ids=range(20), stop_conditions=StopConditions(max_tokens=1)
+    )
+    client = WorkerClient(cast(WorkerPool, pool), health, metrics)
+    generation = Generation(request, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
+    assert await collected(generation) == [SOUND]
+    assert pool.events == ["start at silent:1", "abort r at silent:1", "start at sound:1"]
     assert link.live == 0
 
 

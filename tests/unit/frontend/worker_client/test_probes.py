@@ -49,6 +49,8 @@ class Workers:
             yield self
             await self._changed.wait()
 
+    async def update(self, _: Mapping[ComponentName, ComponentView]) -> None: ...
+
     async def probe(self, endpoint: str) -> bool:
         self.requested[endpoint] += 1
         if endpoint in self.refusing:

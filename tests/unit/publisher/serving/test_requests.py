@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import pytest
+from kvrouter.net.calls import CallRefused, TooMuchUnread
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.generate_call import MAX_UNREAD_BYTES, GenerateCall
 from kvrouter.publisher.serving.outputs import RequestOutput
@@ -64,8 +65,8 @@ class Call:
             self.respond(encoded)
         self.ended = True
 
-    def refuse(self, refusal: RequestRefused) -> None:
-        raise AssertionError(refusal)
+    def fail(self, error: CallRefused) -> None:
+        raise AssertionError(error)
 
 
 def request(request_id: str, attempt: int = 0) -> WorkerServiceGenerateRequest:
@@ -190,7 +191,7 @@ async def test_a_caller_that_does_not_read_costs_bounded_memory_and_fails_alone(
     for _ in range(200):  # 50 MiB, far above the limit
         requests.emit([RequestOutput("a", large), RequestOutput("b", [1])])
     await until(lambda: engine.aborted == ["a"])
-    with pytest.raises(RequestRefused, match=str(MAX_UNREAD_BYTES)) as refused:
+    with pytest.raises(TooMuchUnread, match=str(MAX_UNREAD_BYTES)) as refused:
         async for _ in call.responses():
             pass
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -51,6 +51,7 @@ class CallStreamClient:
         limits: CallLimits | None = None,
         counts: CallStreamCounts | None = None,
         heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        ends_when_silent: bool = True,
     ) -> None:
         """Opens nothing yet.
 
@@ -61,6 +62,7 @@ class CallStreamClient:
             limits: What is accepted and stored.
             counts: Counts of this and other clients; new ones by default.
             heartbeat_timeout_seconds: Silence after which the stream is given up, seconds.
+            ends_when_silent: Whether that ends an open stream. If not, its calls wait for as long as it is connected.
         """
         self.counts = CallStreamCounts() if counts is None else counts
         self._channel = channel
@@ -68,6 +70,7 @@ class CallStreamClient:
         self._server_name = server_name
         self._limits = CallLimits() if limits is None else limits
         self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._ends_when_silent = ends_when_silent
         self._stream: ClientStream | None = None
         self._failure = ""
         """Why the latest attempt to open a stream failed; empty while none has failed since the last open stream."""
@@ -77,6 +80,11 @@ class CallStreamClient:
     def ready(self) -> bool:
         """Whether a stream is open and takes calls."""
         return self._stream is not None and not self._stream.draining
+
+    @property
+    def running(self) -> int:
+        """Number of calls that run or wait."""
+        return 0 if self._stream is None else self._stream.running
 
     async def wait_ready(self) -> None:
         """Returns when a stream is open and takes calls."""
@@ -243,7 +251,7 @@ class CallStreamClient:
 
     async def _end_when_silent(self, stream: ClientStream) -> None:
         monitor = HeartbeatMonitor()
-        while not monitor.silent:
+        while not (monitor.silent and self._ends_when_silent):
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
             if stream.heard:
                 monitor.heard()

@@ -43,7 +43,7 @@ async def running(
         sharding=settings.sharding,
         heartbeat_timeout_seconds=settings.scheduler_heartbeat_timeout_seconds,
     )
-    pool = WorkerPool()
+    pool = WorkerPool(runtime.instance_id)
     back_off = BackOff(
         settings.worker_back_off_failures, settings.worker_back_off_seconds, settings.worker_back_off_max_seconds
     )

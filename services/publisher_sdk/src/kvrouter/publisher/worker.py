@@ -249,6 +249,7 @@ class Worker:
             registered_unix_ns=self._registered_unix_ns,
         )
         registration.draining = self._draining
+        registration.serves_call_stream = True
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
 
     async def _restore_component(self) -> None:

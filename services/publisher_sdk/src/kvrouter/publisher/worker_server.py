@@ -11,6 +11,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
+from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
+from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
@@ -60,6 +62,8 @@ class WorkerServer:
         self._draining = False
         self._health = health.HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._call_streams = CallStreamServer()
+        self._draining_streams: asyncio.Task[None] | None = None
 
     @property
     def requests(self) -> int:
@@ -84,8 +88,13 @@ class WorkerServer:
             "GetLoad": grpc.unary_unary_rpc_method_handler(self._guarded(self._get_load), response_serializer=_encode),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self._call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
+        self._call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
+        self._call_streams.register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        add_reflection(self._server, [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
+        add_reflection(
+            self._server, [SERVICE, CALL_STREAM_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
+        )
         try:
             port = self._server.add_insecure_port(bind)
         except RuntimeError as error:
@@ -99,12 +108,16 @@ class WorkerServer:
     async def refuse_requests(self) -> None:
         """Refuses new requests from now on and reports that in grpc.health; running calls continue."""
         self._draining = True
+        self._draining_streams = asyncio.create_task(self._call_streams.drain())
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_seconds: float) -> None:
         """Waits for running calls, cancels them after ``grace_seconds``, and stops listening."""
         await self._server.stop(grace_seconds)
         await self._requests.close()
+        if self._draining_streams is not None:
+            self._draining_streams.cancel()
+            await asyncio.wait({self._draining_streams})
 
     async def _generate(self, data: bytes, context: _Context) -> None:
         call = GenerateCall()
@@ -116,6 +129,19 @@ class WorkerServer:
                 await context.write(response)
         finally:
             call.cancel()
+
+    def _generate_on_stream(self, data: bytes, call: ServerCall) -> None:
+        try:
+            self._start(data, call)
+        except RequestRefused as refusal:
+            raise CallRefused(refusal.code, str(refusal), refusal.info) from None
+
+    async def _abort_on_stream(self, data: bytes, _call: ServerCall) -> bytes:
+        try:
+            request = _parse(AbortRequest, data)
+        except RequestRefused as refusal:
+            raise CallRefused(refusal.code, str(refusal), refusal.info) from None
+        return AbortResponse(aborted=await self._requests.abort(list(request.request_ids))).SerializeToString()
 
     def _start(self, data: bytes, call: OutputCall) -> None:
         request = _parse(WorkerServiceGenerateRequest, data)
@@ -194,7 +220,7 @@ class WorkerServer:
         async def guarded(data: bytes, context: _Context) -> Message | None:
             try:
                 return await handler(data, context)
-            except RequestRefused as refusal:
+            except (RequestRefused, CallRefused) as refusal:
                 code, message = refusal.code, str(refusal)
                 status = Status(code=code.value[0], message=message)
                 status.details.add().Pack(refusal.info)

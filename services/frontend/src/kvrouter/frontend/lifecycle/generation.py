@@ -73,6 +73,8 @@ class Generation:
         self._failed_attempts = 0
         """Failed attempts. A repeated return to the same silent worker does not count: the Scheduler may discover
         another worker later than this gateway does."""
+        self._endpoint = ""
+        """Address of the worker of the latest attempt."""
         self._silent_worker_id: int | None = None
         """Worker that the previous attempt left because it stopped answering."""
         self._request_id = request.request_id or uuid.uuid4().hex
@@ -130,6 +132,8 @@ class Generation:
                 attempt=attempt,
                 cause=failure.message,
             )
+            if failure.outcome_unknown:
+                await self._workers.abort(self._endpoint, self._booked_id)
             if not failure.is_silent:
                 self._routing.constraints.excluded_worker_ids.append(failure.worker_id)
             if failure.worker_id != self._silent_worker_id:
@@ -163,6 +167,7 @@ class Generation:
         booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
         self._link.keep(booking)
         self._cached_tokens = None
+        self._endpoint = selection.endpoint
         try:
             receiver.routed(self._routing_info(booking, selection))
             return await self._run_on_worker(booking, selection.endpoint, receiver, deadline)

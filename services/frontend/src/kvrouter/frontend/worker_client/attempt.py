@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault_of
+from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, error_of_call, fault_of
 from kvrouter.frontend.worker_client.health import WorkerCall
 from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
+from kvrouter.net.calls import CallError, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
@@ -143,16 +145,17 @@ class WorkerAttempt:
             self._end_failed(None)
 
     def on_error(self, error: Exception) -> None:
-        """Ends the attempt, since the call failed."""
+        """Ends the attempt, since the call failed with a KvRouterError or CallError; any other error is a defect."""
         self._call = None
         if self._over:
             return
-        if not isinstance(error, KvRouterError):
-            self._end(error)
+        failure = error_of_call(error) if isinstance(error, CallError) else error
+        if not isinstance(failure, KvRouterError):
+            self._end(failure)
         elif self._finish_reason != _UNFINISHED:
             self._finish()
         else:
-            self._end_failed(self._judge(error))
+            self._end_failed(self._judge(failure, outcome_unknown=isinstance(error, OutcomeUnknown)))
 
     def _pass_on(self, piece: WorkerPiece) -> None:
         try:
@@ -198,11 +201,12 @@ class WorkerAttempt:
         )
         self._finish()
 
-    def _judge(self, error: KvRouterError) -> WorkerFailure | KvRouterError:
+    def _judge(self, error: KvRouterError, *, outcome_unknown: bool) -> WorkerFailure | KvRouterError:
         """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
         fault = fault_of(error, self._deadline)
         if fault is Fault.WORKER:
-            return self._note(error.code.name, f"failed with {error.code.name}: {error}")
+            failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
+            return replace(failure, outcome_unknown=outcome_unknown)
         if fault is Fault.DEADLINE and self._health.is_suspected:
             missed = self._health.missed_probes
             return DeadlineExceeded(

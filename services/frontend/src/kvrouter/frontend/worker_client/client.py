@@ -53,3 +53,7 @@ class WorkerClient:
         encoded = request.SerializeToString()
         attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=deadline))
         return attempt
+
+    async def abort(self, endpoint: str, request_id: str) -> None:
+        """Aborts a request that a worker may still run, as far as the worker can be reached soon."""
+        await self._pool.abort(endpoint, request_id)

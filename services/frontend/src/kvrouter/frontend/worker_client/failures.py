@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc
+from kvrouter.net.calls import CallError, CallRefused, CallTimedOut
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, KvRouterError, WorkerLost
+from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost, from_parts
 
 RETRY_AFTER_MS = 1000
 """Retry delay that clients receive when every worker was at its limit, milliseconds."""
@@ -71,6 +72,15 @@ def fault_of(error: KvRouterError, deadline: Deadline) -> Fault:
     return fault
 
 
+def error_of_call(error: CallError) -> KvRouterError:
+    """Returns the error of a call on a call stream as that of an ordinary call."""
+    if isinstance(error, CallRefused):
+        return from_parts(error.code.value[0], str(error), error.info)
+    if isinstance(error, CallTimedOut):
+        return DeadlineExceeded()
+    return DependencyAway(str(error))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
     """Failure of an attempt that is its worker's fault."""
@@ -80,6 +90,8 @@ class WorkerFailure:
     """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error`` or ``silent``."""
     message: str
     """What happened, for logs and errors."""
+    outcome_unknown: bool = False
+    """Whether the worker may still run the request, so that it must be aborted before it is retried."""
 
     @property
     def is_silent(self) -> bool:

@@ -39,6 +39,7 @@ class WorkerProbes:
         async with asyncio.TaskGroup() as group:
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
+                await self._pool.update(directory.components)
                 for endpoint in self._health.endpoints() - self._probing.keys():
                     self._probing[endpoint] = group.create_task(self._probe(endpoint), name=f"probe {endpoint}")
 

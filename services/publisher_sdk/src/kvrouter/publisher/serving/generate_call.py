@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-import grpc
-from kvrouter.publisher.errors import RequestRefused
-from kvrouter.v1.errors_pb2 import ErrorReason
+from kvrouter.net.calls import CallRefused, TooMuchUnread
 
 MAX_UNREAD_BYTES = 4 << 20
 """Unread responses at which a call ends."""
@@ -25,7 +23,7 @@ class GenerateCall:
         self._unread_bytes = 0
         self._changed = asyncio.Event()
         self._ended = False
-        self._refusal: RequestRefused | None = None
+        self._error: CallRefused | None = None
 
     def respond(self, encoded: bytes) -> None:
         """Queues a response. If too much is unread, the call ends instead."""
@@ -34,14 +32,8 @@ class GenerateCall:
         self._unread_bytes += len(encoded) + _RESPONSE_BYTES
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._responses.clear()
-            self.refuse(
-                RequestRefused(
-                    f"the caller has not read {self._unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}",
-                    code=grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    reason=ErrorReason.ERROR_REASON_TOO_MUCH_UNREAD,
-                    advice="Read the output as it arrives.",
-                )
-            )
+            unread = f"the caller has not read {self._unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}"
+            self.fail(TooMuchUnread(unread))
             self.cancel()
             return
         self._responses.append(encoded)
@@ -54,10 +46,10 @@ class GenerateCall:
         self._ended = True
         self._changed.set()
 
-    def refuse(self, refusal: RequestRefused) -> None:
+    def fail(self, error: CallRefused) -> None:
         """Ends the call with an error."""
         if not self._ended:
-            self._refusal = refusal
+            self._error = error
             self._ended = True
             self._changed.set()
 
@@ -72,7 +64,7 @@ class GenerateCall:
         """Yields the responses.
 
         Raises:
-            RequestRefused: the call has failed.
+            CallRefused: the call has failed.
         """
         while True:
             while not self._responses and not self._ended:
@@ -83,9 +75,9 @@ class GenerateCall:
                 yield response
             if self._ended and not self._responses:
                 break
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
+        error, self._error = self._error, None
+        if error is not None:
             try:
-                raise refusal
+                raise error
             finally:
-                del refusal  # Its traceback refers to this frame.
+                del error  # Its traceback refers to this frame.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
+from kvrouter.net.calls import CallRefused
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.engine import Engine, StepEngine
@@ -38,7 +39,7 @@ class OutputCall(Protocol):
         """Ends the call, with a last response if there is one."""
         ...
 
-    def refuse(self, refusal: RequestRefused) -> None:
+    def fail(self, error: CallRefused) -> None:
         """Ends the call with an error."""
         ...
 
@@ -134,7 +135,7 @@ class RunningRequests:
         run = self._by_engine_id.get(engine_id)
         if run is not None:
             self._forget(run)
-            run.call.refuse(refusal)
+            run.call.fail(CallRefused(refusal.code, str(refusal), refusal.info))
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests, whose callers get that as their finish reason, and returns how many ran at the engine."""
