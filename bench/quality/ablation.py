@@ -30,7 +30,7 @@ from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
 from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
 from kvrouter.simulator.workloads.workload import Prompts
-from tables import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure, workload_of
+from tables import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure, results_by_key, workload_of
 
 Changed = Callable[[SchedulingContext], SchedulingContext]
 MS_PER_TOKEN = 0.0167
@@ -202,15 +202,10 @@ def main() -> int:
     parser.add_argument("--condition", default="plain", choices=CONDITIONS)
     parser.add_argument("--trace", type=Path, default=SHARED_TRACE)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "ablation.jsonl")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after; call again to continue")
-    parser.add_argument("--fresh", action="store_true", help="forget the results: the code has changed")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time, in minutes; the next call continues")
+    parser.add_argument("--fresh", action="store_true", help="delete earlier results, because the code has changed")
     options = parser.parse_args()
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    if options.fresh:
-        options.results.unlink(missing_ok=True)
-    known: dict[str, Any] = {}
-    if options.results.exists():
-        known = {row["key"]: row for row in map(json.loads, options.results.read_text("utf-8").splitlines())}
+    known = results_by_key(options.results, fresh=options.fresh)
     parts = (COMPLETE, *filter(None, options.without.split(",")))
     run_missing(options, known, parts, time.monotonic() + options.minutes * 60)
     show(options, known, parts)

@@ -136,6 +136,16 @@ def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
     }
 
 
+def results_by_key(results: Path, *, fresh: bool) -> dict[str, Any]:
+    """Reads the results of earlier runs, by key. Deletes them first if ``fresh`` is set."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        results.unlink(missing_ok=True)
+    if not results.exists():
+        return {}
+    return {row["key"]: row for row in map(json.loads, results.read_text("utf-8").splitlines())}
+
+
 def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float, trace: Path) -> int:
     """Runs missing cells until a time. Returns how many are still missing."""
     wanted = [cell for cell in cells() if not only or any(word in cell.key.split("/") for word in only)]
@@ -237,17 +247,12 @@ def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "quality.jsonl")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after; begin again to go on")
-    parser.add_argument("--only", default="", help="words of which a run's key must have one")
-    parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="a whole one; the shipped one is its start")
-    parser.add_argument("--fresh", action="store_true", help="forget the results: the code has changed")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time, in minutes; the next call continues")
+    parser.add_argument("--only", default="", help="run only keys with one of these words, separated by commas")
+    parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="whole trace; the shipped one is its start")
+    parser.add_argument("--fresh", action="store_true", help="delete earlier results, because the code has changed")
     options = parser.parse_args()
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    if options.fresh:
-        options.results.unlink(missing_ok=True)
-    known: dict[str, Any] = {}
-    if options.results.exists():
-        known = {row["key"]: row for row in map(json.loads, options.results.read_text("utf-8").splitlines())}
+    known = results_by_key(options.results, fresh=options.fresh)
     until = time.monotonic() + options.minutes * 60
     only = [word for word in options.only.split(",") if word]
     left = run_missing(options.results, known, only, until, options.trace)
