@@ -41,6 +41,12 @@ class Engines:
     """Times as fast as the engines that the mock workers imitate."""
 
 
+def mocker_options(engines: Engines) -> tuple[str, ...]:
+    """Returns the options of kvrouter's mock workers."""
+    blocks = ("--num-blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE), "--max-sequences", "1024")
+    return "--workers", str(engines.workers), "--speed", str(engines.speed), "--model", MODEL, *blocks
+
+
 @dataclass
 class System:
     """A running system. Processes are named by their part."""
@@ -137,9 +143,7 @@ async def _kvrouter(
         return await servers.start(f"{namespace}-{part}", command, environment)
 
     system = System(name, f"http://127.0.0.1:{http}")
-    mocker = ("--model", MODEL, "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE), "--max-sequences", "1024")
-    workers = (str(HERE / "workers.py"), "--workers", str(engines.workers), "--speed", str(engines.speed), *mocker)
-    system.engines["workers"] = await start("workers", workers)
+    system.engines["workers"] = await start("workers", (str(HERE / "workers.py"), *mocker_options(engines)))
     for part, arguments in parts.items():
         system.router[part] = await start(part, arguments)
     await _until(system, lambda: _kvrouter_missing(f"127.0.0.1:{grpc}", engines.workers))
