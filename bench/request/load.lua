@@ -31,7 +31,7 @@ end
 function done(summary, latency)
   local failed = summary.errors
   io.write(string.format(
-    'RESULT {"requests":%d,"seconds":%.4f,"refused":%d,"broken":%d,"late":%d,"p50_us":%d,"p99_us":%d}\n',
-    summary.requests, summary.duration / 1e6, failed.status, failed.connect + failed.read + failed.write,
+    'RESULT {"requests":%d,"seconds":%.4f,"bytes":%d,"refused":%d,"broken":%d,"late":%d,"p50_us":%d,"p99_us":%d}\n',
+    summary.requests, summary.duration / 1e6, summary.bytes, failed.status, failed.connect + failed.read + failed.write,
     failed.timeout, latency:percentile(50), latency:percentile(99)))
 end

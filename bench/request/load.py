@@ -10,6 +10,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 HERE = Path(__file__).parent
 MODEL = "m"
@@ -39,7 +40,10 @@ class LoadResult:
     """What the clients saw."""
 
     requests: int
+    """Responses that were complete when the time was over."""
     seconds: float
+    bytes: int
+    """Bytes of all responses, those that were not complete included."""
     failed: int
     p50_us: float
     p99_us: float
@@ -93,4 +97,28 @@ def read(said: str) -> LoadResult:
         raise NoLoad(f"wrk printed no result:\n{said[-2000:]}")
     result = json.loads(lines[-1].removeprefix("RESULT "))
     failed = result["refused"] + result["broken"] + result["late"]
-    return LoadResult(result["requests"], result["seconds"], failed, result["p50_us"], result["p99_us"])
+    return LoadResult(
+        result["requests"], result["seconds"], result["bytes"], failed, result["p50_us"], result["p99_us"]
+    )
+
+
+async def response_bytes(url: str, work: Work) -> int:
+    """Returns the size of one response with its headers and its framing."""
+    address = urlsplit(url)
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "prompt": list(range(300, 300 + work.prefix + work.suffix)),
+            "max_tokens": work.output,
+            "stream": work.output > 1,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+    ).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return len(await reader.read(-1))
+    finally:
+        writer.close()

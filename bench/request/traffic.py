@@ -8,7 +8,7 @@ from pathlib import Path
 from bars import ONE_PROCESS, PEER, SPLIT
 from engines import engines_alone
 from kvrouter.devtools.system.processes import ManagedProcess
-from load import Work, load
+from load import Work, load, response_bytes
 from samples import Samples
 from systems import Engines, System, running_systems
 from usage import cpu_seconds, resident_bytes
@@ -66,8 +66,7 @@ async def requests(samples: Samples, directory: Path, rounds: int, seconds: floa
 async def stream(samples: Samples, directory: Path, rounds: int, seconds: float, say: Say, **chosen: object) -> None:
     """Measures streamed responses, and what a token of them costs."""
     async with running_systems(directory=directory, engines=STREAMING_ENGINES, **chosen) as systems:
-        # Twice the time, because only whole responses count and each takes a second or more.
-        await compare(samples, STREAM, systems, rounds=rounds, seconds=2 * seconds, say=say)
+        await compare(samples, STREAM, systems, rounds=rounds, seconds=seconds, say=say)
     for system in (ONE_PROCESS, SPLIT, PEER):
         for name in ("cpu_us", "engine_cpu_us"):
             pairs = zip(samples.of("stream", system, name), samples.of("stream-1", system, name), strict=True)
@@ -95,14 +94,16 @@ async def _measure(system: System, work: Work, seconds: float) -> dict[str, floa
     router, engines = _pids(system.router), _pids(system.engines)
     before = {name: cpu_seconds(pid) for name, pid in (router | engines).items()}
     result = await load(system.url, work, seconds)
-    each = max(1, result.requests)
+    # Streams that were not complete at the end count by their bytes. There are as many as connections.
+    whole = await response_bytes(system.url, work) if work.output > 1 else 0
+    each = result.bytes / whole if whole else max(1, result.requests)
     spent = {name: 1e6 * (cpu_seconds(pid) - before[name]) / each for name, pid in (router | engines).items()}
     return {
         "cpu_us": sum(spent[name] for name in router),
         "engine_cpu_us": sum(spent[name] for name in engines),
         "p50_us": result.p50_us,
         "p99_us": result.p99_us,
-        "per_second": result.requests / result.seconds,
+        "per_second": each / result.seconds,
         "failed": result.failed,
         "resident_mb": sum(resident_bytes(pid) for pid in router.values()) / _MB,
         **({f"cpu_us {name}": spent[name] for name in router} if len(router) > 1 else {}),

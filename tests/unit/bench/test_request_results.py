@@ -32,10 +32,11 @@ def drawn(table: object) -> str:
 def test_the_result_of_the_load_generator_is_read(bench: SimpleNamespace) -> None:
     said = """Running 1s test @ http://127.0.0.1:1
   1 threads and 16 connections
-RESULT {"requests":120,"seconds":1.0002,"refused":1,"broken":2,"late":3,"p50_us":900,"p99_us":4100}
+RESULT {"requests":120,"seconds":1.0002,"bytes":2400,"refused":1,"broken":2,"late":3,"p50_us":900,"p99_us":4100}
 """
     result = bench.load.read(said)
-    assert (result.requests, result.failed, result.p50_us, result.p99_us) == (120, 6, 900, 4100)
+    assert (result.requests, result.bytes, result.failed, result.p50_us) == (120, 2400, 6, 900)
+    assert result.p99_us == 4100
 
 
 def test_a_load_generator_without_a_result_is_reported_with_what_it_said(bench: SimpleNamespace) -> None:
