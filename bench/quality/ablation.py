@@ -202,7 +202,9 @@ def main() -> int:
     parser.add_argument("--condition", default="plain", choices=CONDITIONS)
     parser.add_argument("--trace", type=Path, default=SHARED_TRACE)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "ablation.jsonl")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time, in minutes; the next call continues")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after this time, in minutes; the next call continues"
+    )
     parser.add_argument("--fresh", action="store_true", help="delete earlier results, because the code has changed")
     options = parser.parse_args()
     known = results_by_key(options.results, fresh=options.fresh)

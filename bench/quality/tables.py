@@ -247,7 +247,9 @@ def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "quality.jsonl")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time, in minutes; the next call continues")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after this time, in minutes; the next call continues"
+    )
     parser.add_argument("--only", default="", help="run only keys with one of these words, separated by commas")
     parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="whole trace; the shipped one is its start")
     parser.add_argument("--fresh", action="store_true", help="delete earlier results, because the code has changed")
