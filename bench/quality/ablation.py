@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -80,8 +80,8 @@ def unchanged(given: SchedulingContext) -> SchedulingContext:
 
 def no_progress(given: SchedulingContext) -> SchedulingContext:
     """Nothing is known of the prompt that is being computed."""
-    zeros = np.zeros_like(given.head_prefill_seconds)
-    return replace(given, head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_seconds=zeros)
+    none = np.full_like(given.head_prefill_since, np.inf)
+    return given._replace(head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_since=none)
 
 
 def idle_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast.Weighed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from kvrouter.scheduler.policies.interface import SchedulingContext
 
 
 def context(count: int, **columns: Any) -> SchedulingContext:
-    """Facts of ``count`` candidates, ranks (1, 0), (2, 0) and so on."""
+    """Facts of ``count`` candidates, ranks (1, 0), (2, 0) and so on; ``head_prefill_seconds`` count back from now."""
+    if "head_prefill_seconds" in columns:
+        columns["head_prefill_since"] = [1000.0 - seconds for seconds in columns.pop("head_prefill_seconds")]
     zeros: Sequence[int] = [0] * count
     known: dict[str, Any] = {
         "prompt_tokens": 64,
@@ -28,7 +31,8 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "total_blocks": zeros,
         "max_batched_tokens": zeros,
         "head_prefill_tokens": zeros,
-        "head_prefill_seconds": [0.0] * count,
+        "head_prefill_since": [math.inf] * count,
+        "now": 1000.0,
         "prefill_requests": zeros,
         "latency_calibration": 1.0,
     }

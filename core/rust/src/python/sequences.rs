@@ -53,10 +53,10 @@ fn load_columns(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     CLASS.import(py, "kvrouter.core.interface", "LoadColumns")
 }
 
-/// Returns a column as a buffer of 64-bit integers.
-fn buffer<'py>(py: Python<'py>, column: &[i64]) -> PyResult<Bound<'py, PyAny>> {
-    let bytes = PyBytes::new_with(py, size_of_val(column), |to| {
-        for (to, word) in to.chunks_exact_mut(8).zip(column) {
+/// Returns columns, one after the other, as a buffer of 64-bit integers.
+fn buffer<'py>(py: Python<'py>, columns: [&[i64]; 4]) -> PyResult<Bound<'py, PyAny>> {
+    let bytes = PyBytes::new_with(py, columns.into_iter().map(size_of_val).sum(), |to| {
+        for (to, word) in to.chunks_exact_mut(8).zip(columns.into_iter().flatten()) {
             to.copy_from_slice(&word.to_ne_bytes());
         }
         Ok(())
@@ -183,10 +183,10 @@ impl ActiveSequences {
         });
         load_columns(py)?.call1((
             self.ranks(py, &columns.ranks)?,
-            buffer(py, &columns.active_blocks)?,
-            buffer(py, &columns.prefill_tokens)?,
-            buffer(py, &columns.requests)?,
-            buffer(py, &columns.leading_active_blocks)?,
+            buffer(
+                py,
+                [&columns.active_blocks, &columns.prefill_tokens, &columns.requests, &columns.leading_active_blocks],
+            )?,
         ))
     }
 

@@ -333,7 +333,7 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
         prompt = hashes[::-1]
         for hashes_asked, tokens_asked in (([], 0), (prompt, BLOCK * len(prompt) + tokens % BLOCK)):
             columns = sequences.loads(packed(hashes_asked), tokens_asked)
-            assert list(zip(*columns, strict=True)) == model.loads(hashes_asked, tokens_asked)
+            assert list(columns.rows()) == model.loads(hashes_asked, tokens_asked)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 4))
@@ -351,6 +351,6 @@ def test_the_order_in_which_news_arrives_does_not_matter(sequences_class: type, 
         rng.shuffle(order)
         for kind, what in order:
             getattr(sequences, kind)(what)
-        loads.append([list(column) for column in sequences.loads()])
+        loads.append(list(sequences.loads().rows()))
         assert len(sequences) == len(bookings) - len(freed)
     assert loads[0] == loads[1]

@@ -115,8 +115,7 @@ class Histories(RuleBasedStateMachine):
             self.ask("remove_rank", rank)
         assert self.ask("__len__") == 0
         self.ask("add_rank", (1, 0))
-        columns = self.ask("loads")
-        assert [column[0] for column in columns[1:]] == [0, 0, 0, 0]
+        assert list(self.ask("loads").rows()) == [((1, 0), 0, 0, 0, 0)]
 
 
 def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -141,17 +140,13 @@ def test_threads_read_what_is_booked() -> None:
         for number in range(60):
             key = (f"{worker} {number}", 0, 1)
             assert sequences.book(BookingRequest(key, (worker, 0), prompt, 80_000, number))
-            columns = sequences.loads(prompt, 80_000)
-            at = columns.ranks.index((worker, 0))
-            assert [column[at] for column in columns[1:]] == [5000, number, 1, 5000]
+            assert ((worker, 0), 5000, number, 1, 5000) in sequences.loads(prompt, 80_000).rows()
             if number % 10 == 0:
                 sequences.remove_rank((worker, 0))
                 sequences.add_rank((worker, 0))
             else:
                 assert sequences.free(key)
-            columns = sequences.loads()
-            at = columns.ranks.index((worker, 0))
-            assert [column[at] for column in columns[1:]] == [0, 0, 0, 0]
+            assert ((worker, 0), 0, 0, 0, 0) in sequences.loads().rows()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(use, range(4)))

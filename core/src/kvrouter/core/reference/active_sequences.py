@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.core.interface import BookingRequest, LoadColumns, Rank
@@ -131,8 +130,8 @@ class ActiveSequences:
             prefill = sum(live.booking.prefill_tokens for live in load.live.values() if not live.prefilled)
             leading = next((depth for depth, place in enumerate(places) if place not in load.shared), len(places))
             rows.append((active, prefill, len(load.live), leading))
-        active_blocks, prefill_tokens, requests, leading_blocks = (_column(row[at] for row in rows) for at in range(4))
-        return LoadColumns(tuple(sorted(self._loads)), active_blocks, prefill_tokens, requests, leading_blocks)
+        packed = array("q", (min(row[column], _LARGEST) for column in range(4) for row in rows))
+        return LoadColumns(tuple(sorted(self._loads)), memoryview(packed))
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""
@@ -152,7 +151,3 @@ class ActiveSequences:
     def _blocks(self, tokens: int) -> int:
         """Returns the number of blocks for the tokens; the last one may be partial."""
         return -(-tokens // self._block_size)
-
-
-def _column(sums: Iterable[int]) -> memoryview:
-    return memoryview(array("q", (min(one, _LARGEST) for one in sums)))

@@ -170,7 +170,7 @@ class Selector:
         )
         if decision.verdict is None:
             refusal = decision.snapshot.refusal(pool.name)
-            self._record(replace(decision, explanation=Explanation(str(refusal))))
+            self._record(decision._replace(explanation=Explanation(str(refusal))))
             raise refusal.untraced()
         return decision
 
@@ -219,7 +219,7 @@ class Selector:
         decision = self.decide(context, overlaps)
         if self.queued is None or context.booking.key is None or not isinstance(decision.verdict, Wait):
             return self.settle(context, overlaps, decision)
-        self._record(replace(decision, chosen=None, explanation=_waiting_reason(decision)))
+        self._record(decision._replace(chosen=None, explanation=_waiting_reason(decision)))
         if request.time_left_ms:
             deadline = deadline.within(request.time_left_ms / 1e3)
         try:
@@ -228,8 +228,7 @@ class Selector:
             )
         except (AllBusy, DeadlineExceeded) as error:
             self._record(
-                replace(
-                    decision,
+                decision._replace(
                     decision_id=self._decisions.next_id(),
                     decided_unix_ns=time.time_ns(),
                     explanation=Explanation(str(error)),
@@ -263,4 +262,4 @@ class Selector:
 
 def _waiting_reason(decision: Decision) -> Explanation:
     why = decision.explanation
-    return replace(why, reason=f"queued for {rank_label(decision.rank)}: {why.reason}")
+    return why._replace(reason=f"queued for {rank_label(decision.rank)}: {why.reason}")

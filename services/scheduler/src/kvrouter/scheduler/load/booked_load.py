@@ -68,8 +68,7 @@ class Loads(NamedTuple):
     def of(self, place: int) -> RankLoad:
         """Returns the load of the rank at an index."""
         active, prefill, requests, leading = (int(column[place]) for column in self[:4])
-        tokens, seconds, waiting = (column[place] for column in self.heads)
-        return RankLoad(active, prefill, requests, leading, Head(int(tokens), float(seconds), int(waiting)))
+        return RankLoad(active, prefill, requests, leading, self.heads.of(place))
 
 
 class BookedLoad:
@@ -93,7 +92,8 @@ class BookedLoad:
         # The booking table remembers freed keys, over all components.
         self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
         self._registered: frozenset[Rank] = frozenset()
-        self._places: tuple[tuple[Rank, ...], slice | NDArray[np.intp]] | None = None
+        self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
+        """The ranks that the core knows, and the indexes of the registered ones; None if they all are."""
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
@@ -116,16 +116,15 @@ class BookedLoad:
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
         """Returns the load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
         columns, added = self._read(prompt, stage)
-        places = self._places_of_registered(columns.ranks)
-        active, prefill, requests, leading = (np.frombuffer(column, np.int64)[places] for column in columns[1:])
+        active, prefill, requests, leading = self._registered_of(columns)
         return Loads(
             active + added if added else active, prefill, requests, leading, self._prefills.heads(self._clock())
         )
 
     def active_blocks(self) -> Column:
         """Returns the distinct active blocks of each registered rank, in order of rank."""
-        columns = self._sequences.loads()
-        return np.frombuffer(columns.active_blocks, np.int64)[self._places_of_registered(columns.ranks)]
+        active: Column = self._registered_of(self._sequences.loads())[0]
+        return active
 
     def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
         """Returns the load of every rank that is registered or has bookings, for display."""
@@ -133,7 +132,7 @@ class BookedLoad:
         now, head = self._clock(), self._prefills.head
         return {
             rank: RankLoad(blocks + added, tokens, requests, leading, head(rank, now))
-            for rank, blocks, tokens, requests, leading in zip(*columns, strict=True)
+            for rank, blocks, tokens, requests, leading in columns.rows()
         }
 
     def _read(self, prompt: Prompt | None, stage: Stage) -> tuple[LoadColumns, int]:
@@ -144,12 +143,15 @@ class BookedLoad:
             return self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
         return self._sequences.loads(), -(-prompt.tokens // self.block_size)
 
-    def _places_of_registered(self, known: tuple[Rank, ...]) -> slice | NDArray[np.intp]:
-        """Returns the indexes of registered ranks among those that the core knows; others have bookings only."""
+    def _registered_of(self, columns: LoadColumns) -> Column:
+        """Returns the columns of registered ranks as rows; the core also knows ranks that have bookings only."""
+        known = columns.ranks
+        rows: Column = np.ndarray((4, len(known)), np.int64, columns.packed)
         if self._places is None or self._places[0] is not known:
             registered = [place for place, rank in enumerate(known) if rank in self._registered]
-            self._places = (known, slice(None) if len(registered) == len(known) else np.array(registered, np.intp))
-        return self._places[1]
+            self._places = (known, None if len(registered) == len(known) else np.array(registered, np.intp))
+        places = self._places[1]
+        return rows if places is None else rows[:, places]
 
     def book(
         self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None

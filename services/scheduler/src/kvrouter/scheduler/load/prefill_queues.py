@@ -27,8 +27,21 @@ class Heads(NamedTuple):
     """Heads as columns of shape (ranks,), in the order given to ``show``."""
 
     tokens: NDArray[np.int64]
-    seconds: NDArray[np.float64]
     requests: NDArray[np.int64]
+    since: NDArray[np.float64]
+    """Seconds of the clock at which each became the first; infinite if no prompt waits."""
+    now: float
+    """Seconds of the clock at which the heads were read."""
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Seconds since each became the first; 0 if no prompt waits. Computed on demand: few policies need it."""
+        seconds: NDArray[np.float64] = np.maximum(self.now - self.since, 0.0)
+        return seconds
+
+    def of(self, place: int) -> Head:
+        """Returns the head of the rank at an index."""
+        return Head(int(self.tokens[place]), max(0.0, self.now - float(self.since[place])), int(self.requests[place]))
 
 
 class PrefillQueues:
@@ -44,6 +57,7 @@ class PrefillQueues:
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._tokens, self._requests = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
         self._first_since = np.full(len(ranks), np.inf)
+        self._is_read = False
         for rank in self._queues:
             self._update(rank)
 
@@ -75,12 +89,18 @@ class PrefillQueues:
 
     def heads(self, now: float) -> Heads:
         """Returns the prompts that the shown ranks are computing."""
-        return Heads(self._tokens.copy(), np.maximum(now - self._first_since, 0.0), self._requests.copy())
+        # A change copies the columns if they were read, so that a reader's do not change.
+        self._is_read = True
+        return Heads(self._tokens, self._requests, self._first_since, now)
 
     def _update(self, rank: Rank) -> None:
         place = self._places.get(rank)
         if place is None:
             return
+        if self._is_read:
+            self._is_read = False
+            self._tokens, self._requests = self._tokens.copy(), self._requests.copy()
+            self._first_since = self._first_since.copy()
         queue = self._queues.get(rank)
         self._tokens[place] = next(iter(queue.values())) if queue else 0
         self._requests[place] = len(queue) if queue else 0

@@ -65,12 +65,8 @@ class Overlaps:
         """
         if not len(self.blocks):
             return worker_set.zeros
-        sources = worker_set.sources(self.worker_ids, self.dp_ranks)
-        theirs = self.incarnations[sources]
-        alive: NDArray[np.bool_] = (sources >= 0) & (
-            (theirs == worker_set.incarnations) | (worker_set.incarnations == 0)
-        )
-        return self.blocks[sources] * alive
+        places, current = worker_set.sources(self.worker_ids, self.dp_ranks, self.incarnations)
+        return self.blocks[places] * current
 
     def cursor(self, rank: Rank) -> Cursor | None:
         """Returns how far a rank's events were applied; None if the rank is not in the answer."""

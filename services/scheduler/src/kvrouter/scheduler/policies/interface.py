@@ -8,9 +8,10 @@ the meaning of existing ones does not change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from kvrouter.core import Rank
@@ -23,8 +24,7 @@ Amounts = NDArray[np.float64]
 """Numbers by candidate, shape (candidates,)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulingContext:
+class SchedulingContext(NamedTuple):
     """A request and its candidates: at least one, in order of rank, none of them busy."""
 
     prompt_tokens: int
@@ -56,27 +56,33 @@ class SchedulingContext:
     """Prompt tokens that a step computes at most; 0 if unknown."""
     head_prefill_tokens: Column
     """Prefill tokens of the oldest request without a first token; 0 without one."""
-    head_prefill_seconds: Amounts
-    """Seconds since that request became the oldest."""
+    head_prefill_since: Amounts
+    """Time at which that request became the oldest, in seconds; infinite without one."""
     prefill_requests: Column
     """Requests booked without a first token."""
+    now: float
+    """Time of the decision by the same clock, in seconds."""
     latency_calibration: float = 1.0
     """Ratio of measured to forecast prefill times in the component."""
+
+    @property
+    def head_prefill_seconds(self) -> Amounts:
+        """Seconds since the oldest request without a first token became the oldest; 0 without one."""
+        return np.maximum(self.now - self.head_prefill_since, 0.0)
 
 
 def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """How the candidates compared."""
 
     reason: str
     """Why this candidate was chosen, for people."""
     costs: NDArray[Any] | Sequence[float] = ()
     """Cost by candidate, in the policy's unit; empty if the policy has no cost."""
-    terms: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    terms: Mapping[str, NDArray[Any]] = MappingProxyType({})
     """Columns of the cost's terms, by name."""
     formula: Callable[[int], str] = _unexplained
     """Renders the cost of the candidate at an index. Called only on demand."""
@@ -134,5 +140,8 @@ def rank_label(rank: Rank) -> str:
 
 def draw_lowest(values: NDArray[Any], rng: Random) -> int:
     """Returns the index of the lowest value; ties are broken at random."""
-    lowest = np.flatnonzero(values == values.min())
-    return int(lowest[rng.randrange(len(lowest))])
+    first = int(values.argmin())
+    lowest = values == values[first]
+    count = int(np.count_nonzero(lowest))
+    drawn = rng.randrange(count)
+    return first if count == 1 else int(np.flatnonzero(lowest)[drawn])

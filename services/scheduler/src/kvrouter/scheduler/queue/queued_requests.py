@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -302,7 +302,7 @@ class QueuedRequests:
         for key, verdict in component.queue.release(now, decide):
             waiting = self._waiting[key]
             try:
-                queued = replace(decision, queued_seconds=now - waiting.queued_from)
+                queued = decision._replace(queued_seconds=now - waiting.queued_from)
                 response = self._decider.settle(waiting.request, waiting.overlaps, queued)
             except Exception as error:
                 component.queue.started(key)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
@@ -23,8 +22,7 @@ RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateSnapshot:
+class CandidateSnapshot(NamedTuple):
     """All candidates of a request at one moment. Entry i of each column belongs to candidate i."""
 
     worker_set: WorkerSet
@@ -122,7 +120,8 @@ def context_of(
         total_blocks=take(worker_set.total_blocks),
         max_batched_tokens=take(worker_set.max_batched_tokens),
         head_prefill_tokens=take(loads.heads.tokens),
-        head_prefill_seconds=take(loads.heads.seconds),
+        head_prefill_since=take(loads.heads.since),
         prefill_requests=take(loads.heads.requests),
+        now=loads.heads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
     )

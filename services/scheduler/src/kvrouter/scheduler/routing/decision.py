@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
@@ -19,8 +19,7 @@ from kvrouter.v1.scheduler_pb2 import CandidateTerms
 from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The decision on a request with its inputs. It contains no hashes, because many decisions are kept."""
 
     decision_id: int

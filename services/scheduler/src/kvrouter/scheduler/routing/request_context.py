@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.identifiers import Key
@@ -35,8 +36,7 @@ class BookingOptions:
     """Lifetime of a booking without a session."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(NamedTuple):
     """A checked request, ready for a decision."""
 
     pool: Pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
@@ -17,6 +18,15 @@ Mask = NDArray[np.bool_]
 
 Places = NDArray[np.intp]
 """Indexes of candidates in the worker set, ascending."""
+
+
+class Sources(NamedTuple):
+    """Where another list of ranks has each candidate."""
+
+    places: Places
+    """Index in the list; -1 if the candidate is not listed."""
+    current: Mask
+    """Whether it is listed, with its registered incarnation where that is known."""
 
 
 class WorkerSet:
@@ -42,7 +52,7 @@ class WorkerSet:
             for lora_name in candidate.lora_names:
                 self._adapted[lora_name].append(place)
         self._serving: dict[Stage, tuple[Mask, Places]] = {}
-        self._sources: tuple[tuple[bytes, bytes], Places] | None = None
+        self._sources: tuple[tuple[bytes, bytes, bytes], Sources] | None = None
 
     def __len__(self) -> int:
         """Returns the number of candidates."""
@@ -84,17 +94,20 @@ class WorkerSet:
         others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
         return others if len(others) else places
 
-    def sources(self, worker_ids: NDArray[np.uint64], dp_ranks: NDArray[np.uint32]) -> Places:
-        """Returns the index of each candidate in another list of ranks; -1 if it is not listed.
+    def sources(
+        self, worker_ids: NDArray[np.uint64], dp_ranks: NDArray[np.uint32], incarnations: NDArray[np.uint64]
+    ) -> Sources:
+        """Returns where another list of ranks has each candidate.
 
-        The last result is cached: an Indexer lists the same ranks until one joins or leaves.
+        The last result is cached: an Indexer lists the same ranks until one joins, restarts or leaves.
         """
-        key = (worker_ids.tobytes(), dp_ranks.tobytes())
+        key = (worker_ids.tobytes(), dp_ranks.tobytes(), incarnations.tobytes())
         if self._sources is None or self._sources[0] != key:
             listed = zip(worker_ids.tolist(), dp_ranks.tolist(), strict=True)
             place_of = {rank: place for place, rank in enumerate(listed)}
             places = np.array([place_of.get(rank, -1) for rank in self.ranks], np.intp)
-            self._sources = (key, places)
+            is_same = (incarnations[places] == self.incarnations) | (self.incarnations == 0)
+            self._sources = (key, Sources(places, (places >= 0) & is_same))
         return self._sources[1]
 
     def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
