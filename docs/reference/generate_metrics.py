@@ -12,6 +12,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
+from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
@@ -71,6 +72,9 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     indexer = CollectorRegistry()
     IndexerMetrics(indexer, {}, MemoryBudget())
     yield "Indexer", indexer
+    relay = CollectorRegistry()
+    RelayMetrics(relay, {})
+    yield "Relay", relay
     mocker = CollectorRegistry()
     lateness_histogram(mocker)
     expose_load({}, mocker)

@@ -13,6 +13,7 @@ from kvrouter.cli.main import app
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings
 from kvrouter.scheduler.settings import SchedulerSettings
 from pydantic import AliasChoices, BaseModel
@@ -44,6 +45,7 @@ _SERVICES: dict[str, tuple[type[BaseModel], ...]] = {
     "kvrouter-frontend": (FrontendSettings, RoutingSettings),
     "kvrouter-scheduler": (SchedulerSettings, RoutingSettings),
     "kvrouter-indexer": (IndexerSettings, ServiceSettings),
+    "kvrouter relay": (RelaySettings, ServiceSettings),
     "kvrouter-mocker": (MockerSettings, ServiceSettings),
 }
 """Heading → the settings that it shows, and their base, whose options it leaves out."""

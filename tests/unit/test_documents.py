@@ -12,6 +12,7 @@ from kvrouter.cli.main import app
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.sources import _parser
 from kvrouter.scheduler.settings import SchedulerSettings
 
@@ -34,6 +35,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for part in PARTS for path in (RO
 FOREIGN = frozenset(
     {
         *("--find-links", "--http2-prior-knowledge", "--list-methods", "--now", "--protocol"),
+        "--kv-events-config",
         *("--example", "--no-default-features", "--release"),
     }
 )
@@ -83,7 +85,7 @@ def options_of(command: object) -> Iterator[frozenset[str]]:
         yield from options_of(each)
 
 
-SERVICES = (IndexerSettings, SchedulerSettings, FrontendSettings, MockerSettings)
+SERVICES = (IndexerSettings, SchedulerSettings, FrontendSettings, RelaySettings, MockerSettings)
 COMMANDS = [names for names in options_of(typer.main.get_command(app)) if names]
 
 

@@ -23,6 +23,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "indexer": SERVICE,
     "scheduler": SERVICE,
     "frontend": SERVICE,
+    # A process beside an engine.
+    "relay": (*SERVICE, "kvrouter.publisher"),
     # An engine as the SDK sees one.
     "mocker": (*SERVICE, "kvrouter.publisher"),
     # Reads which policies there are, to name a run's mode.
@@ -69,6 +71,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "journal": ("config", "errors", "events"),
         "publishing": ("errors", "events", "journal"),
         "adapters": ("errors", "events", "publishing"),
+        "zmq_publisher": ("adapters", "errors", "events"),
         "serving": ("errors",),
         "worker_server": ("errors", "publishing", "serving"),
         "worker": (
@@ -116,6 +119,13 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "lifecycle": ("metrics", "recording", "scheduler_client", "worker_client"),
         "api": ("lifecycle", "metrics", "recording", "scheduler_client", "worker_client"),
         "settings": ("scheduler_client",),
+    },
+    "relay": {
+        "sequence": (),
+        "engine_sockets": (),
+        "settings": (),
+        "rank_relay": ("engine_sockets", "sequence"),
+        "metrics": ("rank_relay",),
     },
     "mocker": {
         "engine": (),

@@ -76,6 +76,16 @@ def serve_command(
     serve(chosen, context.args)
 
 
+@app.command(
+    "relay", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def relay_command(context: typer.Context) -> None:
+    """Publish the KV events of an engine that speaks vLLM's or SGLang's ZMQ format."""
+    from kvrouter.relay.__main__ import main as relay  # imported here, so that other commands start faster
+
+    relay(context.args)
+
+
 @app.command("explain")
 def explain_command(
     which: Annotated[str, typer.Argument(help="Id of the request or of the decision.")],

@@ -212,6 +212,14 @@ def test_the_scope_of_a_sequence(fields: dict[str, Any], names: dict[int, str], 
     assert engine.overlap(tokens(0, 2), scope=expected) == 2
 
 
+def test_a_later_block_that_repeats_the_adapter_inherits_the_salt() -> None:
+    engine = Engine()
+    adapter = {"lora_name": "adapter"}
+    engine.publish(stored([1], 0, extra_keys=[["adapter", "salt"]], **adapter))
+    engine.publish(stored([2], 4, parent=1, extra_keys=[["adapter"]], **adapter))
+    assert engine.overlap(tokens(0, 2), scope=Scope(lora_name="adapter", cache_salt="salt")) == 2
+
+
 def test_a_string_in_a_later_block_is_no_salt() -> None:
     engine = Engine()
     engine.publish(stored([1, 2], 0, extra_keys=[None, ["text"]]), stored([3], 8, parent=2, extra_keys=[["text"]]))

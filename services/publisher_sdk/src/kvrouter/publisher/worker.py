@@ -133,6 +133,8 @@ class Worker:
         self._load_reports_sent = 0
         self._report_numbers = itertools.count(1)
         self._draining = False
+        self.is_accepting = True
+        """Whether the worker is announced as taking requests, unless it is stopping."""
         self._leasing: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -158,6 +160,12 @@ class Worker:
     async def registered(self) -> None:
         """Waits until the registration is in etcd."""
         await self._keys.wait_registered()
+
+    def set_accepting(self, accepting: bool) -> None:
+        """Announces whether the worker takes requests, such as when its engine is away. Events are published anyway."""
+        self.is_accepting = accepting
+        if self.endpoint and not self._draining:
+            self._register()
 
     async def flush(self) -> None:
         """Waits until all recorded events are sent."""
@@ -248,7 +256,7 @@ class Worker:
             transport=self.transport,
             registered_unix_ns=self._registered_unix_ns,
         )
-        registration.draining = self._draining
+        registration.draining = self._draining or not self.is_accepting
         registration.serves_call_stream = True
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
 

@@ -153,12 +153,14 @@ class EventTranslator:
         return all(self._rank.is_resident(each, tier=event.tier) for each in event.block_hashes)
 
     def _scope(self, event: Stored) -> Scope | None:
-        """Returns the scope of blocks; None to inherit the parent's."""
-        lora_name = event.lora_name or self._adapter(event.lora_id)
-        salt = event.cache_salt or self._salt(event, lora_name)
-        if event.parent is not None and not lora_name and not salt:
+        """Returns the scope of a sequence's first blocks; None to inherit the parent's.
+
+        Events of later blocks may repeat the adapter and omit the salt.
+        """
+        if event.parent is not None:
             return None
-        return Scope(lora_name=lora_name, cache_salt=salt)
+        lora_name = event.lora_name or self._adapter(event.lora_id)
+        return Scope(lora_name=lora_name, cache_salt=event.cache_salt or self._salt(event, lora_name))
 
     def _adapter(self, lora_id: int | None) -> str:
         # Engines number adapters from 1.
@@ -166,7 +168,7 @@ class EventTranslator:
 
     def _salt(self, event: Stored, lora_name: str) -> str:
         """Returns the salt among the untyped keys: the string in a sequence's first block that is no adapter."""
-        if not event.extra_keys or event.parent is not None:
+        if not event.extra_keys:
             return ""
         texts = [key for key in event.extra_keys[0] if isinstance(key, str) and key != lora_name]
         if len(texts) > 1:

@@ -1,0 +1,252 @@
+"""Publishes KV events in vLLM's ZMQ format, for engines whose consumers read that. Needs the extra ``zmq``.
+
+A relay (``kvrouter relay``) and other routers subscribe to the PUB socket and request missed messages from the replay
+socket, as they do with vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import zmq
+from kvrouter.core import Scope, TokenBuffer
+from kvrouter.net.logs import get_logger
+from kvrouter.publisher.adapters.zmq_messages import (
+    END_OF_REPLAY,
+    MalformedMessage,
+    encode_sequence,
+    read_replay_request,
+)
+from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
+from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
+from kvrouter.v1.common_pb2 import Tier
+
+log = get_logger(__name__)
+
+_MEDIA = {
+    Tier.TIER_DEVICE: "GPU",
+    Tier.TIER_HOST: "CPU",
+    Tier.TIER_DISK: "STORAGE",
+    Tier.TIER_SHARED: "SHARED_STORAGE",
+}
+_BASE_SCOPE = Scope()
+_POLL_MS = 200
+
+
+class ZmqPublisher:
+    """Publishes the events of one rank while the context lasts.
+
+    The reports may come from any thread and never wait for a consumer: what a slow one misses, it replays. Each report
+    is a message of its own, except in ``batch``.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        block_size: int,
+        replay_endpoint: str = "",
+        topic: str = "",
+        dp_rank: int = 0,
+        buffer_steps: int = 10_000,
+        high_water_mark: int = 100_000,
+    ) -> None:
+        """Args:
+        endpoint: Address to listen on, such as tcp://*:5557; with * as the port a free one is taken.
+        block_size: Tokens per block, at least 1.
+        replay_endpoint: Address to answer replay requests on; empty for none.
+        topic: Topic of the messages.
+        dp_rank: Data-parallel rank, which the messages name.
+        buffer_steps: Number of messages that can be replayed.
+        high_water_mark: Messages that wait for a consumer; further ones are dropped.
+
+        Raises:
+            InvalidConfig: ``block_size`` is below 1.
+        """  # noqa: D205
+        if block_size < 1:
+            raise InvalidConfig(f"block_size is {block_size}: expected 1 or more")
+        self.endpoint = endpoint
+        """Address of the events; once it listens, with the port taken."""
+        self.replay_endpoint = replay_endpoint
+        """Address of replays, likewise; empty for none."""
+        self._topic = topic.encode()
+        self._dp_rank = dp_rank
+        self._block_size = block_size
+        self._high_water_mark = high_water_mark
+        self._lock = threading.RLock()
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._next_sequence = 0
+        self._batch: list[dict[str, Any]] | None = None
+        self._context = zmq.Context()
+        self._events: zmq.Socket[bytes] | None = None
+        self._replays: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Listens.
+
+        Raises:
+            InvalidConfig: an address cannot be listened on.
+        """
+        self._events, self.endpoint = self._listen(zmq.PUB, self.endpoint, self._high_water_mark)
+        if self.replay_endpoint:
+            # A ROUTER would drop the rest of a long answer at its mark; what is kept bounds the answer.
+            socket, self.replay_endpoint = self._listen(zmq.ROUTER, self.replay_endpoint, high_water_mark=0)
+            self._replays = threading.Thread(target=self._answer_replays, args=(socket,), name="kv-replay", daemon=True)
+            self._replays.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        if self._replays is not None:
+            self._replays.join()
+        with self._lock:
+            self._events = None
+        self._context.destroy(linger=0)
+
+    def stored(
+        self,
+        *,
+        token_ids: TokenBuffer,
+        engine_hashes: Sequence[EngineHash],
+        parent: EngineHash | None = None,
+        tier: Tier = Tier.TIER_DEVICE,
+        scope: Scope = _BASE_SCOPE,
+        multimodal: Sequence[tuple[int, int | str | bytes]] = (),
+    ) -> None:
+        """Publishes stored blocks, each the parent of the next; the arguments are those of ``RankPublisher.stored``.
+
+        Raises:
+            InvalidEvent: tokens and hashes do not match.
+        """
+        hashes = engine_hashes_of(engine_hashes)
+        tokens = _tokens(token_ids)
+        if len(tokens) != len(hashes) * self._block_size:
+            raise InvalidEvent(
+                f"expected the tokens of {len(hashes)} full blocks of {self._block_size} tokens, received {len(tokens)}"
+            )
+        self._report(
+            {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": None if parent is None else engine_hash_of(parent),
+                "token_ids": tokens,
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": _medium(tier),
+                "lora_name": scope.lora_name or None,
+                "extra_keys": _extra_keys(len(hashes), scope, multimodal, starts=parent is None),
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+        )
+
+    def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
+        """Publishes that blocks, or one physical copy of each, left a tier.
+
+        Raises:
+            InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
+        """
+        hashes = engine_hashes_of(engine_hashes)
+        self._report({"type": "BlockRemoved", "block_hashes": hashes, "medium": _medium(tier), "group_idx": 0})
+
+    def cleared(self) -> None:
+        """Publishes that all blocks are gone."""
+        self._report({"type": "AllBlocksCleared"})
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Publishes all reports in the body as one message, such as those of a step. Other threads wait meanwhile."""
+        with self._lock:
+            if self._batch is not None:
+                raise InvalidEvent("expected no batch() inside of another one")
+            self._batch = []
+            try:
+                yield
+            finally:
+                events, self._batch = self._batch, None
+                if events:
+                    self._publish(events)
+
+    def _report(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if self._batch is not None:
+                self._batch.append(event)
+            else:
+                self._publish([event])
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        payload = msgspec.msgpack.encode([time.time(), events, self._dp_rank])
+        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        self._sent.append((sequence, payload))
+        if self._events is not None:
+            # A PUB socket drops what a consumer cannot take; it does not block.
+            self._events.send_multipart([self._topic, encode_sequence(sequence), payload], zmq.DONTWAIT)
+
+    def _listen(self, kind: int, endpoint: str, high_water_mark: int) -> tuple[zmq.Socket[bytes], str]:
+        """Returns a socket and the address that it listens on."""
+        socket = self._context.socket(kind)
+        socket.set_hwm(high_water_mark)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise InvalidConfig(f"cannot listen on {endpoint}: {error}") from None
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _answer_replays(self, socket: zmq.Socket[bytes]) -> None:
+        while not self._stopping.is_set():
+            if not socket.poll(_POLL_MS):
+                continue
+            frames = socket.recv_multipart()
+            try:
+                requester, first = read_replay_request(frames)
+            except MalformedMessage as error:
+                log.warning("replay.malformed_request", error=str(error))
+                continue
+            with self._lock:
+                messages = [message for message in self._sent if message[0] >= first]
+            for sequence, payload in messages:
+                socket.send_multipart([requester, b"", self._topic, encode_sequence(sequence), payload])
+            socket.send_multipart([requester, b"", b"", encode_sequence(END_OF_REPLAY), b""])
+
+
+def _tokens(token_ids: TokenBuffer) -> list[int]:
+    try:
+        view = memoryview(token_ids).cast("B").cast("I") if isinstance(token_ids, bytes | bytearray) else token_ids
+        tokens = [int(token) for token in view]
+    except (TypeError, ValueError) as error:
+        raise InvalidEvent(f"expected token ids, received {type(token_ids).__name__}: {error}") from None
+    if tokens and not (min(tokens) >= 0 and max(tokens) < 1 << 32):
+        raise InvalidEvent("expected token ids of 32 bits")
+    return tokens
+
+
+def _medium(tier: Tier) -> str:
+    try:
+        return _MEDIA[tier]
+    except KeyError:
+        raise InvalidEvent(f"expected device, host, disk or shared as the tier, received {tier}") from None
+
+
+def _extra_keys(
+    blocks: int, scope: Scope, multimodal: Sequence[tuple[int, int | str | bytes]], *, starts: bool
+) -> list[list[Any] | None] | None:
+    """Returns the untyped keys of each block: its adapter, the salt of a sequence's first block, content and offset."""
+    keys: list[list[Any]] = [[scope.lora_name] if scope.lora_name else [] for _ in range(blocks)]
+    for index, content in multimodal:
+        if not 0 <= index < blocks:
+            raise InvalidEvent(f"multimodal: expected the index of one of {blocks} blocks, received {index}")
+        keys[index].append(content if isinstance(content, bytes) else [content, 0])
+    if starts and scope.cache_salt and keys:
+        keys[0].append(scope.cache_salt)
+    return [each or None for each in keys] if any(keys) else None

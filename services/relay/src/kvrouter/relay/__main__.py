@@ -1,0 +1,57 @@
+"""Entry point of the relay: ``kvrouter relay`` or ``python -m kvrouter.relay``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvrouter.publisher.errors import InvalidConfig
+from kvrouter.relay.app import running, worker_config
+from kvrouter.relay.settings import RelaySettings
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.config.sources import refuse
+from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
+
+PROGRAM = "kvrouter relay"
+_READY = "relay"
+
+
+def main(options: Sequence[str] | None = None) -> None:
+    """Reads the options, by default those of the process, and relays until SIGTERM or SIGINT."""
+    settings = load(RelaySettings, options, prog=PROGRAM)
+    try:
+        worker_config(settings, settings.worker_id or 0)
+    except InvalidConfig as error:
+        refuse(PROGRAM, str(error))
+    if settings.journal_path and settings.worker_id is None:
+        refuse(PROGRAM, "--journal-path: name the worker with --worker-id, so that its journal is found again")
+
+    async def relay(stopping: asyncio.Event) -> None:
+        ready = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(_serve(settings, ready, stopping))
+            await stopping.wait()
+            if not ready.is_set():
+                serving.cancel()  # it may wait for the engine or for etcd
+
+    run(relay, settings, "relay")
+
+
+async def _serve(settings: RelaySettings, ready: asyncio.Event, stopping: asyncio.Event) -> None:
+    registry, health = new_registry(), HealthBoard()
+    await health.announce([_READY])
+    async with (
+        serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
+        running(settings, registry) as worker,
+    ):
+        ready.set()
+        await worker.registered()
+        await health.set_ready(_READY)
+        await stopping.wait()
+        await health.drain()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Metrics of the relay, read from its ranks when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvrouter.publisher.adapters.translation import EventTranslator
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.relay.rank_relay import RankRelay
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_COUNTS = {
+    "messages": "Messages of the engine that were applied.",
+    "replayed": "Messages that were applied from a replay.",
+    "duplicates": "Messages that were received again.",
+    "gaps": "Times that messages were missing.",
+    "losses": "Times that missing messages could not be replayed, so that the rank was emptied.",
+    "restarts": "Restarts of the engine.",
+    "malformed": "Messages that are none, or of another rank.",
+}
+_LEVELS = {
+    "connected": "Whether the engine's publisher is connected.",
+    "blocks": "Resident blocks of the rank.",
+    "partial": "Whether blocks may be missing.",
+    "unsent_events": "Events that wait to be published.",
+}
+
+
+class RelayMetrics(Collector):
+    """Counters and gauges of each rank."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ranks: Mapping[int, tuple[RankRelay, EventTranslator, RankPublisher]],
+    ) -> None:
+        """``ranks`` may be filled later."""
+        self._ranks = ranks
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Implements Collector."""
+        for name, text in _COUNTS.items():
+            counter = CounterMetricFamily(f"kvrouter_relay_{name}", text, labels=["dp_rank"])
+            for dp_rank, (relay, _, _) in self._ranks.items():
+                counter.add_metric([str(dp_rank)], getattr(relay.counts, name))
+            yield counter
+        left_out = CounterMetricFamily(
+            "kvrouter_relay_left_out", "Events that were left out, by reason.", labels=["dp_rank", "reason"]
+        )
+        for dp_rank, (_, translator, _) in self._ranks.items():
+            for reason, count in sorted(translator.left_out.items()):
+                left_out.add_metric([str(dp_rank), reason], count)
+        yield left_out
+        levels = {
+            name: GaugeMetricFamily(f"kvrouter_relay_{name}", text, labels=["dp_rank"])
+            for name, text in _LEVELS.items()
+        }
+        for dp_rank, (relay, _, publisher) in self._ranks.items():
+            stats, label = publisher.stats(), [str(dp_rank)]
+            levels["connected"].add_metric(label, relay.counts.is_connected)
+            levels["blocks"].add_metric(label, stats.blocks)
+            levels["partial"].add_metric(label, stats.partial)
+            levels["unsent_events"].add_metric(label, stats.unsent_events)
+        yield from levels.values()

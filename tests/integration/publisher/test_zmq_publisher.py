@@ -1,0 +1,197 @@
+"""An engine that publishes in vLLM's ZMQ format, as a subscriber and a requester of replays see it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from kvrouter.core import Scope
+from kvrouter.publisher.adapters.zmq_events import Cleared, Event, Removed, Stored, UndecodableEvent, decode_batch
+from kvrouter.publisher.adapters.zmq_messages import EventMessage, encode_sequence, read_published, read_replayed
+from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
+from kvrouter.publisher.zmq_publisher import ZmqPublisher
+from kvrouter.v1.common_pb2 import Tier
+
+BLOCK = 4
+
+
+class Consumer:
+    """A subscriber that also requests replays."""
+
+    def __init__(self, context: zmq.Context[Any], events: str, replays: str) -> None:
+        self._context = context
+        self._replays = replays
+        self._events = context.socket(zmq.SUB)
+        monitor = self._events.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+        self._events.connect(events)
+        self._events.subscribe(b"")
+        assert monitor.poll(10_000)
+        self._events.disable_monitor()
+        self.first = 0
+        """Sequence of the first message of the test."""
+
+    def is_subscribed(self) -> bool:
+        return bool(self._events.poll(10))
+
+    def receive(self) -> EventMessage:
+        assert self._events.poll(10_000)
+        message = read_published(self._events.recv_multipart())
+        assert message is not None
+        return message
+
+    def replay(self, *frames: bytes) -> list[EventMessage]:
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.connect(self._replays)
+            socket.send_multipart(frames)
+            messages = []
+            while True:
+                assert socket.poll(10_000)
+                message = read_replayed(socket.recv_multipart())
+                if message is None:
+                    return messages
+                messages.append(message)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def publishing(context: zmq.Context[Any], **options: Any) -> Iterator[tuple[ZmqPublisher, Consumer]]:
+    free = "tcp://127.0.0.1:*"
+    with ZmqPublisher(free, replay_endpoint=free, block_size=BLOCK, **options) as publisher:
+        consumer = Consumer(context, publisher.endpoint, publisher.replay_endpoint)
+        # A subscription takes effect shortly after the connection.
+        warm_ups = itertools.count(1)
+        while not consumer.is_subscribed():
+            publisher.cleared()
+            consumer.first = next(warm_ups)
+        while consumer.receive().sequence != consumer.first - 1:
+            pass
+        yield publisher, consumer
+
+
+def events(message: EventMessage) -> list[Event | UndecodableEvent]:
+    return list(decode_batch(message.payload).events)
+
+
+def test_reports_are_messages_with_sequences(context: zmq.Context[Any]) -> None:
+    with publishing(context, dp_rank=3) as (publisher, consumer):
+        publisher.stored(token_ids=range(8), engine_hashes=[1, -2], parent=None)
+        publisher.removed([1], tier=Tier.TIER_DISK)
+        publisher.cleared()
+        messages = [consumer.receive() for _ in range(3)]
+        assert [message.sequence - consumer.first for message in messages] == [0, 1, 2]
+        assert decode_batch(messages[0].payload).dp_rank == 3
+        (store,), (removal,), (clear,) = map(events, messages)
+        assert isinstance(store, Stored)
+        assert (store.block_hashes, store.token_ids) == ([1, (1 << 64) - 2], list(range(8)))
+        assert removal == Removed([1], 0, Tier.TIER_DISK, 0, False)
+        assert clear == Cleared()
+        assert consumer.replay(b"", encode_sequence(consumer.first + 1)) == messages[1:]
+        assert consumer.replay(b"", encode_sequence(consumer.first + 3)) == []
+
+
+def test_a_step_is_one_message(context: zmq.Context[Any]) -> None:
+    with publishing(context) as (publisher, consumer):
+        with publisher.batch():
+            pass
+        with publisher.batch():
+            publisher.stored(token_ids=range(4), engine_hashes=[1])
+            publisher.removed([1])
+        message = consumer.receive()
+        assert (message.sequence, len(events(message))) == (consumer.first, 2)
+
+
+def test_scopes_and_content_are_untyped_keys(context: zmq.Context[Any]) -> None:
+    with publishing(context) as (publisher, consumer):
+        scope = Scope(lora_name="adapter", cache_salt="salt")
+        publisher.stored(
+            token_ids=range(8), engine_hashes=[1, 2], scope=scope, multimodal=[(1, "image"), (1, b"embedding")]
+        )
+        publisher.stored(token_ids=range(4), engine_hashes=[3], parent=2, scope=scope)
+        (first,), (second,) = events(consumer.receive()), events(consumer.receive())
+        assert isinstance(first, Stored)
+        assert isinstance(second, Stored)
+        assert first.lora_name == "adapter"
+        assert first.extra_keys == [["adapter", "salt"], ["adapter", ["image", 0], b"embedding"]]
+        assert second.extra_keys == [["adapter"]]
+
+
+def test_only_the_newest_messages_are_repeated(context: zmq.Context[Any]) -> None:
+    with publishing(context, buffer_steps=2) as (publisher, consumer):
+        for number in range(5):
+            publisher.removed([number])
+        repeated = consumer.replay(b"", encode_sequence(0))
+        assert [message.sequence - consumer.first for message in repeated] == [3, 4]
+
+
+def test_a_long_replay_is_whole(context: zmq.Context[Any]) -> None:
+    with publishing(context) as (publisher, consumer):
+        for number in range(5000):
+            publisher.removed([number])
+        assert len(consumer.replay(b"", encode_sequence(consumer.first))) == 5000
+
+
+def test_a_malformed_request_costs_nothing(context: zmq.Context[Any]) -> None:
+    with publishing(context) as (publisher, consumer):
+        publisher.cleared()
+        with context.socket(zmq.DEALER) as socket:
+            socket.connect(consumer._replays)
+            for frames in ([b"x"], [b"", b"short"], [b"", b"", b"", b""]):
+                socket.send_multipart(frames)
+            socket.send_multipart([b"", encode_sequence(consumer.first)])
+            assert socket.poll(10_000)
+            assert read_replayed(socket.recv_multipart()) == consumer.receive()
+
+
+def test_threads_report_together(context: zmq.Context[Any]) -> None:
+    with publishing(context) as (publisher, consumer):
+        threads = [
+            threading.Thread(target=lambda: [publisher.removed([number]) for number in range(100)]) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        assert [consumer.receive().sequence - consumer.first for _ in range(400)] == list(range(400))
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"engine_hashes": [1]},
+        {"engine_hashes": ["text"], "token_ids": range(4)},
+        {"engine_hashes": [1], "token_ids": [1, 2, 3, 1 << 32]},
+        {"engine_hashes": [1], "token_ids": [1, 2, 3, None]},
+        {"engine_hashes": [1], "token_ids": range(4), "tier": 99},
+        {"engine_hashes": [1], "token_ids": range(4), "multimodal": [(1, "image")]},
+    ],
+    ids=str,
+)
+def test_a_malformed_report_is_an_invalid_event(context: zmq.Context[Any], report: dict[str, Any]) -> None:
+    with publishing(context) as (publisher, consumer):
+        with pytest.raises(InvalidEvent):
+            publisher.stored(**({"token_ids": [1]} | report))
+        assert consumer.replay(b"", encode_sequence(consumer.first)) == []
+
+
+def test_an_address_in_use_is_named(context: zmq.Context[Any]) -> None:
+    with context.socket(zmq.PUB) as taken:
+        taken.bind("tcp://127.0.0.1:*")
+        address = taken.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        with pytest.raises(InvalidConfig, match=address), ZmqPublisher(address, block_size=BLOCK):
+            pass
+
+
+def test_a_block_has_tokens() -> None:
+    with pytest.raises(InvalidConfig, match="block_size"):
+        ZmqPublisher("tcp://127.0.0.1:1", block_size=0)

@@ -1,0 +1,373 @@
+"""A relay beside an engine whose messages get lost, and which dies and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq.asyncio
+from kvrouter.core import Scope
+from kvrouter.net.etcd import connect
+from kvrouter.publisher.adapters.zmq_messages import encode_sequence, read_published
+from kvrouter.publisher.zmq_publisher import ZmqPublisher
+from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+from ...captures import read_capture
+from .engine import (
+    BLOCK,
+    CLEARED,
+    Engine,
+    Relay,
+    free_port,
+    hashes_of,
+    relaying,
+    removed,
+    settings,
+    stored,
+    tokens,
+    until,
+)
+
+Beside = Callable[..., AbstractAsyncContextManager[Relay]]
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    engine = Engine()
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+async def mute() -> AsyncIterator[Engine]:
+    """An engine without a replay socket."""
+    engine = Engine(replays=False)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+def beside(namespace: str, etcd_endpoint: str, nats_url: str) -> Beside:
+    """Runs a relay beside an engine."""
+
+    def run(engine: Engine, /, **options: Any) -> AbstractAsyncContextManager[Relay]:
+        return relaying(settings(namespace, etcd_endpoint, nats_url, engine, **options))
+
+    return run
+
+
+async def test_what_an_engine_published_before_the_relay_started(engine: Engine, beside: Beside) -> None:
+    await engine.publish(stored([1, 2], 0))
+    await engine.publish(stored([3], 8, parent=2), removed(1))
+    async with beside(engine) as relay:
+        await relay.holds(2, 3)
+        assert not relay.partial
+        await relay.is_connected()
+        await engine.publish(removed(2, 3), stored([4], 40))
+        await relay.holds(4)
+        assert relay.count("losses_total") == 0
+        assert relay.count("restarts_total") == 0
+
+
+async def test_a_lost_message_is_replayed(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0))
+        await relay.holds(1)
+        await engine.publish(stored([2], 4, parent=1), live=False)
+        await engine.publish(removed(1), live=False)
+        await engine.publish(stored([3], 8, parent=2))
+        await relay.holds(2, 3)
+        assert relay.count("gaps_total") == 1
+        assert relay.count("losses_total") == 0
+        assert not relay.partial
+
+
+async def test_a_message_that_cannot_be_replayed_costs_the_rank(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0))
+        await relay.holds(1)
+        await engine.publish(removed(1), live=False, kept=False)
+        await engine.publish(stored([3], 40))
+        await relay.holds(3)
+        assert relay.partial
+        assert relay.count("losses_total") == 1
+        await engine.publish(CLEARED, stored([4], 80))
+        await relay.holds(4)
+        assert not relay.partial
+
+
+async def test_an_engine_that_forgot_its_first_messages(engine: Engine, beside: Beside) -> None:
+    for number in range(4):
+        await engine.publish(stored([number + 1], number * BLOCK, parent=number or None))
+    del engine.kept[:2]
+    await engine.publish(stored([9], 90))
+    async with beside(engine) as relay:
+        await relay.holds(9)
+        assert relay.partial
+        assert relay.count("left_out_total", reason="unknown_parent") == 2
+
+
+async def test_an_engine_without_replays(mute: Engine, beside: Beside) -> None:
+    await mute.publish(stored([1], 0))
+    async with beside(mute) as relay:
+        await relay.is_connected()
+        await mute.publish(stored([2], 40))
+        await relay.holds(2)
+        assert relay.partial
+        await mute.publish(stored([3], 80), live=False)
+        await mute.publish(stored([4], 120))
+        await relay.holds(4)
+        assert relay.count("losses_total") == 2
+        await mute.restart()
+        await until(lambda: relay.count("losses_total") == 3)
+        assert relay.blocks() == set()
+        await mute.publish(stored([5], 0))
+        await relay.holds(5)
+        assert relay.count("restarts_total") == 1
+        assert not relay.partial
+
+
+async def test_a_restart_is_noticed_although_nothing_is_published(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0))
+        await relay.holds(1)
+        await engine.restart()
+        await relay.holds()
+        assert relay.count("restarts_total") == 1
+        assert not relay.partial
+        await relay.is_connected()
+        await engine.publish(stored([2], 0))
+        await relay.holds(2)
+
+
+async def test_a_restart_that_has_passed_the_last_message_is_no_gap(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        for number in range(3):
+            await engine.publish(stored([number + 1], 40 * number))
+        await relay.holds(1, 2, 3)
+        engine.next_sequence = 0
+        engine.kept.clear()
+        for number in range(5):
+            await engine.publish(stored([10 + number], 40 * number), live=number == 4)
+        await relay.holds(10, 11, 12, 13, 14)
+        assert relay.count("restarts_total") == 1
+        assert relay.count("losses_total") == 0
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3, 4])
+async def test_a_restarted_engine_counts_from_the_start(engine: Engine, beside: Beside, messages: int) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        for number in range(3):
+            await engine.publish(stored([number + 1], 40 * number))
+        await relay.holds(1, 2, 3)
+        engine.next_sequence = 0
+        engine.kept.clear()
+        for number in range(messages):
+            await engine.publish(stored([10 + number], 40 * number))
+        await relay.holds(*range(10, 10 + messages))
+        assert relay.count("restarts_total") == 1
+        assert not relay.partial
+
+
+async def test_live_messages_that_overlap_a_replay_count_once(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0))
+        await engine.publish(stored([1], 0), live=False)
+        for _ in range(20):
+            await engine.publish(stored([2], 40))
+        await until(lambda: relay.count("messages_total") + relay.count("duplicates_total") >= 22)
+        await until(lambda: relay.count("messages_total") == 22)
+        await engine.publish(*2 * [removed(1)], *20 * [removed(2)])
+        await relay.holds()
+        assert relay.worker.rank(0).stats().unknown_removals == 0
+
+
+async def test_what_is_malformed_costs_little(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0), ["BlockStored"], stored([2], 40))
+        await relay.holds(1, 2)
+        for frames in ([b"kv"], [b"kv", b"short", b""], [b"kv", b"12345678", b"", b""]):
+            await engine.send_frames(frames)
+        await engine.publish(stored([3], 80))
+        await relay.holds(1, 2, 3)
+        assert relay.count("malformed_total") == 3
+        assert relay.count("left_out_total", reason="malformed") == 1
+        await engine.publish_raw(b"\x93")
+        await engine.publish(stored([4], 120))
+        await relay.holds(4)
+        assert relay.partial
+        assert relay.count("left_out_total", reason="undecodable_batch") == 1
+
+
+async def test_another_topic_is_ignored(engine: Engine, beside: Beside) -> None:
+    async with beside(engine, kv_topic="kv") as relay:
+        await relay.is_connected()
+        payload = msgspec.msgpack.encode([1.0, [stored([9], 0)], 0])
+        await engine.send_frames([b"kv-other", encode_sequence(0), payload])
+        await engine.publish(stored([1], 0))
+        await relay.holds(1)
+
+
+async def test_a_message_of_another_rank_is_left_out(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish_raw(msgspec.msgpack.encode([1.0, [stored([9], 0)], 3]))
+        await engine.publish(stored([1], 40))
+        await relay.holds(1)
+        assert relay.count("malformed_total") == 1
+
+
+async def test_routers_avoid_a_worker_whose_engine_is_away(
+    engine: Engine, beside: Beside, namespace: str, etcd_endpoint: str
+) -> None:
+    async def until_draining(draining: bool) -> None:
+        async with asyncio.timeout(30), connect(etcd_endpoint) as client:
+            key = ComponentName(namespace, "workers").worker_key(relay.worker.config.worker_id).encode()
+            while (found := await client.get(key)) is None or (
+                WorkerRegistration.FromString(found.value).draining != draining
+            ):
+                await asyncio.sleep(0.01)
+
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await until_draining(False)
+        await engine.stop()
+        await until_draining(True)
+        await engine.start()
+        await until_draining(False)
+
+
+async def test_a_relay_resumes_where_it_was(engine: Engine, beside: Beside, tmp_path: Path) -> None:
+    resumable = {"journal_path": tmp_path, "worker_id": 7}
+    await engine.publish(stored([1], 0))
+    async with beside(engine, **resumable) as relay:
+        await relay.holds(1)
+        incarnation = relay.worker.incarnation
+    await engine.publish(stored([2], 4, parent=1))
+    del engine.kept[:0]
+    async with beside(engine, **resumable) as relay:
+        await relay.holds(1, 2)
+        assert relay.worker.incarnation == incarnation
+        assert relay.count("messages_total") == 1
+        assert engine.requests[-1] in (0, 1)
+
+
+async def test_a_relay_does_not_resume_beside_another_engine(engine: Engine, beside: Beside, tmp_path: Path) -> None:
+    resumable = {"journal_path": tmp_path, "worker_id": 7}
+    await engine.publish(stored([1], 0))
+    async with beside(engine, **resumable) as relay:
+        await relay.holds(1)
+        incarnation = relay.worker.incarnation
+    await engine.restart()
+    await engine.publish(stored([2], 40))
+    async with beside(engine, **resumable) as relay:
+        await relay.holds(2)
+        assert relay.worker.incarnation > incarnation
+        assert not relay.partial
+
+
+async def test_a_relay_begins_anew_if_the_engine_forgot_what_it_missed(
+    engine: Engine, beside: Beside, tmp_path: Path
+) -> None:
+    resumable = {"journal_path": tmp_path, "worker_id": 7}
+    await engine.publish(stored([1], 0))
+    async with beside(engine, **resumable) as relay:
+        await relay.holds(1)
+    await engine.publish(removed(1))
+    await engine.publish(stored([2], 40))
+    del engine.kept[:2]
+    async with beside(engine, **resumable) as relay:
+        await relay.holds(2)
+        assert relay.partial
+
+
+async def test_every_rank_has_sockets_of_its_own(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    first = free_port()
+    base = Engine()
+    base.events_endpoint, base.replay_endpoint = f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + 2}"
+    publishers = [
+        ZmqPublisher(
+            f"tcp://127.0.0.1:{first + rank}",
+            replay_endpoint=f"tcp://127.0.0.1:{first + 2 + rank}",
+            block_size=BLOCK,
+            dp_rank=rank,
+        )
+        for rank in (0, 1)
+    ]
+    with publishers[0] as zero, publishers[1] as one:
+        zero.stored(token_ids=tokens(0, 1), engine_hashes=[1])
+        one.stored(token_ids=tokens(0, 2), engine_hashes=[8, 9])
+        async with relaying(settings(namespace, etcd_endpoint, nats_url, base, dp_size=2)) as relay:
+            await relay.holds(1)
+            await relay.holds(8, 9, dp_rank=1)
+
+
+async def test_what_the_sdk_publishes_reaches_the_index(engine: Engine, beside: Beside) -> None:
+    await engine.stop()
+    publisher = ZmqPublisher(
+        engine.events_endpoint, replay_endpoint=engine.replay_endpoint, topic="kv@pod@m", block_size=BLOCK
+    )
+    scope = Scope(lora_name="adapter", cache_salt="salt")
+    with publisher:
+        publisher.stored(token_ids=tokens(0, 2), engine_hashes=[1, 2], scope=scope)
+        async with beside(engine, kv_topic="kv@pod@m") as relay:
+            await relay.holds(1, 2)
+            await relay.is_connected()
+            with publisher.batch():
+                publisher.stored(token_ids=tokens(8, 1), engine_hashes=[3], parent=2, scope=scope)
+                publisher.stored(token_ids=tokens(0, 1), engine_hashes=[-1], tier=Tier.TIER_HOST)
+                publisher.removed([2])
+            await relay.holds(1, 3, (1 << 64) - 1)
+            assert relay.count("messages_total") == 2
+            scoped = list(hashes_of(tokens(0, 3), scope))
+            assert relay.local_hashes() == {scoped[0], scoped[2], *hashes_of(tokens(0, 1))}
+            publisher.cleared()
+            await relay.holds()
+
+
+@pytest.mark.parametrize(("name", "dialect"), [("capture_vllm.bin", "vllm"), ("capture_sglang.bin", "sglang")])
+async def test_recordings_of_engines_are_relayed(engine: Engine, beside: Beside, name: str, dialect: str) -> None:
+    messages = [message for frames in read_capture(name) if (message := read_published(frames))]
+    async with beside(engine, block_size=16, engine=dialect) as relay:
+        await relay.is_connected()
+        for message in messages[:-1]:
+            # Every third message is lost, and replayed before the next one.
+            await engine.publish_raw(message.payload, live=message.sequence % 3 != 1)
+        await until(lambda: relay.count("messages_total") == len(messages) - 1)
+        assert relay.blocks()
+        await engine.publish_raw(messages[-1].payload)
+        await relay.holds()
+        assert relay.count("losses_total") == 0
+        assert relay.worker.rank(0).stats().unknown_removals == 0
+
+
+async def test_a_relay_that_listens_for_engines(engine: Engine, beside: Beside) -> None:
+    await engine.stop()
+    port = free_port()
+    engine.events_endpoint = f"tcp://*:{port}"
+    engine.replay_endpoint = ""
+    context = zmq.asyncio.Context()
+    async with beside(engine) as relay:
+        publisher = context.socket(zmq.PUB)
+        publisher.connect(f"tcp://127.0.0.1:{port}")
+        await relay.is_connected()
+        payload = msgspec.msgpack.encode([1.0, [stored([1], 0)], 0])
+        await publisher.send_multipart([b"kv", encode_sequence(0), payload])
+        await relay.holds(1)
+    context.destroy(linger=0)
