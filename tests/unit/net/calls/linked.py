@@ -51,6 +51,8 @@ class Linked:
         self.streaming: list[tuple[bytes, ServerCall]] = []
         self.later: list[ServerCall] = []
         self.executed: list[bytes] = []
+        self.aborted: list[bytes] = []
+        """Requests of streaming calls whose handlers were told that they are over."""
         self.to_server: list[bytes] = []
         self.to_client: list[bytes] = []
 
@@ -61,6 +63,7 @@ class Linked:
         def tokens(raw: bytes, call: ServerCall) -> None:
             self.executed.append(raw)
             self.streaming.append((raw, call))
+            call.on_cancelled = lambda: self.aborted.append(raw)
 
         def later(raw: bytes, _call: ServerCall) -> Awaitable[bytes]:
             self.executed.append(raw)
