@@ -1,10 +1,10 @@
-//! Which ranks use which blocks, and for how many bookings.
+//! Counts the bookings of each rank that use a block.
 //!
 //! Blocks that are used together form a group: consecutive blocks of a prompt, with the ranks that use all of them. A
-//! booking that uses only a part of a group splits it. A prompt is thus looked up, and its ranks counted, once per group
-//! instead of once per block. A booking remembers the groups that it began with; a group that is split links to its
-//! rest. Groups are identified by their first block, so that the smaller part of a split can become the new group: a
-//! block moves at most as often as its group can be halved.
+//! booking that uses only a part of a group splits it. A query thus takes one lookup for each group instead of each
+//! block. A booking stores the groups at the time of its start, and a group that is split links to its rest. Groups are
+//! identified by their first block, so that the smaller part of a split can become the new group. A block thus moves at
+//! most as often as its group can be halved.
 
 use std::sync::Arc;
 
@@ -13,25 +13,25 @@ use crate::load::block_users::{Users, each_slot};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 
-/// Blocks ahead whose table entries are prefetched.
+/// Distance of prefetching in the table, in blocks.
 const AHEAD: usize = 8;
 
 #[derive(Default)]
 struct Block {
     hash: u64,
     group: u32,
-    /// Where the block is among the `ids` of its group.
+    /// Index of the block in the `ids` of its group.
     at: u32,
 }
 
 #[derive(Clone, Default)]
 struct Group {
-    /// The blocks that came together, in which those of the group are from `from` to before `to`.
+    /// Ids of blocks that were added together. Those of the group are `from..to`.
     ids: Arc<[u32]>,
     from: u32,
     to: u32,
     users: Users,
-    /// First block of what was cut off behind, the last time. Stale where no booking goes on there.
+    /// First block of the part that the last split cut off behind. Outdated if no booking continues there.
     rest: u32,
 }
 
@@ -45,7 +45,7 @@ impl Group {
     }
 }
 
-/// A part of a booking: the first block of a group, and how many it had.
+/// A part of a booking: the first block of a group, and the number of its blocks then.
 #[derive(Clone, Copy)]
 pub struct Piece {
     first: u32,
@@ -58,7 +58,7 @@ impl Piece {
     }
 }
 
-/// Blocks in use.
+/// The active blocks of all ranks.
 pub struct ActiveBlocks {
     blocks: Table<Block>,
     groups: Table<Group>,
@@ -71,19 +71,19 @@ impl ActiveBlocks {
         Self { blocks: Table::new(), groups: Table::new(), by_hash: TagMap::new(), secret: Secret::random() }
     }
 
-    /// Distinct blocks in use.
+    /// Returns the number of distinct active blocks.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Bytes of the tables.
+    /// Returns the memory of the tables, in bytes.
     #[cfg(test)]
     pub fn bytes(&self) -> usize {
         self.blocks.bytes() + self.groups.bytes() + self.by_hash.bytes()
     }
 
-    /// Adds a booking's blocks, each once, for a rank. Returns its pieces, and how many blocks the rank did not use
-    /// before; None, with nothing changed, if there is no memory.
+    /// Adds the distinct blocks of a booking for a rank. Returns its pieces, and how many blocks the rank did not use
+    /// before; None, with nothing changed, if there is not enough memory.
     pub fn add(&mut self, hashes: &[u64], slot: u32) -> Option<(Box<[Piece]>, u64)> {
         let mut pieces = Vec::new();
         let mut gained = 0;
@@ -106,7 +106,7 @@ impl ActiveBlocks {
         Some((pieces.into_boxed_slice(), gained))
     }
 
-    /// Takes back what `add` returned. Returns how many blocks the rank uses no more.
+    /// Removes the pieces that `add` returned. Returns how many blocks the rank no longer uses.
     pub fn release(&mut self, pieces: &[Piece], slot: u32) -> u64 {
         let mut lost = 0;
         for piece in pieces {
@@ -135,7 +135,7 @@ impl ActiveBlocks {
         lost
     }
 
-    /// What each of so many ranks uses of a prompt, by slot: its blocks in use there, and how many of those lead.
+    /// Returns for each slot the number of a prompt's blocks that its rank uses, and the number of leading ones.
     pub fn usage(&self, hashes: &[u64], slots: usize) -> Vec<(u32, u32)> {
         let mut used = vec![(0, 0); slots];
         // Ranks that use all blocks so far. In a chain of hashes, a rank that uses a block uses all blocks before it,
@@ -163,7 +163,7 @@ impl ActiveBlocks {
         used
     }
 
-    /// Calls `f` with every stretch of a prompt that is in use: its first block, its length, and its ranks.
+    /// Calls `f` with every active part of a prompt: its first block, its length, and its ranks.
     fn visit(&self, hashes: &[u64], mut f: impl FnMut(u32, u32, &Users)) {
         let mut at = 0;
         while let Some(hash) = hashes.get(at) {
@@ -191,13 +191,13 @@ impl ActiveBlocks {
         }
     }
 
-    /// How many blocks of a group, from that at `at` on, are the first of `hashes`.
+    /// Returns how many blocks of a group, from `at` on, are equal to the first of `hashes`.
     fn common(&self, group: &Group, at: u32, hashes: &[u64]) -> u32 {
         let ids = group.ids.get(at as usize..group.to as usize).unwrap_or_default();
         ids.iter().zip(hashes).take_while(|(id, hash)| self.blocks.at(**id).hash == **hash).count() as u32
     }
 
-    /// Makes the first of `hashes`, from the block `first` on, a group of their own.
+    /// Splits groups so that the first of `hashes`, which begin with the block `first`, form a group.
     fn cut_out(&mut self, first: u32, hashes: &[u64]) -> Option<Piece> {
         let &Block { group, at, .. } = self.blocks.at(first);
         self.cut(group, at)?;
@@ -207,7 +207,7 @@ impl ActiveBlocks {
         Some(Piece { first, blocks: same })
     }
 
-    /// Cuts a group in two before what is at `at`, unless an end is there.
+    /// Splits a group before `at`, unless the group begins or ends there.
     fn cut(&mut self, group: u32, at: u32) -> Option<()> {
         let old = self.groups.at(group);
         if at <= old.from || at >= old.to {
@@ -228,7 +228,7 @@ impl ActiveBlocks {
         Some(())
     }
 
-    /// A group of the first of `hashes`, up to one that is in use.
+    /// Adds a group of the first of `hashes`, up to one that is active.
     fn new_group(&mut self, hashes: &[u64]) -> Option<Piece> {
         let group = self.groups.add(Group::default(), u32::MAX)?;
         let mut ids = Vec::with_capacity(hashes.len());
@@ -275,9 +275,9 @@ fn put(used: &mut [(u32, u32)], slot: usize, what: (u32, u32)) {
     }
 }
 
-/// The hashes that are not also earlier ones, with where they were; None if they all are.
+/// Returns the distinct hashes with their first positions; None if all hashes are distinct.
 pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<(Vec<u64>, Vec<u32>)> {
-    // Half empty and randomly filled, so that few steps lead to each hash.
+    // The table is at most half full and randomly filled, so that each hash is found in few steps.
     let mask = (hashes.len() * 2).next_power_of_two() - 1;
     let mut places = vec![u32::MAX; mask + 1];
     let mut first = |number: &u32, hash: &u64| {

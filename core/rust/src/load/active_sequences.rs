@@ -22,24 +22,24 @@ pub struct Request<'a> {
     pub blocks: Blocks<'a>,
 }
 
-/// What counts of a booking's blocks.
+/// The blocks of a booking that count as active.
 pub enum Blocks<'a> {
     /// None.
     Untracked,
-    /// All of them, shared with no one.
+    /// All of them, shared with no other booking.
     Unique,
-    /// These, by sequence hash, once for all bookings of the rank; and what is beyond the prompt's full blocks.
+    /// These, by sequence hash, once for all bookings of the rank; and the blocks after the prompt's full ones.
     Shared(&'a [u64]),
 }
 
-/// What became of a request to book.
+/// The outcome of `book`.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Booked {
     Yes,
     /// Booked already, or freed.
     Known,
     UnknownRank,
-    /// There are as many bookings as may be.
+    /// There is the maximum number of bookings.
     Full,
     NoMemory,
 }
@@ -47,7 +47,7 @@ pub enum Booked {
 struct Live {
     rank: Name,
     slot: u32,
-    /// Bookings before it.
+    /// Number of earlier bookings.
     order: u64,
     prompt_tokens: u64,
     prefill_tokens: u64,
@@ -59,7 +59,7 @@ struct Live {
 }
 
 impl Live {
-    /// Blocks that count for this booking alone.
+    /// Number of blocks that count only for this booking.
     fn private_blocks(&self, block_size: u64) -> u128 {
         if !self.tracked {
             return 0;
@@ -70,7 +70,7 @@ impl Live {
     }
 }
 
-/// Load of one rank. Sums are wide, so that no numbers of tokens whatever go past them.
+/// Load of one rank. Sums have 128 bits, so that no numbers of tokens exceed them.
 #[derive(Default)]
 struct Load {
     shared_blocks: u64,
@@ -80,10 +80,10 @@ struct Load {
     live: BTreeMap<u64, Arc<Key>>,
 }
 
-/// Load of all ranks, in order of (worker_id, dp_rank). Sums that exceed a word are saturated.
+/// Load of all ranks, in order of (worker_id, dp_rank). Sums above 2^63 - 1 are given as 2^63 - 1.
 #[derive(Default)]
 pub struct Columns {
-    /// The same slice as at the reading before, unless other ranks are there.
+    /// The same slice as in the previous result, unless the ranks have changed.
     pub ranks: Arc<[Name]>,
     pub active_blocks: Vec<i64>,
     pub prefill_tokens: Vec<i64>,
@@ -91,20 +91,20 @@ pub struct Columns {
     pub leading_active_blocks: Vec<i64>,
 }
 
-/// The ranks in order, with their slots.
+/// The ranks in order, and their slots.
 struct Order {
     names: Arc<[Name]>,
     slots: Vec<u32>,
 }
 
-/// What bookings, by key, add to the load of their ranks.
+/// The bookings by key, and the load of their ranks.
 pub struct Sequences {
     block_size: u64,
     max_bookings: usize,
     loads: Vec<Load>,
     slots: BTreeMap<Name, u32>,
     free_slots: Vec<u32>,
-    /// None where the ranks have changed since they were last read.
+    /// None if the ranks have changed since they were last read.
     order: Option<Order>,
     bookings: HashMap<Arc<Key>, Live>,
     booked: u64,
@@ -115,11 +115,11 @@ pub struct Sequences {
 }
 
 impl Sequences {
-    /// `block_size` is 1 or more.
+    /// Requires a `block_size` of 1 or more.
     pub fn new(block_size: u64, max_bookings: usize, tombstones: usize) -> Self {
         Self {
             block_size: block_size.max(1),
-            // A rank's bookings of a block are counted in 32 bits.
+            // The number of a rank's bookings that use a block has 32 bits.
             max_bookings: max_bookings.min(u32::MAX as usize),
             loads: Vec::new(),
             slots: BTreeMap::new(),
@@ -134,22 +134,22 @@ impl Sequences {
         }
     }
 
-    /// Live bookings.
+    /// Returns the number of live bookings.
     pub fn len(&self) -> usize {
         self.bookings.len()
     }
 
-    /// Most live bookings.
+    /// Returns the maximum number of live bookings.
     pub fn max_bookings(&self) -> usize {
         self.max_bookings
     }
 
-    /// Tokens in a block.
+    /// Returns the number of tokens in a block.
     pub fn block_size(&self) -> u64 {
         self.block_size
     }
 
-    /// Makes a rank known.
+    /// Adds a rank without load.
     pub fn add_rank(&mut self, rank: Name) {
         if self.slots.contains_key(&rank) {
             return;
@@ -162,7 +162,7 @@ impl Sequences {
         self.order = None;
     }
 
-    /// Forgets a rank. Returns its bookings, in the order in which they were booked.
+    /// Removes a rank. Returns its bookings, in the order in which they were booked.
     pub fn remove_rank(&mut self, rank: Name) -> Vec<Arc<Key>> {
         let Some(slot) = self.slots.remove(&rank) else { return Vec::new() };
         self.order = None;
@@ -178,7 +178,7 @@ impl Sequences {
         keys
     }
 
-    /// Books.
+    /// Adds a booking.
     pub fn book(&mut self, request: Request<'_>) -> Booked {
         if self.bookings.contains_key(&request.key) || self.freed.contains(&request.key) {
             return Booked::Known;
@@ -218,7 +218,7 @@ impl Sequences {
         Booked::Yes
     }
 
-    /// Whether enough entries were removed that free memory should be returned to the system.
+    /// Returns whether enough entries were removed that free memory should be returned to the system.
     pub fn should_trim(&mut self) -> bool {
         self.watermark.observe(self.active.len())
     }
@@ -228,18 +228,18 @@ impl Sequences {
         self.bookings.get(key).map(|live| live.rank)
     }
 
-    /// Shared blocks of a live booking.
+    /// Returns the number of shared blocks of a live booking.
     pub fn blocks_of(&self, key: &Key) -> usize {
         self.bookings.get(key).map_or(0, |live| live.pieces.iter().map(Piece::blocks).sum())
     }
 
-    /// Distinct blocks of a rank.
+    /// Returns the number of distinct blocks of a rank.
     pub fn blocks_of_rank(&self, rank: Name) -> usize {
         let load = self.slots.get(&rank).and_then(|slot| self.loads.get(*slot as usize));
         load.map_or(0, |load| load.shared_blocks as usize)
     }
 
-    /// Counts a booking's prefill tokens no more. Returns whether it is live.
+    /// Subtracts the prefill tokens of a booking. Returns whether it is live.
     pub fn prefill_complete(&mut self, key: &Key) -> bool {
         let Some(live) = self.bookings.get_mut(key) else { return false };
         if !std::mem::replace(&mut live.prefilled, true)
@@ -263,7 +263,7 @@ impl Sequences {
         true
     }
 
-    /// Releases a booking and remembers its key. Returns whether it was live.
+    /// Frees a booking and adds a tombstone for its key. Returns whether it was live.
     pub fn free(&mut self, key: Arc<Key>) -> bool {
         let live = self.bookings.remove(&key);
         self.freed.put(key);
@@ -283,13 +283,13 @@ impl Sequences {
         true
     }
 
-    /// Load of every rank, with a prompt added: its blocks, and `tail` private ones.
+    /// Returns the load of every rank, with the blocks of a prompt and `tail` private ones added.
     pub fn loads(&mut self, hashes: &[u64], tail: u64) -> Columns {
         let repeats = without_repeats(hashes, &self.secret);
         let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
         let mut used = self.active.usage(distinct, self.loads.len());
         if let Some((_, origins)) = &repeats {
-            // A stretch ends at the first unused block, which is where that block came first.
+            // Leading blocks end at the first unused block, which counts where it first occurs in the prompt.
             let whole = hashes.len() as u32;
             for (_, leading) in &mut used {
                 *leading = origins.get(*leading as usize).copied().unwrap_or(whole);
@@ -314,7 +314,7 @@ impl Sequences {
     }
 }
 
-/// Converts a sum to a word, saturating.
+/// Converts a sum to 64 bits, saturating.
 fn word(sum: u128) -> i64 {
     i64::try_from(sum).unwrap_or(i64::MAX)
 }

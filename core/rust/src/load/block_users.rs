@@ -1,31 +1,31 @@
-//! Which ranks use a stretch of blocks, by slot.
+//! The ranks that use a group of blocks, by slot.
 
 use crate::storage::slot_set::SlotSet;
 
-/// Ranks from which their set is kept as bits too: 64 of them are compared at once, so that a long prompt whose
-/// stretches nearly all ranks use costs what its stretches differ by.
+/// Number of ranks from which they are also stored as a bitmap. 64 ranks are compared at once, so that for a long
+/// prompt that nearly all ranks use, only the differences between its groups take time.
 const DENSE: usize = 32;
 
-/// Ranks with their bookings.
+/// Ranks with their numbers of bookings.
 #[derive(Clone, Default)]
 pub struct Users {
     bookings: SlotSet<u32>,
-    /// The same ranks as bits; empty where there are few.
+    /// Bitmap of the same ranks; empty if there are few.
     bits: Vec<u64>,
 }
 
 impl Users {
-    /// The ranks, each with its bookings.
+    /// Returns the ranks, each with its number of bookings.
     pub fn as_slice(&self) -> &[(u32, u32)] {
         self.bookings.as_slice()
     }
 
-    /// Whether no rank is left.
+    /// Returns whether there is no rank.
     pub fn is_empty(&self) -> bool {
         self.as_slice().is_empty()
     }
 
-    /// Counts a booking. Returns whether it is the rank's first.
+    /// Adds a booking of a rank. Returns whether it is the first of the rank.
     pub fn enter(&mut self, slot: u32) -> bool {
         let before = self.bookings.get(slot).unwrap_or(0);
         self.bookings.set(slot, before + 1);
@@ -42,7 +42,7 @@ impl Users {
         true
     }
 
-    /// Counts a booking no more. Returns whether it was the rank's last; None if it had none.
+    /// Removes a booking of a rank. Returns whether it was the last of the rank; None if it had none.
     pub fn leave(&mut self, slot: u32) -> Option<bool> {
         let before = self.bookings.get(slot)?;
         if before > 1 {
@@ -58,7 +58,7 @@ impl Users {
         Some(true)
     }
 
-    /// The ranks as bits, in `scratch` where they are not kept. Words that are missing are 0.
+    /// Returns the bitmap of the ranks, in `scratch` if it is not stored. Missing words are 0.
     pub fn bits<'a>(&'a self, scratch: &'a mut Vec<u64>) -> &'a [u64] {
         if !self.bits.is_empty() {
             return &self.bits;
@@ -81,7 +81,7 @@ fn set(bits: &mut Vec<u64>, slot: u32) {
     }
 }
 
-/// Calls `f` with the slot of each bit in a word; `word` is its place among the words.
+/// Calls `f` with the slot of each bit in a word; `word` is the index of the word.
 pub fn each_slot(word: usize, mut bits: u64, mut f: impl FnMut(usize)) {
     while bits != 0 {
         f(word * 64 + bits.trailing_zeros() as usize);

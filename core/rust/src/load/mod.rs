@@ -1,4 +1,4 @@
-//! Load that requests in flight put on ranks.
+//! Accounting of the load of requests in flight.
 
 pub(crate) mod active_blocks;
 pub(crate) mod active_sequences;

@@ -1,10 +1,10 @@
-//! The newest of the keys that were freed.
+//! The newest freed keys.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::sync::Arc;
 
-/// Keys in the order in which they were last put in, at most so many.
+/// Keys in the order of their last `put`, at most `most`.
 pub struct Tombstones<K> {
     most: usize,
     put: u64,
@@ -21,7 +21,7 @@ impl<K: Hash + Eq> Tombstones<K> {
         self.by_key.contains_key(key)
     }
 
-    /// Puts a key in as the newest; the oldest goes where there are too many.
+    /// Makes a key the newest one, and drops the oldest if there are too many.
     pub fn put(&mut self, key: Arc<K>) {
         self.put += 1;
         if let Some(before) = self.by_key.insert(Arc::clone(&key), self.put) {
