@@ -32,7 +32,7 @@ LIBPYTHON = $(shell $(BIN)/python -c 'import pathlib, sysconfig; at = pathlib.Pa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-request bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-request bench-emit bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,13 +87,16 @@ e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
 	$(BIN)/pytest tests/test_end_to_end.py
 
-bench: bench-core bench-request bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
+bench: bench-core bench-request bench-emit bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
 
 bench-core: setup ## the core beside its strongest peer, where PEERS_WORK has that; else ours alone (bench/index.md)
 	$(BIN)/python bench/core/run.py $(ARGS)
 
 bench-request: setup ## what a request costs, beside Dynamo where PEERS_WORK has it (8 minutes; ARGS="--only stream"; bench/request.md)
 	$(BIN)/python bench/request/run.py $(ARGS)
+
+bench-emit: setup ## CPU per token that the publisher SDK uses on the engine's machine (4 minutes; bench/request.md)
+	$(BIN)/python bench/emit.py $(ARGS)
 
 bench-queries: setup ## queries while the index is dumped, compared or written as a snapshot (2 minutes; bench/queries.md)
 	$(BIN)/python bench/queries_beside_dumps.py $(ARGS)
