@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 import pytest
+import structlog
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints
@@ -29,7 +30,7 @@ SILENT = "127.0.0.1:1"
 
 @asynccontextmanager
 async def mocker(worker_id: int, **settings: Any) -> AsyncIterator[str]:
-    known = MockerSettings(worker_id=worker_id, drain_seconds=5, **settings)
+    known = MockerSettings(**({"worker_id": worker_id, "drain_seconds": 5, "model": "m"} | settings))
     async with serving_alone(known, new_registry()) as endpoint:
         yield endpoint
 
@@ -72,10 +73,41 @@ async def test_a_worker_tells_its_id_its_ranks_and_its_blocks() -> None:
 
 async def test_the_list_overrides_the_report_of_a_worker() -> None:
     listed = {"worker_id": 9, "ranks": 1, "total_blocks": 50, "labels": {"zone": "b"}, "lora_names": ["l"]}
-    async with mocker(7, dp_size=2) as one, discovery({"endpoint": one, **listed}, block_size=64) as directory:
+    async with (
+        mocker(7, dp_size=2, block_size=64) as one,
+        discovery({"endpoint": one, **listed}, block_size=64) as directory,
+    ):
         found = registered(directory)[9]
         assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 50)]
         assert (dict(found.labels), list(found.lora_names), found.block_size) == ({"zone": "b"}, ["l"], 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"block_size": 32}, "expected block_size 16, the worker has 32"),
+        ({"model": "other"}, "expected model 'm', the worker has 'other'"),
+    ],
+)
+async def test_a_worker_that_differs_from_the_list_is_left_out(settings: dict[str, Any], cause: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with (
+            mocker(7, **settings) as one,
+            mocker(8) as two,
+            discovery({"endpoint": one}, {"endpoint": two}) as directory,
+        ):
+            assert list(registered(directory)) == [8]
+    assert [line["cause"] for line in logs if line["event"] == "static_worker.mismatched"] == [cause]
+
+
+async def test_a_worker_that_was_replaced_by_a_fitting_one_is_taken() -> None:
+    async with AsyncExitStack() as worker:
+        endpoint = await worker.enter_async_context(mocker(7, block_size=32))
+        async with discovery({"endpoint": endpoint}) as directory:
+            assert registered(directory) == {}
+            await worker.aclose()
+            async with mocker(7, bind=endpoint):
+                await until(directory, lambda seen: 7 in registered(seen))
 
 
 async def test_a_worker_whose_id_another_has_is_left_out() -> None:

@@ -16,7 +16,7 @@ from kvrouter.mocker.adapter import MockEngine
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.publisher.worker import load_reports
+from kvrouter.publisher.worker import load_reports, load_response
 from kvrouter.publisher.worker_server import WorkerServer
 from prometheus_client import CollectorRegistry
 
@@ -44,7 +44,9 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         for dp_rank in drivers
     }
     numbers = itertools.count(1)
-    server = WorkerServer(engine, ranks, lambda: load_reports(engine, config, incarnation, next(numbers)))
+    server = WorkerServer(
+        engine, ranks, lambda: load_response(config, load_reports(engine, config, incarnation, next(numbers)))
+    )
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.worker_pb2 import GetLoadResponse
 from nats.errors import Error as NatsError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
@@ -120,7 +121,7 @@ class Worker:
             )
             for rank in sorted(config.ranks)
         }
-        self._server = WorkerServer(engine, self._ranks, self.load_reports)
+        self._server = WorkerServer(engine, self._ranks, lambda: load_response(config, self.load_reports()))
         self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
         self._keys = LeasedKeys(
             config.etcd,
@@ -305,6 +306,11 @@ def load_reports(
         report.total_blocks = report.total_blocks or config.ranks.get(dp_rank, 0)
         reports.append(report)
     return sorted(reports, key=lambda report: report.rank.dp_rank)
+
+
+def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoadResponse:
+    """Returns the response of GetLoad, which also says what the worker serves."""
+    return GetLoadResponse(reports=reports, model=config.model, block_size=config.block_size)
 
 
 @asynccontextmanager

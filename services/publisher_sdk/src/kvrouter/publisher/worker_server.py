@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -24,7 +24,6 @@ from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import OutputCall, RunningRequests
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
-from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
@@ -54,11 +53,11 @@ class WorkerServer:
         self,
         engine: StepEngine | Engine,
         ranks: Mapping[int, RankPublisher],
-        load_reports: Callable[[], Sequence[LoadReport]],
+        load: Callable[[], GetLoadResponse],
     ) -> None:
         self._requests = RunningRequests(engine)
         self._ranks = ranks
-        self._load_reports = load_reports
+        self._load = load
         self._draining = False
         self._health = health.HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -195,7 +194,7 @@ class WorkerServer:
 
     async def _get_load(self, data: bytes, _context: _Context) -> GetLoadResponse:
         _parse(GetLoadRequest, data)
-        return GetLoadResponse(reports=self._load_reports())
+        return self._load()
 
     def _rank(self, dp_rank: int) -> RankPublisher:
         rank = self._ranks.get(dp_rank)

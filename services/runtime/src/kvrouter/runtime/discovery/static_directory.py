@@ -1,7 +1,8 @@
 """Discovery from a static list: probes every listed worker and yields the same entries that etcd would contain.
 
 A worker is left out until it answers. What the list does not say comes from the worker: ``GetLoad`` returns its id,
-ranks, blocks and incarnation, and grpc.health says whether it is stopping.
+ranks, blocks and incarnation, and grpc.health says whether it is stopping. A worker that serves another model than the
+list says, or has blocks of another size, is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvrouter.v1.registry_pb2 import (
     ServiceRegistration,
     WorkerRegistration,
 )
-from kvrouter.v1.worker_pb2 import GetLoadRequest
+from kvrouter.v1.worker_pb2 import GetLoadRequest, GetLoadResponse
 from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="discovery")
@@ -56,6 +57,8 @@ class _Known:
     """Consecutive failed probes."""
     reports: Sequence[LoadReport] = ()
     """Its load reports of the last probe."""
+    mismatch: str = ""
+    """How it differs from the list; empty if it does not."""
 
 
 class StaticDiscovery:
@@ -139,15 +142,21 @@ class StaticDiscovery:
         known = self._known.setdefault(worker.endpoint, _Known())
         service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint)))
         reports: Sequence[LoadReport] = ()
-        failure = ""
+        failure = mismatch = ""
         serving = await self._serving(_WORKER, worker.endpoint)
         try:
             answer = await service.get_load(GetLoadRequest(), deadline=Deadline.after(_PROBE_SECONDS))
             reports = answer.reports
+            mismatch = _mismatch(component, answer)
         except KvRouterError as error:
             # An engine without load reports is usable.
             failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
-        known.reports = [_as_listed(report, worker) for report in reports]
+        known.reports = [] if mismatch else [_as_listed(report, worker) for report in reports]
+        if mismatch:
+            if mismatch != known.mismatch:
+                log.error("static_worker.mismatched", endpoint=worker.endpoint, cause=mismatch)
+            known.registration, known.mismatch = None, mismatch
+            return
         if failure:
             known.failures += 1
             if known.failures == 1 and known.registration is None:
@@ -158,7 +167,7 @@ class StaticDiscovery:
             return
         if known.registration is None:
             log.info("static_worker.answered", endpoint=worker.endpoint)
-        known.failures = 0
+        known.failures, known.mismatch = 0, ""
         known.registration = _registration(
             ComponentName(self._namespace, component.name), component, worker, place, known.reports
         )
@@ -179,6 +188,19 @@ class StaticDiscovery:
         if channel is None:
             channel = self._channels[address] = open_channel(address)
         return channel
+
+
+def _mismatch(component: StaticComponent, answer: GetLoadResponse) -> str:
+    """Returns how a worker differs from its component in the list; empty if it fits or does not say."""
+    differences = [
+        f"expected {name} {expected!r}, the worker has {received!r}"
+        for name, expected, received in (
+            ("model", component.model, answer.model),
+            ("block_size", component.block_size, answer.block_size),
+        )
+        if received and received != expected
+    ]
+    return "; ".join(differences)
 
 
 def _as_listed(report: LoadReport, worker: StaticWorker) -> LoadReport:
