@@ -103,6 +103,8 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
     [
         (rank(1, busy="busy: 9 prefill tokens, above 8"), None, "busy: 9 prefill tokens, above 8"),
         (rank(1, draining=True), None, "draining"),
+        (rank(1, relative_latency=1.96), None, "2.0 times as slow"),
+        (rank(1, relative_latency=1.2, draining=True), None, "draining"),
         (rank(1, report_age_seconds=70), None, "no load report for 1 min"),
         (rank(1, registered=False), None, "gone, with bookings"),
         (rank(1), RankStats(rank=Rank(worker_id=1), partial=True), "index partial"),

@@ -34,6 +34,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "head_prefill_since": [math.inf] * count,
         "now": 1000.0,
         "prefill_requests": zeros,
+        "relative_latency": [1.0] * count,
         "latency_calibration": 1.0,
     }
     assert columns.keys() <= known.keys()

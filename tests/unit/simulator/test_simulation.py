@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kvrouter.mocker.engine import implementation as engine_choice
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -59,6 +61,19 @@ def test_the_plain_engines_give_the_same_run(mode: str, monkeypatch: pytest.Monk
     native = run(mode, load=6.0)
     monkeypatch.setattr(fleet, "IMPLEMENTATION", "reference")
     assert run(mode, load=6.0) == native
+
+
+@pytest.mark.skipif(engine_choice.IMPLEMENTATION != "native", reason="the engine in Rust is not built")
+@settings(max_examples=8)
+@given(
+    speeds=st.lists(st.sampled_from([0.25, 0.5, 1.0, 1.0]), min_size=4, max_size=4), load=st.sampled_from([3.0, 9.0])
+)
+def test_the_plain_engines_teach_the_same_speeds(speeds: list[float], load: float) -> None:
+    engines = [replace(engine, speed=speed) for engine, speed in zip(ENGINES, speeds, strict=True)]
+    native = run("forecast", load=load, engines=engines)
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(fleet, "IMPLEMENTATION", "reference")
+        assert run("forecast", load=load, engines=engines) == native
 
 
 def test_round_robin_takes_ranks_in_turn() -> None:

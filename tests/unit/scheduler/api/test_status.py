@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from kvrouter.runtime.errors import UnknownComponent
 from kvrouter.scheduler.api.status import Status
@@ -55,6 +57,20 @@ async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:
     assert [(each.registered, each.active_blocks, each.endpoint) for each in ranks(parts)] == [(False, 4, "")]
     parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a")))
     assert ranks(parts) == []
+
+
+async def test_a_rank_that_is_slower_than_its_component_is_shown_so() -> None:
+    parts = Parts(view(worker(1), worker(2), worker(3)))
+    relative = next(iter(parts.pools)).booked_load.latency_calibration.relative
+    for worker_id in (1, 2, 3):
+        mean = relative.mean_of((worker_id, 0))
+        assert mean is not None
+        for _ in range(50):
+            relative.observe(mean, 2.0 if worker_id == 3 else 1.0, time.monotonic())
+    fast, _, slow = ranks(parts)
+    assert slow.relative_latency > 1.5 > 1.0 > fast.relative_latency
+    parts.registered.register(view(worker(1), worker(2), worker(3, incarnation=2)))
+    assert [each.relative_latency for each in ranks(parts)] == [1.0] * 3
 
 
 async def test_hits_are_summed_as_predicted_and_as_reported() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.forecast.policy import decode_ms, prefill_ms
+from kvrouter.scheduler.policies.forecast.policy import OUTPUT_TOKENS, decode_ms, prefill_ms
 from kvrouter.scheduler.policies.interface import Choice, Wait
 
 from ..context_maker import context
@@ -114,6 +114,39 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block() -> None:
 def test_the_pace_scales_the_forecast() -> None:
     slow, usual = decide("forecast", latency_calibration=3.0), decide("forecast")
     assert slow.explanation.terms["forecast_ms"][0] == pytest.approx(3 * usual.explanation.terms["forecast_ms"][0])
+
+
+def test_a_slow_rank_forecasts_its_own_time_and_pays_for_slower_output() -> None:
+    terms = decide("forecast", relative_latency=[2.0, 1.0]).explanation.terms
+    assert terms["forecast_ms"][0] == pytest.approx(2 * terms["forecast_ms"][1])
+    assert terms["output_ms"] == pytest.approx([OUTPUT_TOKENS * decode_ms(0.0), 0.0])
+    assert terms["work_ms"][0] == terms["work_ms"][1]
+
+
+def test_a_prompt_goes_to_a_slow_rank_once_the_fast_one_is_behind() -> None:
+    speeds = {"relative_latency": [2.0, 1.0], "head_prefill_tokens": [0, 4000], "prefill_requests": [0, 1]}
+    assert decide("forecast", relative_latency=[2.0, 1.0]).index == 1
+    assert decide("forecast", **speeds, prefill_tokens=[0, 4000]).index == 0
+
+
+def test_with_no_block_left_anywhere_speed_counts_for_nothing() -> None:
+    full = {"active_blocks": [1100, 1100], "active_requests": [9, 9]}
+    slow, equal = decide("forecast", **full, relative_latency=[2.0, 1.0]), decide("forecast", **full)
+    assert list(slow.explanation.costs) == list(equal.explanation.costs)
+
+
+def test_the_calibration_gets_the_forecast_at_the_speed_of_the_component() -> None:
+    slow, equal = decide("forecast", relative_latency=[2.0, 2.0]), decide("forecast")
+    assert isinstance(slow, Choice)
+    assert isinstance(equal, Choice)
+    assert slow.explanation.terms["forecast_ms"][0] > 1.9 * equal.explanation.terms["forecast_ms"][0]
+    assert slow.forecast_ms == pytest.approx(equal.forecast_ms)
+
+
+def test_a_queued_request_expects_the_speed_of_its_rank() -> None:
+    queued = decide("forecast", active_blocks=[1001, 1300], relative_latency=[1.5, 1.5])
+    assert isinstance(queued, Wait)
+    assert queued.work_ms == pytest.approx(1.5 * prefill_ms(1600, 8192, 0.0))
 
 
 def test_a_forecast_behind_a_queue_teaches_no_pace() -> None:

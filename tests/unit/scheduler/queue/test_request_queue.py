@@ -269,17 +269,17 @@ def test_the_head_of_a_prefill_queue_is_the_oldest_without_a_first_token() -> No
 def test_the_pace_follows_the_engines_and_one_outlier_moves_it_little() -> None:
     latency_calibration = LatencyCalibration()
     for number in range(400):
-        latency_calibration.expect(number, 100 * latency_calibration.value, 0.0)
+        latency_calibration.expect(number, (1, 0), 100 * latency_calibration.value, 0.0)
         latency_calibration.first_token(number, 0.3)
     assert 2.9 < latency_calibration.value < 3.1
-    latency_calibration.expect("late", 300.0, 0.0)
+    latency_calibration.expect("late", (1, 0), 300.0, 0.0)
     latency_calibration.first_token("late", 1e6)
     assert latency_calibration.value < 3.2
 
 
 def test_a_request_without_a_first_token_does_not_calibrate() -> None:
     latency_calibration = LatencyCalibration()
-    latency_calibration.expect("a", 100.0, 0.0)
+    latency_calibration.expect("a", (1, 0), 100.0, 0.0)
     latency_calibration.forget("a")
     latency_calibration.first_token("a", 9.0)
     assert latency_calibration.value == 1.0

@@ -18,6 +18,8 @@ BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthStat
 """States of workers that requests avoid."""
 _BAR = 10
 """Cells of the bar of active blocks."""
+_SLOW = 1.25
+"""Relative latency from which a rank is marked as slow."""
 _WIDE = 110
 """Minimum columns of a terminal for the bar and for all digits."""
 _HIGH, _FULL = 0.7, 0.9
@@ -164,6 +166,8 @@ def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHea
         notes.append(("gone, with bookings", "red"))
     if rank.draining:
         notes.append(("draining", "yellow"))
+    if rank.relative_latency >= _SLOW:
+        notes.append((f"{rank.relative_latency:.1f} times as slow", "yellow"))
     if rank.busy:
         notes.append((rank.busy, "red"))
     if rank.HasField("report_age_seconds") and not rank.HasField("reported"):

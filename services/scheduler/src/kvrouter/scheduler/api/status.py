@@ -127,6 +127,7 @@ def _rank_status(
         status.draining = candidate.draining
         status.endpoint = candidate.endpoint
         status.total_blocks = candidate.total_blocks
+        status.relative_latency = pool.booked_load.relative_latency_of(rank)
         status.busy = why_busy(
             candidate,
             thresholds,

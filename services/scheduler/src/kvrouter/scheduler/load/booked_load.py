@@ -13,7 +13,7 @@ from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
 from kvrouter.scheduler.load.prefill_queues import Head, Heads, PrefillQueues
-from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
@@ -121,6 +121,14 @@ class BookedLoad:
             active + added if added else active, prefill, requests, leading, self._prefills.heads(self._clock())
         )
 
+    def relative_latency(self) -> Amounts:
+        """Returns how slow each registered rank is, relative to the component, in order of rank."""
+        return self.latency_calibration.relative.column(self._clock())
+
+    def relative_latency_of(self, rank: Rank) -> float:
+        """Returns how slow a rank is, relative to the component; 1 if it is not registered."""
+        return self.latency_calibration.relative.of(rank, self._clock())
+
     def active_blocks(self) -> Column:
         """Returns the distinct active blocks of each registered rank, in order of rank."""
         active: Column = self._registered_of(self._sequences.loads())[0]
@@ -186,7 +194,7 @@ class BookedLoad:
                 if prefill_tokens:
                     self._prefills.enter(rank, key, prefill_tokens, now)
                 if forecast_ms is not None:
-                    self.latency_calibration.expect(key, forecast_ms, now)
+                    self.latency_calibration.expect(key, rank, forecast_ms, now)
         except OverflowError as error:
             raise TooLarge(
                 f"no further booking is possible: {error}",

@@ -59,7 +59,9 @@ class Pool:
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
         self.booked_load.set_ranks(self.worker_set.ranks)
         self.cache_hits.set_ranks(self.worker_set.ranks)
-        self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
+        incarnations = [(candidate.rank, candidate.incarnation) for candidate in self.candidates]
+        self.reports.set_ranks(incarnations)
+        self.booked_load.latency_calibration.relative.set_ranks(incarnations)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

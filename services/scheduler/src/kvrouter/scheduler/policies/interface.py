@@ -60,6 +60,8 @@ class SchedulingContext(NamedTuple):
     """Time at which that request became the oldest, in seconds; infinite without one."""
     prefill_requests: Column
     """Requests booked without a first token."""
+    relative_latency: Amounts
+    """Ratio of the rank's prefill times to those of the component; 1 while it is unknown."""
     now: float
     """Time of the decision by the same clock, in seconds."""
     latency_calibration: float = 1.0
@@ -97,7 +99,8 @@ class Choice:
     prefill_tokens: int | None = None
     """Prompt tokens that the rank will compute; None means ``new_prefill_tokens``."""
     forecast_ms: float | None = None
-    """Forecast time to first token in ms, for latency calibration; None if there is none, or it is unsuitable."""
+    """Forecast time to first token in ms at the component's speed, for latency calibration; None if there is none or it
+    is unsuitable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,4 +124,5 @@ def context_of(
         prefill_requests=take(loads.heads.requests),
         now=loads.heads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
+        relative_latency=take(pool.booked_load.latency_calibration.relative.column(loads.heads.now)),
     )

@@ -1,23 +1,32 @@
 """Mode ``forecast``: the rank that costs least time, without a weight to set.
 
-    cost(w)  = F(w) + batch(w) + (b + CROWD * n(w)) * own(w) + SHORTAGE_MS * short(w)             [ms]
+    cost(w)   = F(w) + batch(w) + (b + CROWD * n(w)) * work(w) + OUTPUT_TOKENS * slower(w)
+                + SHORTAGE_MS * short(w)                                                          [ms]
 
-    own(w)   = T(new(w))                       time to compute the prompt on w                    [ms]
-    F(w)     = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token                [ms]
-    batch(w) = added time of the step in which the prompts ahead end * number of those prompts    [ms]
-    b        = BASE * (mean over all ranks of u)^4   price of work for requests to come           [1]
-    short(w) = max(0, u'(w) - ROOM)            KV cache that will be lacking                      [share]
+    F(w)      = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token               [ms]
+    batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
+    b         = BASE * z                        price of work for requests to come                [1]
+    work(w)   = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
+    slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond that at that speed [ms]
+    short(w)  = max(0, u'(w) - ROOM)            KV cache that will be lacking                     [share]
 
-    rest     = time left for the prompt being computed; without one, half a decode step           [ms]
-    ahead    = prefill tokens booked and not computed, without the prompt being computed          [tokens]
-    new      = prompt tokens less the overlap: the greater of the index's and the active one      [tokens]
-    u, u'    = distinct active blocks / total blocks, without and with this request; u at most 1  [share]
-    n        = requests in flight
-    T(x)     = latency calibration * sum of (prefill(step) + decode(u)) over the steps for x tokens     [ms]
+    rest      = time left for the prompt being computed; without one, half a decode step          [ms]
+    ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
+    new       = prompt tokens less the overlap: the greater of the index's and the active one     [tokens]
+    u, u'     = distinct active blocks / total blocks, without and with this request; u at most 1 [share]
+    n         = requests in flight                                                                [requests]
+    c         = latency calibration: measured time over forecast time, of the component           [1]
+    r         = relative latency: measured time of the rank over that of the component            [1]
+    z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
+    T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
 
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
-same step, CROWD of the requests that decode there, b of requests to come, SHORTAGE_MS of requests that stop for lack of
-KV blocks.
+same step, CROWD of the requests that decode there, b of requests to come, ``slower`` of this request's output,
+SHORTAGE_MS of requests that stop for lack of KV blocks.
+
+Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
+is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
+blocks decide how many requests are served at all, on slow ranks as well.
 
 If the cheapest rank has no room for the request (u' > 1), the policy returns a Wait for that rank. In the engine's
 queue the request would block all requests behind it; another rank would compute its prompt again.
@@ -27,7 +36,8 @@ Missing signals:
 - no overlap: leading blocks of requests in flight still show shared prompts; otherwise load decides;
 - total blocks unknown (0): u and u' are 0, the rank never lacks room;
 - token budget unknown (0): DEFAULT_BUDGET;
-- active blocks not tracked: u is 0 everywhere, prefill decides.
+- active blocks not tracked: u is 0 everywhere, prefill decides;
+- relative latency unknown: 1, the speed of the component.
 """
 
 from __future__ import annotations
@@ -72,6 +82,9 @@ SHORTAGE_MS = 5000.0
 ROOM = 0.95
 """Share of KV in use above which shortage counts: output needs blocks as well."""
 
+OUTPUT_TOKENS = 5.0
+"""Price of decoding on a slow rank: the time by which this many tokens come later than at the component's speed."""
+
 FIT_TOKENS = 256
 """Latency calibration learns from ranks without a prompt to compute, by prompts of at least that many new tokens: of
 shorter ones, the time is mostly a step's fixed part."""
@@ -83,8 +96,11 @@ class Weighed(NamedTuple):
     forecast: Amounts
     batch: Amounts
     work: Amounts
+    output: Amounts
     shortage: Amounts
     own: Amounts
+    usual: Amounts
+    """The forecast at the component's speed, if ``fit``."""
     new_tokens: Column
     fit: NDArray[np.bool_]
     """Whether the first token may be used for latency calibration."""
@@ -100,14 +116,15 @@ class Rule:
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank, or returns a Wait for it if it has no room."""
         weighed = weigh(context, used_shares(context))
-        costs = weighed.forecast + weighed.batch + weighed.work + weighed.shortage
+        costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage
         index = draw_lowest(costs, rng)
 
         def formula(index: int) -> str:
             return (
                 f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
                 f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
-                f"{weighed.work[index]:.1f} for others + {weighed.shortage[index]:.1f} for lack of blocks "
+                f"{weighed.work[index]:.1f} for others + {weighed.output[index]:.1f} for its output + "
+                f"{weighed.shortage[index]:.1f} for lack of blocks "
                 f"({weighed.new_tokens[index]} tokens to compute)"
             )
 
@@ -115,8 +132,10 @@ class Rule:
             "forecast_ms": weighed.forecast,
             "batch_ms": weighed.batch,
             "work_ms": weighed.work,
+            "output_ms": weighed.output,
             "shortage_ms": weighed.shortage,
             "new_tokens": weighed.new_tokens,
+            "relative_latency": context.relative_latency,
         }
         new_tokens = int(weighed.new_tokens[index])
         total = context.total_blocks[index]
@@ -134,7 +153,7 @@ class Rule:
             index,
             Explanation("lowest cost", costs, terms, formula),
             prefill_tokens=new_tokens,
-            forecast_ms=float(weighed.forecast[index]) if weighed.fit[index] else None,
+            forecast_ms=float(weighed.usual[index]) if weighed.fit[index] else None,
         )
 
 
@@ -151,7 +170,9 @@ def used_shares(context: SchedulingContext) -> Amounts:
 def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     """Returns the cost terms, given the share of KV blocks in use by candidate."""
     size, prompt, latency_calibration = context.block_size, context.prompt_tokens, context.latency_calibration
-    base = BASE * shares.mean() ** 4
+    scarcity = shares.mean() ** 4
+    relative = context.relative_latency ** (1.0 - scarcity)
+    latency = latency_calibration * relative
     overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
     new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
     budget = np.where(context.max_batched_tokens, context.max_batched_tokens, DEFAULT_BUDGET)
@@ -163,18 +184,18 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     # One call for all of them, since calls take half of the time.
     tokens = np.array([new, head, ahead + new, np.minimum(filled + new, budget), filled])
     new_ms, head_ms, all_ms, joint_ms, filled_ms = prefill_ms(tokens, budget, decode)
-    own, left = latency_calibration * new_ms, np.maximum(latency_calibration * head_ms - spent, 0.0)
-    rest = np.where(under_way, left, latency_calibration * decode / 2 - spent)
-    batch = np.where(
-        waiting > 0, latency_calibration * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0
-    )
+    rest = np.where(under_way, np.maximum(latency * head_ms - spent, 0.0), latency * decode / 2 - spent)
+    batch = np.where(waiting > 0, latency * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
     lacking = _over(context.active_blocks, context.total_blocks) - ROOM
+    forecast = rest + latency * all_ms
     return Weighed(
-        forecast=rest + latency_calibration * all_ms,
+        forecast=forecast,
         batch=batch,
-        work=(base + CROWD * context.active_requests) * own,
+        work=(BASE * scarcity + CROWD * context.active_requests) * (latency_calibration * new_ms),
+        output=OUTPUT_TOKENS * (latency - latency_calibration) * decode_ms(shares),
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
-        own=own,
+        own=latency_calibration * context.relative_latency * new_ms,
+        usual=forecast / relative,
         new_tokens=new,
         fit=(head == 0) & (new >= FIT_TOKENS),
     )

@@ -1,0 +1,129 @@
+"""Learns how slow each rank of a component is, relative to the component, from first tokens.
+
+Each suitable first token of a rank gives x = log(measured / forecast), the forecast without the rank's own factor.
+From these:
+
+    n         = weight of a rank's first tokens, at most WINDOW; halved by each HALF_LIFE_S
+    m         = mean of x on a rank, of which a new one corrects 1 / n
+    s         = standard deviation of x around m over all ranks, at least LEAST_SPREAD
+    d         = m - mean of m over the ranks, by their weights
+    doubt     = DOUBT * s / sqrt(n)                         deviation that chance explains
+    latency   = exp(d * max(0, 1 - (doubt / d)^2))          measured time of the rank over that of the component  [1]
+
+A deviation that chance explains is thus none: ranks of equal speed have exactly 1, and so has a rank that has just
+begun. A large one counts almost whole (the positive-part estimator of James and Stein). A rank that gets no requests
+returns to 1 by its half-life and is measured again, so that no rank is avoided for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from kvrouter.core import Rank
+from numpy.typing import NDArray
+
+WINDOW = 50
+"""First tokens that a rank's mean reflects. More would follow a change of speed more slowly, and would tell speeds
+apart that differ by too little to matter."""
+
+DOUBT = 4.0
+"""Standard errors that chance explains. At 3, equal ranks of a full fleet seemed unequal in a sixth of the time: past
+the knee, deviations have long tails."""
+
+SPREAD, LEAST_SPREAD = 0.25, 0.1
+"""Standard deviation of x before the first one is known, and the lowest that is believed. Measured ones are 0.06 to
+0.3: the most where ranks are full, the least where prompts are long."""
+
+SPREAD_STEP = 0.02
+"""Share of the difference in variance that one first token corrects: about 50 form a new value."""
+
+HALF_LIFE_S = 300.0
+"""Seconds after which a rank's first tokens count half. A worker that recovers from a slow spell is tried again within
+some minutes, while ranks in use have hundreds of first tokens in that time."""
+
+WIDEST = 4.0
+"""Limit of a single ratio and of the result, in either direction."""
+
+REFRESH_S = 0.1
+"""Seconds for which the column is reused, because it is read in every decision."""
+
+
+@dataclass(slots=True, eq=False)
+class RankMean:
+    """First tokens of one incarnation of a rank."""
+
+    incarnation: int
+    weight: float = 0.0
+    mean: float = 0.0
+    updated: float = 0.0
+
+    def weight_at(self, now: float) -> float:
+        """Returns the weight of the first tokens at a time in seconds."""
+        return self.weight * math.pow(2.0, (self.updated - now) / HALF_LIFE_S)
+
+
+class RelativeLatency:
+    """Relative latencies of the registered ranks of one component. Pure: times are passed in, in seconds."""
+
+    def __init__(self) -> None:
+        self._means: dict[Rank, RankMean] = {}
+        self._places: dict[Rank, int] = {}
+        self._variance = SPREAD**2
+        self._column: NDArray[np.float64] = np.ones(0)
+        self._refresh_at = -math.inf
+
+    def set_ranks(self, registered: Iterable[tuple[Rank, int]]) -> None:
+        """Replaces the registered ranks and their incarnations, in the order of the column.
+
+        A rank that is gone is forgotten, and one of another incarnation starts anew.
+        """
+        before, self._means = self._means, {}
+        for rank, incarnation in registered:
+            known = before.get(rank)
+            same = known is not None and known.incarnation == incarnation
+            self._means[rank] = known if known is not None and same else RankMean(incarnation)
+        self._places = {rank: place for place, rank in enumerate(self._means)}
+        self._refresh_at = -math.inf
+
+    def mean_of(self, rank: Rank) -> RankMean | None:
+        """Returns the first tokens of a rank's present incarnation; None if it is not registered."""
+        return self._means.get(rank)
+
+    def observe(self, rank_mean: RankMean, ratio: float, now: float) -> None:
+        """Adds a first token: its measured time over the forecast for a rank of the component's speed."""
+        weight = rank_mean.weight_at(now)
+        off = math.log(min(max(ratio, 1 / WIDEST), WIDEST)) - rank_mean.mean
+        if weight >= 1.0:
+            # From a mean of n, a value lies further off than from the true one: by (n + 1) / n in its square.
+            self._variance += SPREAD_STEP * (off**2 * weight / (weight + 1.0) - self._variance)
+        rank_mean.weight, rank_mean.updated = min(weight + 1.0, WINDOW), now
+        rank_mean.mean += off / rank_mean.weight
+
+    def of(self, rank: Rank, now: float) -> float:
+        """Returns the relative latency of a rank; 1 if it is not registered."""
+        place = self._places.get(rank)
+        return 1.0 if place is None else float(self.column(now)[place])
+
+    def column(self, now: float) -> NDArray[np.float64]:
+        """Returns the relative latencies of the registered ranks, at most REFRESH_S old."""
+        if now >= self._refresh_at:
+            self._column, self._refresh_at = self._estimate(now), now + REFRESH_S
+        return self._column
+
+    def _estimate(self, now: float) -> NDArray[np.float64]:
+        means = self._means.values()
+        weights = np.fromiter((mean.weight_at(now) for mean in means), np.float64, len(means))
+        total = weights.sum()
+        if not total:
+            return np.ones(len(means))
+        logs = np.fromiter((mean.mean for mean in means), np.float64, len(means))
+        deviations = np.where(weights > 0, logs - (weights * logs).sum() / total, 0.0)
+        doubt = DOUBT**2 * max(self._variance, LEAST_SPREAD**2)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = deviations - doubt / (weights * deviations)
+        trusted = deviations**2 * weights > doubt
+        latencies: NDArray[np.float64] = np.clip(np.exp(np.where(trusted, kept, 0.0)), 1 / WIDEST, WIDEST)
+        return latencies
