@@ -1,6 +1,11 @@
 //! Token ids as JSON arrays: read into, and written from, little-endian u32.
 
+use std::ops::Range;
+
 use crate::hash::TOKEN_BYTES;
+
+/// Bytes that are searched at once.
+const CHUNK: usize = 256;
 
 /// Bytes of the longest token id and a comma.
 const LONGEST: usize = 11;
@@ -48,6 +53,67 @@ pub fn write(tokens: &[u8]) -> Vec<u8> {
     text
 }
 
+/// Where in a JSON object the value of a field is: the last one, if there are several. None if there is none, or if a
+/// name is written with an escape, which may be that of the field.
+///
+/// Nothing is validated, and an array ends at its first `]`. If the value is a valid array of numbers, and the object is
+/// valid with `[]` in its place, then the text was valid.
+pub fn find_value(text: &[u8], field: &[u8]) -> Option<Range<usize>> {
+    let [b'{', object @ ..] = skip_space(text) else { return None };
+    let (mut rest, mut found) = (object, None);
+    loop {
+        let [b'"', quoted @ ..] = skip_space(rest) else { return found };
+        let length = quoted.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
+        let (name, after) = quoted.split_at_checked(length)?;
+        let [b'"', after @ ..] = after else { return None };
+        let [b':', after @ ..] = skip_space(after) else { return found };
+        let value = skip_space(after);
+        rest = match value.first() {
+            Some(b'[') if name == field => value.get(find(value, b']')? + 1..)?,
+            _ => skip_value(value),
+        };
+        if name == field {
+            found = Some(text.len() - value.len()..text.len() - rest.len());
+        }
+        match skip_space(rest) {
+            [b',', next @ ..] => rest = next,
+            _ => return found,
+        }
+    }
+}
+
+/// Where a byte is; fast, since `contains` looks at many bytes at once.
+fn find(text: &[u8], byte: u8) -> Option<usize> {
+    let (start, chunk) = (0..).step_by(CHUNK).zip(text.chunks(CHUNK)).find(|(_, chunk)| chunk.contains(&byte))?;
+    Some(start + chunk.iter().position(|each| *each == byte)?)
+}
+
+/// What follows a value: at a comma or the end of the object, if the text is valid.
+fn skip_value(mut text: &[u8]) -> &[u8] {
+    let mut depth = 0usize;
+    loop {
+        match text {
+            [b'"', rest @ ..] => text = skip_string(rest),
+            [b'[' | b'{', rest @ ..] => (depth, text) = (depth + 1, rest),
+            [b']' | b'}', rest @ ..] if depth > 0 => (depth, text) = (depth - 1, rest),
+            [b',', ..] if depth == 0 => return text,
+            [] | [b']' | b'}', ..] => return text,
+            [_, rest @ ..] => text = rest,
+        }
+    }
+}
+
+/// What follows a string, from after its first quotation mark.
+fn skip_string(mut text: &[u8]) -> &[u8] {
+    loop {
+        match text {
+            [b'"', rest @ ..] => return rest,
+            [b'\\', _, rest @ ..] | [_, rest @ ..] => text = rest,
+            [] => return text,
+        }
+    }
+}
+
 fn skip_space(mut text: &[u8]) -> &[u8] {
     while let [b' ' | b'\t' | b'\n' | b'\r', rest @ ..] = text {
         text = rest;
@@ -55,7 +121,26 @@ fn skip_space(mut text: &[u8]) -> &[u8] {
     text
 }
 
+/// Reads a number of up to ten digits, without a branch for each digit as long as it has at most seven: the lengths of
+/// token ids cannot be predicted.
 fn read_token(text: &[u8]) -> Option<(u32, &[u8])> {
+    let Some(word) = text.first_chunk().map(|word| u64::from_le_bytes(*word)) else { return read_digits(text) };
+    let digits = word ^ 0x3030_3030_3030_3030;
+    let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
+    let length = others.trailing_zeros() / 8;
+    if length == 0 || length == 8 || (length > 1 && word & 0xff == u64::from(b'0')) {
+        return read_digits(text);
+    }
+    // The digits move to the high end, so that zeros precede them. Then pairs, fours and all eight are joined.
+    let digits = digits << (64 - 8 * length);
+    let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
+    let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
+    let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
+    let value = (low.wrapping_add(high) >> 32) as u32;
+    Some((value, text.get(length as usize..)?))
+}
+
+fn read_digits(text: &[u8]) -> Option<(u32, &[u8])> {
     if let [b'0', rest @ ..] = text {
         return Some((0, rest));
     }
@@ -120,6 +205,42 @@ mod tests {
             ("[1,2] 3", 1),
         ] {
             assert_eq!(read(text.as_bytes(), 10), Err(NotAToken { index }), "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_every_length_are_read() {
+        let mut token = 1u64;
+        while token <= 1 << 33 {
+            for token in [token - 1, token, token + 1] {
+                let text = format!("[{token},{token}]");
+                let expected =
+                    u32::try_from(token).map_or(Err(NotAToken { index: 0 }), |token| Ok(packed(&[token; 2])));
+                assert_eq!(read(text.as_bytes(), 10), expected, "{text}");
+            }
+            token *= if token.is_multiple_of(3) { 5 } else { 3 };
+        }
+    }
+
+    #[test]
+    fn the_value_of_a_field_is_found() {
+        for (text, value) in [
+            (r#"{"p":[1,2]}"#, Some("[1,2]")),
+            (r#" { "a" : "p\"[" , "p" : [ 1 ] , "b":2} "#, Some("[ 1 ]")),
+            (r#"{"a":{"p":[1]},"b":[{"p":[2]}],"p":[3]}"#, Some("[3]")),
+            (r#"{"p":[1],"p":[2],"q":[3]}"#, Some("[2]")),
+            (r#"{"a":"\\","p":[1]}"#, Some("[1]")),
+            (r#"{"p":"[1]"}"#, Some("\"[1]\"")),
+            (r#"{"p":[1],"p":{"a":[2]}}"#, Some(r#"{"a":[2]}"#)),
+            (r#"{"\u0070":[1],"p":[2]}"#, None),
+            (r#"["p",[1]]"#, None),
+            (r#"{"a":"p":[1]"#, None),
+            (r#"{"p":[1"#, None),
+            (r#"{"p"#, None),
+            ("", None),
+        ] {
+            let found = find_value(text.as_bytes(), b"p").map(|range| &text[range]);
+            assert_eq!(found, value, "{text}");
         }
     }
 

@@ -17,6 +17,7 @@ NAMES = {
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",
+    "find_json_value",
     "tokens_from_json",
     "tokens_to_json",
 }

@@ -88,6 +88,44 @@ def test_both_implementations_agree_on_anything(text: bytes) -> None:
     assert outcomes[0] == outcomes[-1]
 
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.text('a\\"[]{},: ')
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from('ap"'), inner))
+
+
+@given(st.lists(st.tuples(st.sampled_from("apq"), VALUES | TOKENS)), st.sampled_from([None, 1]))
+def test_the_value_of_a_field_is_found(core: ModuleType, fields: list[tuple[str, object]], indent: int | None) -> None:
+    texts = [(name, json.dumps(value, indent=indent)) for name, value in fields]
+    if any(name == "p" and any(c in value[1:-1] for c in '[]"') for name, value in texts if value[0] == "["):
+        return  # An array of something else than numbers may end anywhere.
+    text = "{" + ", ".join(f'"{name}": {value}' for name, value in texts) + "}"
+    values = [value for name, value in texts if name == "p"]
+    found = core.find_json_value(text.encode(), "p")
+    assert (found and text[slice(*found)]) == (values[-1] if values else None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b'{"p',
+        b'{"p"',
+        b'{"p":[1',
+        b'["p",[1]]',
+        b'{"\\u0070":[1],"p":[2]}',
+        b'{"a":"p":[1]}',
+    ],
+)
+def test_no_value_is_found_where_none_is(core: ModuleType, text: bytes) -> None:
+    assert core.find_json_value(text, "p") is None
+
+
+@given(st.text('{}[]",:\\ ap1', max_size=20).map(str.encode))
+def test_both_implementations_find_the_same_value(text: bytes) -> None:
+    found = [implementation(name, "find_json_value").find_json_value(text, "p") for name in IMPLEMENTATIONS]
+    assert found[0] == found[-1]
+
+
 def test_a_long_array_is_read_whole(core: ModuleType) -> None:
     tokens = [(token * 7919) % (1 << 32) for token in range(100_000)]
     text = json.dumps(tokens).encode()

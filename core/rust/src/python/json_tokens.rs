@@ -19,6 +19,14 @@ pub fn tokens_from_json<'py>(py: Python<'py>, text: &Bound<'py, PyAny>, limit: u
     }
 }
 
+/// Where in a JSON object the value of a field is; see `kvrouter.core.reference.json_tokens`.
+#[pyfunction]
+pub fn find_json_value(py: Python<'_>, text: &Bound<'_, PyAny>, field: &str) -> PyResult<Option<(usize, usize)>> {
+    let text = buffers::bytes(text)?;
+    let found = text.with(py, text.as_slice().len() > LONG, |text| json_tokens::find_value(text, field.as_bytes()));
+    Ok(found.map(|range| (range.start, range.end)))
+}
+
 /// Writes token ids as a JSON array.
 #[pyfunction]
 pub fn tokens_to_json<'py>(py: Python<'py>, tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {

@@ -13,7 +13,7 @@ mod shared;
 
 pub use event_batch::EventBatch;
 pub use hashing::{local_hashes, sequence_hashes};
-pub use json_tokens::{tokens_from_json, tokens_to_json};
+pub use json_tokens::{find_json_value, tokens_from_json, tokens_to_json};
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
 pub use sequences::ActiveSequences;

@@ -34,6 +34,7 @@ _NAMES = (
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",
+    "find_json_value",
     "tokens_from_json",
     "tokens_to_json",
 )
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
         MemoryBudget,
         PredictedIndex,
         PrefixIndex,
+        find_json_value,
         local_hashes,
         sequence_hashes,
         tokens_from_json,
@@ -117,6 +119,7 @@ __all__ = [
     "RefusedBatch",
     "Scope",
     "TokenBuffer",
+    "find_json_value",
     "local_hashes",
     "multimodal_hash",
     "sequence_hashes",

@@ -179,13 +179,18 @@ def test_a_long_prompt_comes_whole(layout: dict[str, Any]) -> None:
     prompt = [(token * 7919) % (1 << 32) for token in range(MANY)]
     request = read(json.dumps({"model": "m", "prompt": prompt}, **layout).encode(), limit=MANY)
     assert list(request.to_generate().token_ids) == prompt
-    assert json.loads(bytes(encode_token_ids(request.token_ids))) == prompt
+    assert json.loads(bytes(request.prompt.as_json())) == prompt
+    assert b"\n" not in bytes(request.prompt.as_json())
+    assert json.loads(bytes(encode_token_ids(request.prompt.token_ids))) == prompt
 
 
 def test_white_space_within_a_prompt_is_passed_over() -> None:
     gap = " " * (1 << 18)
-    assert read(f'{{"model": "m", "prompt": [{gap}1{gap},2{gap}]}}'.encode()).token_ids == struct.pack("<2I", 1, 2)
-    assert read(b'{"model": "m", "prompt": [ ]}').token_ids == b""
+    assert read(f'{{"model": "m", "prompt": [{gap}1{gap},2{gap}]}}'.encode()).prompt.token_ids == struct.pack(
+        "<2I", 1, 2
+    )
+    assert bytes(read(f'{{"model": "m", "prompt": [{gap}1{gap}]}}'.encode()).prompt.as_json()) == b"[1]"
+    assert read(b'{"model": "m", "prompt": [ ]}').prompt.token_ids == b""
 
 
 def test_a_prompt_beyond_the_limit_is_refused_with_its_length() -> None:
@@ -205,4 +210,38 @@ def test_an_integer_of_64_bits_fits(field: str) -> None:
 
 
 def test_of_a_field_that_comes_twice_the_last_counts() -> None:
-    assert read(b'{"model": "a", "prompt": [1], "model": "b", "prompt": [2]}').fields.model == "b"
+    request = read(b'{"model": "a", "prompt": [1], "model": "b", "prompt": [2]}')
+    assert request.fields.model == "b"
+    assert list(request.to_generate().token_ids) == [2]
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        (b'{"prompt": "text", "model": "m", "prompt": [1]}', [1]),
+        (b'{"pro\\u006dpt": [2], "model": "m"}', [2]),
+        (b'{"prompt": [1], "pro\\u006dpt": [2], "model": "m"}', [2]),
+        (b'{"pro\\u006dpt": [2], "prompt": [1], "model": "m"}', [1]),
+        (b'{"cache_salt": "\\"prompt\\": [3]", "prompt": [1], "model": "m"}', [1]),
+        (b'{"user": "{", "prompt": [1], "model": "m", "cache_salt": "}"}', [1]),
+    ],
+)
+def test_the_last_prompt_of_the_body_counts(body: bytes, prompt: list[int]) -> None:
+    assert list(read(body).to_generate().token_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "prompt": [1], "prompt": "text"}',
+        b'{"model": "m", "prompt": [1]]}',
+        b'{"model": "m", "prompt": [1}',
+        b'{"model": "m", "prompt": [1]',
+        b'{"model": "m", "prompt": [1] "n": 1}',
+        b'{"model": "m", "stream_options": {"prompt": [1]}}',
+        b'[{"model": "m", "prompt": [1]}]',
+    ],
+)
+def test_a_body_around_a_prompt_must_be_valid(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        read(body)

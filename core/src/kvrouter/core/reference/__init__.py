@@ -6,7 +6,7 @@ Randomized tests compare the Rust core with it. It also runs on machines without
 from kvrouter.core.reference.active_sequences import ActiveSequences
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
-from kvrouter.core.reference.json_tokens import tokens_from_json, tokens_to_json
+from kvrouter.core.reference.json_tokens import find_json_value, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
@@ -17,6 +17,7 @@ __all__ = [
     "MemoryBudget",
     "PredictedIndex",
     "PrefixIndex",
+    "find_json_value",
     "local_hashes",
     "sequence_hashes",
     "tokens_from_json",

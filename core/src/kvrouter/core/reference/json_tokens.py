@@ -13,6 +13,68 @@ _BEGIN = re.compile(_SPACE + rb"\[" + _SPACE)
 _EMPTY = re.compile(rb"\]" + _SPACE + rb"\Z")
 _ELEMENT = re.compile(_SPACE + rb"(0|[1-9][0-9]{0,9})" + _SPACE + rb"(,|\]" + _SPACE + rb"\Z)")
 _LARGEST = (1 << 32) - 1
+_WHITE = b" \t\n\r"
+_NAME = re.compile(_SPACE + rb'"([^"\\]*)(["\\])')
+_COLON = re.compile(_SPACE + rb":" + _SPACE)
+_ARRAY = re.compile(rb"[^\]]*\]")
+_STRING = re.compile(rb'"(?:\\.|[^"])*+"?', re.DOTALL)
+_COMMA = re.compile(_SPACE + rb",")
+
+
+def find_json_value(text: bytes | bytearray | memoryview, field: str) -> tuple[int, int] | None:
+    """Finds the value of a field in a JSON object: the last one, if there are several.
+
+    Nothing is validated, and an array ends at its first ``]``. If the value is a valid array of numbers, and the object
+    is valid with ``[]`` in its place, then the text was valid.
+
+    Returns:
+        Start and end of the value. None if there is none, or if a name is written with an escape, which may be that of
+        the field.
+    """
+    text = bytes(text)
+    at = len(text) - len(text.lstrip(_WHITE))
+    if text[at : at + 1] != b"{":
+        return None
+    at += 1
+    found: tuple[int, int] | None = None
+    while True:
+        name = _NAME.match(text, at)
+        if name is None:
+            return None if text[at:].lstrip(_WHITE)[:1] == b'"' else found
+        if name[2] != b'"':
+            return None
+        colon = _COLON.match(text, name.end())
+        if colon is None:
+            return found
+        start = colon.end()
+        if name[1] == field.encode() and text[start : start + 1] == b"[":
+            array = _ARRAY.match(text, start)
+            if array is None:
+                return None
+            at = array.end()
+        else:
+            at = _end_of_value(text, start)
+        if name[1] == field.encode():
+            found = start, at
+        comma = _COMMA.match(text, at)
+        if comma is None:
+            return found
+        at = comma.end()
+
+
+def _end_of_value(text: bytes, at: int) -> int:
+    depth = 0
+    while at < len(text):
+        byte = text[at : at + 1]
+        if byte == b'"':
+            string = _STRING.match(text, at)
+            at = string.end() if string is not None else len(text)
+            continue
+        if depth == 0 and byte in (b",", b"]", b"}"):
+            return at
+        depth += (byte in (b"[", b"{")) - (byte in (b"]", b"}"))
+        at += 1
+    return at
 
 
 def tokens_from_json(text: bytes | bytearray | memoryview, limit: int) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
+from kvrouter.core import find_json_value
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
-from kvrouter.frontend.api.token_list import TokenId, parse_token_ids
+from kvrouter.frontend.api.token_list import Prompt, TokenId
 from kvrouter.frontend.lifecycle.packed_prompt import add_packed_prompt
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
@@ -68,11 +69,6 @@ class CompletionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_config_override: RouterConfigOverride = RouterConfigOverride()
 
 
-class _PromptAlone(msgspec.Struct):
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-
-
-_PROMPT_ALONE = msgspec.json.Decoder(_PromptAlone)
 # As lenient as pydantic, with which vLLM parses bodies: "5" is accepted where a number is expected.
 _FIELDS = msgspec.json.Decoder(CompletionFields, strict=False)
 
@@ -82,33 +78,39 @@ class CompletionRequest:
     """A parsed completion request."""
 
     fields: CompletionFields
-    token_ids: bytes = field(repr=False)
-    """The prompt, as a packed buffer."""
+    prompt: Prompt
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> CompletionRequest:
         """Parses a body. Uses up to four times its size in memory and stops at the first error.
 
+        The prompt is cut out before the other fields are decoded, because the decoder would pass over it as slowly as
+        it is parsed.
+
         Raises:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
             PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
         """
+        prompt: Prompt | None = None
+        found = find_json_value(body, "prompt")
+        if found is not None:
+            start, end = found
+            with memoryview(body) as view:
+                prompt = Prompt.parse(bytes(view[start:end]), limit=max_prompt_tokens)
+                body = b"".join((view[:start], b"[]", view[end:]))
         if len(body) > MAX_FIELDS_BYTES:
-            # Measures the prompt without building Python objects, so that only a prompt can be long.
-            besides = len(body) - len(memoryview(decode_json(_PROMPT_ALONE, body).prompt))
-            if besides > MAX_FIELDS_BYTES:
-                raise BadRequest(
-                    f"body: {besides} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
-                    advice="Send a single prompt and shorter fields.",
-                )
+            raise BadRequest(
+                f"body: {len(body)} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
+                advice="Send a single prompt of token ids, and shorter fields.",
+            )
         fields = decode_json(_FIELDS, body)
         check_uint64(fields.seed, "seed")
         check_uint64(fields.worker_id, "worker_id")
         threshold = fields.router_config_override.active_prefill_tokens_threshold
         check_uint64(threshold, "router_config_override.active_prefill_tokens_threshold")
-        token_ids = parse_token_ids(fields.prompt, limit=max_prompt_tokens)
-        # The raw prompt refers to the body's memory, which must not outlive parsing.
-        return cls(msgspec.structs.replace(fields, prompt=msgspec.Raw(b"")), token_ids)
+        if prompt is None:
+            prompt = Prompt.parse(bytes(fields.prompt), limit=max_prompt_tokens)
+        return cls(fields, prompt)
 
     def to_generate(self) -> FrontendServiceGenerateRequest:
         """Returns the request as the Frontend's gRPC contract defines it."""
@@ -145,5 +147,5 @@ class CompletionRequest:
             priority=fields.priority,
             conversation_id=fields.conversation_id,
         )
-        add_packed_prompt(request, self.token_ids)
+        add_packed_prompt(request, self.prompt.token_ids)
         return request

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
-from kvrouter.frontend.api.token_list import TOKEN_BYTES, encode_token_ids
+from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
@@ -29,7 +29,7 @@ class CompletionFrame:
         self.cached_tokens = 0
         self.output_tokens = 0
         self._model = request.fields.model
-        self._prompt = request.token_ids
+        self._prompt = request.prompt
         self._created = int(time.time())
         self._routing: RoutingInfo | None = None
 
@@ -45,7 +45,7 @@ class CompletionFrame:
 
     def prompt_token_ids(self) -> msgspec.Raw:
         """Returns the prompt as JSON."""
-        return encode_token_ids(self._prompt)
+        return self._prompt.as_json()
 
     def envelope(self) -> dict[str, Any]:
         """Returns the fields around the choices."""
@@ -58,7 +58,7 @@ class CompletionFrame:
 
     def usage(self) -> dict[str, Any]:
         """Returns the numbers of tokens, and how the request was routed."""
-        prompt, output = len(self._prompt) // TOKEN_BYTES, self.output_tokens
+        prompt, output = self._prompt.tokens, self.output_tokens
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": output,

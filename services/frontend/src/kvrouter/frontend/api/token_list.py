@@ -5,6 +5,7 @@ A packed buffer has 4 bytes for each token, little-endian.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -15,40 +16,57 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 TOKEN_BYTES = 4
 
-_PIECE_BYTES = 64 << 10
+_LONGEST = 12
+"""Bytes of the longest token id with a comma and a space."""
+
 _NO_TOKENIZER = "Send the prompt as a list of token ids; the gateway has no tokenizer."
 
 
-def parse_token_ids(text: msgspec.Raw, *, limit: int) -> bytes:
-    """Parses a JSON array of token ids. Returns them as a packed buffer.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of token ids."""
 
-    Args:
-        text: Well-formed JSON.
-        limit: Maximum number of tokens; parsing stops beyond it.
+    token_ids: bytes = field(repr=False)
+    """Packed buffer."""
+    text: bytes = field(repr=False)
+    """The prompt as the client wrote it, if it is fit to be returned; otherwise empty."""
 
-    Raises:
-        BadRequest: it is not an array, or an element is not a token id; the error has the element's index.
-        PromptTooLong: there are more tokens than the limit.
-    """
-    with memoryview(text) as view:
-        if not view or view[0] != ord("["):
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+    @classmethod
+    def parse(cls, text: bytes, *, limit: int) -> Prompt:
+        """Parses a JSON array of token ids.
+
+        Args:
+            text: JSON.
+            limit: Maximum number of tokens; parsing stops beyond it.
+
+        Raises:
+            BadRequest: it is not an array, or an element is not a token id; the error has the element's index.
+            PromptTooLong: there are more tokens than the limit.
+        """
+        if not text.startswith(b"["):
             raise BadRequest("prompt: expected an array of token ids", field="prompt", advice=_NO_TOKENIZER)
         try:
-            tokens = tokens_from_json(view, limit)
+            token_ids = tokens_from_json(text, limit)
         except NotATokenId as error:
-            field = f"prompt.{error.index}"
-            message = f"{field}: expected an integer from 0 to 2^32 - 1"
-            raise BadRequest(message, field=field, advice=_NO_TOKENIZER) from None
-        if len(tokens) > limit * TOKEN_BYTES:
-            raise PromptTooLong(_count(view), limit, field="prompt")
-    return tokens
+            path = f"prompt.{error.index}"
+            message = f"{path}: expected an integer from 0 to 2^32 - 1"
+            raise BadRequest(message, field=path, advice=_NO_TOKENIZER) from None
+        if len(token_ids) > limit * TOKEN_BYTES:
+            raise PromptTooLong(1 + text.count(b","), limit, field="prompt")
+        # A line break would end an event of a stream; white space without end would be kept and sent.
+        fit = len(text) <= 2 + _LONGEST * len(token_ids) // TOKEN_BYTES and b"\n" not in text and b"\r" not in text
+        return cls(token_ids, text if fit else b"")
+
+    def as_json(self) -> msgspec.Raw:
+        """Returns the JSON array: the client's own text if possible, because encoding takes as long as parsing."""
+        return msgspec.Raw(self.text) if self.text else encode_token_ids(self.token_ids)
 
 
 def encode_token_ids(tokens: TokenBuffer) -> msgspec.Raw:
     """Returns token ids as a JSON array."""
     return msgspec.Raw(tokens_to_json(tokens))
-
-
-def _count(view: memoryview) -> int:
-    commas = (bytes(view[start : start + _PIECE_BYTES]).count(b",") for start in range(0, len(view), _PIECE_BYTES))
-    return 1 + sum(commas)
