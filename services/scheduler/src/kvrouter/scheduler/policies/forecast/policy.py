@@ -99,8 +99,9 @@ class Weighed(NamedTuple):
     output: Amounts
     shortage: Amounts
     own: Amounts
-    usual: Amounts
-    """The forecast at the component's speed, if ``fit``."""
+    """Time to compute the prompt, at the component's speed."""
+    relative: Amounts
+    """Factor for the rank's speed in the forecast."""
     new_tokens: Column
     fit: NDArray[np.bool_]
     """Whether the first token may be used for latency calibration."""
@@ -144,7 +145,7 @@ class Rule:
             return Wait(
                 index,
                 explanation,
-                work_ms=float(weighed.own[index]),
+                work_ms=float(weighed.own[index] * context.relative_latency[index]),
                 room_tokens=context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size,
                 rank=context.ranks[index],
                 prefill_tokens=new_tokens,
@@ -153,7 +154,7 @@ class Rule:
             index,
             Explanation("lowest cost", costs, terms, formula),
             prefill_tokens=new_tokens,
-            forecast_ms=float(weighed.usual[index]) if weighed.fit[index] else None,
+            forecast_ms=float(weighed.forecast[index] / weighed.relative[index]) if weighed.fit[index] else None,
         )
 
 
@@ -176,7 +177,8 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
     new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
     budget = np.where(context.max_batched_tokens, context.max_batched_tokens, DEFAULT_BUDGET)
-    decode = np.where(context.active_requests, decode_ms(shares), 0.0)
+    decoding = decode_ms(shares)
+    decode = np.where(context.active_requests, decoding, 0.0)
     head, spent = context.head_prefill_tokens, context.head_prefill_seconds * 1e3
     under_way = (head > 0) & (spent > decode / 2)  # a new prompt can join only the next step
     waiting, ahead = context.prefill_requests - under_way, context.prefill_tokens - head * under_way
@@ -187,15 +189,15 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     rest = np.where(under_way, np.maximum(latency * head_ms - spent, 0.0), latency * decode / 2 - spent)
     batch = np.where(waiting > 0, latency * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
     lacking = _over(context.active_blocks, context.total_blocks) - ROOM
-    forecast = rest + latency * all_ms
+    own = latency_calibration * new_ms
     return Weighed(
-        forecast=forecast,
+        forecast=rest + latency * all_ms,
         batch=batch,
-        work=(BASE * scarcity + CROWD * context.active_requests) * (latency_calibration * new_ms),
-        output=OUTPUT_TOKENS * (latency - latency_calibration) * decode_ms(shares),
+        work=(BASE * scarcity + CROWD * context.active_requests) * own,
+        output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
-        own=latency_calibration * context.relative_latency * new_ms,
-        usual=forecast / relative,
+        own=own,
+        relative=relative,
         new_tokens=new,
         fit=(head == 0) & (new >= FIT_TOKENS),
     )
