@@ -29,7 +29,7 @@ from kvrouter.simulator.workloads.workload import Prompts, Workload
 
 ROOT = Path(__file__).parents[2]
 SHARED_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
-SEEDS = 5
+SEEDS, MOST_SEEDS = 5, 10
 WEIGHTS = ("kv:1", "kv:4", "kv:64")
 OTHERS = ("product", "sticky", "power-of-two", "round-robin", "random")
 READ_CACHES = ("forecast", *WEIGHTS, "product", "sticky")
@@ -67,6 +67,8 @@ class Condition:
     every_other_speed: float = 1.0
     calibration_error: float = 1.0
     """Expected duration of steps in the policy's time model over their real duration."""
+    seeds: int | None = None
+    """Seeds of its runs; None for those of the workload."""
 
     def setting(self, engines: int) -> Setting:
         """Returns the settings of the simulation."""
@@ -78,7 +80,10 @@ CONDITIONS: Mapping[str, Condition] = {
     "plain": Condition("Nothing wrong", ("forecast", *WEIGHTS, *OTHERS)),
     "event-lag": Condition("Index 50 ms late", READ_CACHES, event_lag_s=0.05),
     "half-speed": Condition(
-        "Every other worker at half speed", (*READ_CACHES, "power-of-two", "round-robin"), every_other_speed=0.5
+        "Every other worker at half speed",
+        (*READ_CACHES, "power-of-two", "round-robin"),
+        every_other_speed=0.5,
+        seeds=10,
     ),
     "slow-model": Condition("Forecast times three times too long", ("forecast",), calibration_error=3.0),
     "fast-model": Condition("Forecast times a third of the real ones", ("forecast",), calibration_error=1 / 3),
@@ -103,10 +108,10 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     """Yields all runs, those of one workload together so that its prompts are hashed once."""
-    for seed in range(SEEDS):
+    for seed in range(MOST_SEEDS):
         for traffic, spec in TRAFFIC.items():
-            if seed < spec.seeds:
-                for name, condition in CONDITIONS.items():
+            for name, condition in CONDITIONS.items():
+                if seed < (condition.seeds or spec.seeds):
                     loads = spec.loads if name == "plain" else spec.disturbed
                     yield from (
                         Cell(traffic, seed, name, load, policy) for load in loads for policy in condition.policies
@@ -186,7 +191,7 @@ def entries(known: Mapping[str, Any], traffic: str, condition: str, load: float)
     """Returns the results so far, by policy."""
     found = {}
     for policy in CONDITIONS[condition].policies:
-        keys = [Cell(traffic, seed, condition, load, policy).key for seed in range(SEEDS)]
+        keys = [Cell(traffic, seed, condition, load, policy).key for seed in range(MOST_SEEDS)]
         rows = [known[key] for key in keys if key in known]
         if rows:
             found[policy] = Entry(rows)
