@@ -135,6 +135,11 @@ impl PrefixIndex {
         })
     }
 
+    fn applies_at_once(&self, py: Python<'_>, batch: &Bound<'_, EventBatch>) -> bool {
+        let read = batch.get();
+        self.index.is_free_for(|index| work::batch(index, read.batch(), read.bytes(py)))
+    }
+
     fn find_matches<'py>(&self, py: Python<'py>, local_hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
         let locals = buffers::words(local_hashes)?;
         let response =

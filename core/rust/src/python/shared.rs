@@ -72,6 +72,12 @@ impl<S: Send + Sync> Shared<S> {
         py.detach(|| self.0.write(f))
     }
 
+    /// Returns whether a write with this estimate would neither wait nor release the GIL. Another thread can still take
+    /// the lock before the write.
+    pub fn is_free_for(&self, work: impl FnOnce(&S) -> usize) -> bool {
+        self.0.try_write().is_some_and(|state| work(&state) <= LONG)
+    }
+
     /// Calls `f` with write access, then `g` with read access; see `FairLock::write_then_read`.
     pub fn write_then_read<T: Send, U: Send>(
         &self,

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.core import EventBatch, PrefixIndex, sequence_hashes
+from kvrouter.core import IMPLEMENTATION, EventBatch, PrefixIndex, sequence_hashes
 from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
@@ -148,6 +148,58 @@ async def test_a_dump_that_is_behind_the_index_is_refused() -> None:
     with pytest.raises(StaleDump):
         await index.load_rank(RankDump(RANK, (1, 1), False, chunks))
     assert await held(index) == set()
+
+
+native = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the Python core applies nothing at once")
+
+
+@native
+async def test_small_batches_are_applied_at_once() -> None:
+    index = state()
+    batches = [message(stored(0, [1], [11])), message(stored(1, [2], [12], parent=1)), message(removed(2, 1))]
+    assert index.apply_at_once(batches) == 3
+    assert await index.cursor(RANK) == (1, 3)
+    assert index.tally.applied == 3
+
+
+@native
+async def test_nothing_is_applied_at_once_while_a_change_runs() -> None:
+    index = state()
+    began, go_on = threading.Event(), threading.Event()
+
+    def change(_: object) -> None:
+        began.set()
+        assert go_on.wait(30)
+
+    changing = asyncio.create_task(index.change(change))
+    await asyncio.to_thread(began.wait, 30)
+    assert index.apply_at_once([message(stored(0, [1], [11]))]) == 0
+    go_on.set()
+    await changing
+    assert index.apply_at_once([message(stored(0, [1], [11]))]) == 1
+
+
+@native
+async def test_what_takes_long_is_left_to_a_thread_with_all_that_follows() -> None:
+    index, many = state(), 2000
+    index.apply([message(stored(0, range(1, many), range(1, many)))])
+    following = [message(stored(1, [many], [7])), message(cleared(2)), message(stored(3, [1], [11]))]
+    assert index.apply_at_once(following) == 1
+    index.apply(following[1:])
+    assert await held(index) == {1}
+
+
+@native
+async def test_an_invalid_message_is_left_to_the_thread_that_reports_it() -> None:
+    index = state()
+    messages = [message(stored(0, [1], [11])), StreamMessage(COMPONENT.events_subject(1, 0), 2, b"garbage")]
+    assert index.apply_at_once(messages) == 1
+    assert not index.quarantined
+
+
+@native
+async def test_a_long_delivery_is_left_to_the_thread() -> None:
+    assert state().apply_at_once([message(stored(number, [number + 1], [number + 1])) for number in range(9)]) == 0
 
 
 class ChangingIndex:

@@ -88,6 +88,10 @@ class PrefixIndex:
         self._slots: list[Rank | None] = []
         self._lock = RLock()
 
+    def applies_at_once(self, batch: EventBatch) -> bool:  # noqa: ARG002 - no change is that quick in Python
+        """Returns False: a change may take long."""
+        return False
+
     @_locked
     def apply(self, batch: EventBatch | bytes) -> ApplySummary:
         """Applies a KvEventBatch."""

@@ -27,6 +27,7 @@ from kvrouter.net.decoding import Quarantine, Undecodable
 log = structlog.get_logger(component="indexer")
 
 _QUARANTINED_MESSAGES = 64
+_AT_ONCE_MESSAGES = 8
 _QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
@@ -69,7 +70,7 @@ class EventIndex(SharedIndex):
     def apply(self, messages: Sequence[StreamMessage]) -> None:
         """Applies messages in order. Never raises because of their content.
 
-        Must be called from one thread only, which is not the event loop's.
+        Must be called from one thread only, which is not the event loop's, and not during ``apply_at_once``.
         """
         for message in messages:
             batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
@@ -78,6 +79,22 @@ class EventIndex(SharedIndex):
                     self._refuse(message, batch)
                 else:
                     self._apply_batch(ReceivedBatch(message, batch))
+
+    def apply_at_once(self, messages: Sequence[StreamMessage]) -> int:
+        """Applies the first messages on the event loop, as long as each takes microseconds. Returns how many.
+
+        ``apply`` must get the others. A long delivery is left to it altogether.
+        """
+        applied = 0
+        if len(messages) <= _AT_ONCE_MESSAGES:
+            for message in messages:
+                batch = validate(message.subject, message.data, self.block_size, self.unfit_workers)
+                with self.applying_at_once() as index:
+                    if index is None or isinstance(batch, Refusal) or not index.applies_at_once(batch):
+                        break
+                    self._apply_batch(ReceivedBatch(message, batch))
+                applied += 1
+        return applied
 
     def _refuse(self, message: StreamMessage, refusal: Refusal) -> None:
         self.tally.refuse(refusal)

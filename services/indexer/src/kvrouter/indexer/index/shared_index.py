@@ -2,7 +2,8 @@
 
 Queries and reads take only the core's own lock; dumps, digests and statistics run concurrently with them. Changes also
 take a lock of this class, which protects the data beside the index too. The thread that applies events takes it for one
-message at a time, and yields to waiting changes.
+message at a time, and yields to waiting changes. A few small events are applied on the event loop if both locks are
+free, since handing them to a thread costs more than applying them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,17 @@ class SharedIndex:
             time.sleep(_STEP_BACK_SECONDS)
         with self._changes:
             yield self._index
+
+    @contextmanager
+    def applying_at_once(self) -> Iterator[PrefixIndex | None]:
+        """Yields the index under the lock for changes, or None if that is taken. For the event loop."""
+        if self._waiting_changes or not self._changes.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield self._index
+        finally:
+            self._changes.release()
 
     async def change(self, task: Callable[[PrefixIndex], _T]) -> _T:
         """Runs a task that changes the index or the data beside it in a thread. Returns its result."""

@@ -55,7 +55,8 @@ class CoreNatsEvents:
                     messages.append(self._queue.get_nowait())
                 self._bytes -= sum(len(message.data) for message in messages)
                 batch = [StreamMessage(message.subject, 0, message.data) for message in messages]
-                await asyncio.to_thread(self._state.apply, batch)
+                if rest := batch[self._state.apply_at_once(batch) :]:
+                    await asyncio.to_thread(self._state.apply, rest)
         finally:
             if not self._connection.is_closed:
                 await subscription.unsubscribe()

@@ -161,7 +161,8 @@ class Ingest:
         if position is None:
             raise DeliveryLost("expected a position in the stream before the first delivery, found none")
         messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
-        await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, messages)
+        if rest := messages[self._state.apply_at_once(messages) :]:
+            await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, rest)
         self._fingerprint = hash(messages[-1].data)
         self._messages += len(messages)
         self._advance(
