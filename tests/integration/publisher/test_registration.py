@@ -12,6 +12,7 @@ from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import KeyTaken, connect
 from kvrouter.publisher import worker as worker_module
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.registration import begin_incarnation
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.common_pb2 import Role, Transport
@@ -46,6 +47,38 @@ async def test_a_worker_registers_and_signs_off(namespace: str, etcd_endpoint: s
         with pytest.raises(UnknownRank, match="received 1"):
             worker.rank(1)
     assert await registration(settings) is None
+
+
+def lose_and_fail(rank: RankPublisher) -> None:
+    with rank.reporting(0):
+        rank.events_lost()
+        raise ZeroDivisionError
+
+
+async def test_a_loss_of_events_is_registered_until_the_cache_is_cleared(
+    namespace: str, etcd_endpoint: str, nats_url: str
+) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url, ranks={0: 10, 1: 10})
+
+    async def lost() -> list[bool]:
+        found = await registration(settings)
+        return [] if found is None else [rank.events_lost for rank in found.ranks]
+
+    async def is_lost(*expected: bool) -> None:
+        async def equal() -> bool:
+            return await lost() == [*expected]
+
+        await eventually(equal)
+
+    async with running(settings, EchoEngine()) as worker:
+        await is_lost(False, False)
+        with pytest.raises(ZeroDivisionError):
+            lose_and_fail(worker.rank(0))
+        await asyncio.to_thread(worker.rank(1).events_lost)
+        await is_lost(False, True)
+        with worker.rank(1).reporting(1):
+            worker.rank(1).cleared()
+        await is_lost(False, False)
 
 
 async def test_the_lease_ends_with_the_worker(namespace: str, etcd_endpoint: str, nats_url: str) -> None:

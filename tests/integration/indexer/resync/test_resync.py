@@ -61,6 +61,30 @@ async def test_a_worker_that_is_found_is_fetched_whole(
             assert rank.resynced_unix_ns
 
 
+async def test_a_rank_whose_worker_lost_events_of_its_engine_is_partial(
+    connection: Client, component: ComponentName, nats_url: str, etcd_endpoint: str
+) -> None:
+    config = worker_config(component, etcd_endpoint, nats_url, 1)
+    async with caching(config) as (worker, cache), indexing(connection, component) as index:
+
+        async def status() -> tuple[bool, bool]:
+            index.update_workers({1: registration_of(worker)})
+            await agrees(index, worker, cache)
+            rank = (await index.stats()).ranks[0]
+            return rank.partial, rank.verified
+
+        cache.live(20)
+        assert await status() == (False, True)
+        cache.rank.events_lost()
+        cache.table.clear()
+        cache.store()
+        assert await status() == (True, False)
+        cache.rank.cleared()
+        cache.table.clear()
+        cache.store()
+        assert await status() == (False, True)
+
+
 async def test_readiness_waits_for_workers_that_answer_only(connection: Client, component: ComponentName) -> None:
     async with indexing(connection, component, limits=Limits(compare_seconds=30.0)) as index:
         gone = registration_of_nobody()

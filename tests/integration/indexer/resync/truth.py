@@ -92,7 +92,7 @@ def registration_of(worker: Worker) -> WorkerRegistration:
         endpoint=worker.endpoint,
         publishes_events=True,
         transport=worker.transport,
-        ranks=[RankRegistration(dp_rank=0, incarnation=worker.incarnation)],
+        ranks=[RankRegistration(dp_rank=0, incarnation=worker.incarnation, events_lost=worker.rank(0).is_partial)],
     )
 
 

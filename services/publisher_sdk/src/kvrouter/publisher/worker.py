@@ -201,6 +201,13 @@ class Worker:
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
         port = await self._server.start(self.config.bind)
         self.endpoint = self.config.endpoint(port)
+        loop = asyncio.get_running_loop()
+
+        def register_soon() -> None:
+            loop.call_soon_threadsafe(self._register)
+
+        for rank in self._ranks.values():
+            rank.on_partial = register_soon
         self._register()
         self._leasing = tasks.create_task(self._keys.run())
         self._background.append(tasks.create_task(self._link.run()))
@@ -247,6 +254,8 @@ class Worker:
             unsent = sum(rank.stats().unsent_events for rank in self._ranks.values())
             log.info("worker.stopping", worker_id=self.config.worker_id, unsent_events=unsent)
         finally:
+            for rank in self._ranks.values():
+                rank.on_partial = None
             for task in (*self._background, *([self._leasing] if self._leasing else ())):
                 task.cancel()
 
@@ -258,6 +267,8 @@ class Worker:
             registered_unix_ns=self._registered_unix_ns,
         )
         registration.draining = self._draining or not self.is_accepting
+        for rank in registration.ranks:
+            rank.events_lost = self._ranks[rank.dp_rank].is_partial
         registration.serves_call_stream = True
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
 

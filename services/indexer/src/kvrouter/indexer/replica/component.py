@@ -287,8 +287,19 @@ class ComponentIndex:
         return exceeds(self.state.rank_tally(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
 
     def is_verified(self, rank: Rank) -> bool:
-        """Returns whether a rank was compared with its worker, has missed no event since, and is not stale."""
-        return self.state.rank_tally(rank).verified and not self.is_stale(rank)
+        """Returns whether a rank was compared with its worker, has missed no event since, and is not stale.
+
+        A rank whose worker lost events of its engine is not verified either.
+        """
+        return self.state.rank_tally(rank).verified and not self.is_stale(rank) and not self._lost_events(rank)
+
+    def is_partial(self, info: RankInfo) -> bool:
+        """Returns whether blocks of a rank may be missing, in the index or already at its worker."""
+        return info.partial or self._lost_events((info.worker_id, info.dp_rank))
+
+    def _lost_events(self, rank: Rank) -> bool:
+        worker = self._workers.get(rank[0])
+        return worker is not None and any(each.events_lost for each in worker.ranks if each.dp_rank == rank[1])
 
     def _silence_limit(self, rank: Rank) -> float:
         worker = self._workers.get(rank[0])
@@ -304,7 +315,7 @@ class ComponentIndex:
             cursor=Cursor(incarnation=info.incarnation, next_event_id=info.next_event_id),
             blocks=info.blocks,
             memory_bytes=info.memory_bytes,
-            partial=info.partial,
+            partial=self.is_partial(info),
             evicted=info.evicted,
             verified=self.is_verified(rank),
             drifts=tally.drifts,

@@ -70,7 +70,7 @@ class IndexerMetrics(Collector):
             "blocks": "Resident blocks, summed over ranks.",
             "ranks": "Ranks in the index.",
             "evicted_ranks": "Ranks that were emptied because of a bound and have not been restored since.",
-            "partial_ranks": "Ranks of which blocks may be missing in the index.",
+            "partial_ranks": "Ranks of which blocks may be missing, in the index or already at the worker.",
             "memory_bytes": "Estimated memory of the index.",
             "lag_seconds": "Time from publishing to applying the last batch.",
             "pending_messages": "Messages of the stream that are not applied yet.",
@@ -130,7 +130,7 @@ class IndexerMetrics(Collector):
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
             levels["ranks"].add_metric(of, len(ranks))
             levels["evicted_ranks"].add_metric(of, sum(info.evicted for info in ranks))
-            levels["partial_ranks"].add_metric(of, sum(info.partial for info in ranks))
+            levels["partial_ranks"].add_metric(of, sum(component.is_partial(info) for info in ranks))
             levels["memory_bytes"].add_metric(of, sum(info.memory_bytes for info in ranks))
             levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
             levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))

@@ -109,8 +109,11 @@ class RankPublisher:
         self._lock = threading.RLock()
         found = journal.recovered if journal else None
         self._state = found.state if found else RankState(incarnation, copy_counting)
+        self.on_partial: Callable[[], None] | None = None
+        """Called when ``is_partial`` has changed; from any thread."""
         self._check = CopyCountingCheck(dp_rank, copy_counting, total_blocks)
         self._partial = found is not None and found.partial
+        self._announced_partial = self._partial
         self._losses = self._restarts = 0
         self._noted: list[int] = []
         self._log = EventLog(buffer_events, buffer_bytes)
@@ -221,6 +224,11 @@ class RankPublisher:
         """
         with self._lock:
             return self._state.is_resident(engine_hash, tier)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether blocks may be missing, because events of the engine were lost."""
+        return self._partial
 
     def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
         """Reports that blocks left a tier: one copy of each with counted copies, otherwise the whole block.
@@ -343,6 +351,10 @@ class RankPublisher:
             notes = self._state.notes(self._noted)
             self._journal.add(events, position, partial=self._partial, notes=notes)
         self._noted = []
+        if self._partial != self._announced_partial:
+            self._announced_partial = self._partial
+            if self.on_partial is not None:
+                self.on_partial()
         idle = not self._log.unsent
         self._log.extend(events)
         if idle and events and self._loop is not None:
