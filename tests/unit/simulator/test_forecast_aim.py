@@ -5,6 +5,8 @@ Runs are exact: equal seeds give equal figures, so that the margins are room for
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
@@ -36,3 +38,21 @@ def test_forecast_needs_no_weight_to_beat_the_best(traffic: str, load: float, mo
     assert ours.ttft_ms.mean <= most * min(theirs.ttft_ms.mean for theirs in weighted)
     assert ours.ttft_ms.p99 <= 1.03 * min(theirs.ttft_ms.p99 for theirs in weighted)
     assert ours.within_slo >= max(theirs.within_slo for theirs in weighted)
+
+
+@pytest.mark.skipif(IMPLEMENTATION != "native", reason="the engine in Rust is not built: minutes in plain Python")
+@pytest.mark.parametrize("load", [1.5, 2.5])
+def test_forecast_learns_which_engines_are_slow(load: float) -> None:
+    workload = generate("chat", 900)
+    prompts = Prompts(workload, 16)
+    engines = [replace(engine, speed=0.5 if number % 2 else 1.0) for number, engine in enumerate(ENGINES)]
+
+    def run(options: RoutingOptions) -> RunStatistics:
+        setting = Setting(engines, options, regret=False)
+        return run_statistics(simulate(workload.faster(load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
+
+    ours = run(RoutingOptions("forecast"))
+    weighted = [run(RoutingOptions("kv", overlap_score_weight=weight)) for weight in (1.0, 4.0, 64.0)]
+    others = [run(RoutingOptions("product")), *weighted]
+    assert ours.ttft_ms.mean <= 0.95 * min(theirs.ttft_ms.mean for theirs in others)
+    assert ours.within_slo >= 1.1 * max(theirs.within_slo for theirs in others)
