@@ -15,6 +15,7 @@ import uuid
 
 import structlog
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
+from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import Outline
@@ -34,7 +35,6 @@ from kvrouter.v1.frontend_pb2 import (
 )
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import (
-    GenerateOutput,
     WorkerServiceGenerateRequest,
 )
 
@@ -68,8 +68,6 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(request.token_ids)
         self._output_tokens = 0
-        self._cached_tokens: int | None = None
-        """Prompt tokens that the worker of the current attempt found in its cache; None until it reports them."""
         self._failed_attempts = 0
         """Failed attempts. A repeated return to the same silent worker does not count: the Scheduler may discover
         another worker later than this gateway does."""
@@ -166,13 +164,14 @@ class Generation:
             raise error if failure is None else error.after(failure.message) from None
         booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
         self._link.keep(booking)
-        self._cached_tokens = None
         self._endpoint = selection.endpoint
+        progress = Progress(booking, self._link, receiver, self._metrics, self._arrived_ns)
         try:
             receiver.routed(self._routing_info(booking, selection))
-            return await self._run_on_worker(booking, selection.endpoint, receiver, deadline)
+            return await self._run_on_worker(booking, progress, deadline)
         finally:
-            self._link.free(booking, self._cached_tokens)
+            self._output_tokens = progress.output_tokens
+            progress.end()
 
     def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
         added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
@@ -191,14 +190,14 @@ class Generation:
         )
 
     async def _run_on_worker(
-        self, booking: LiveBooking, endpoint: str, receiver: OutputReceiver, deadline: Deadline
+        self, booking: LiveBooking, progress: Progress, deadline: Deadline
     ) -> WorkerFailure | None:
         worker_id = booking.rank.worker_id
         attempt = self._workers.start(
             worker_id,
-            endpoint,
+            self._endpoint,
             self._worker_request(booking),
-            lambda encoded, output: self._pass_on(booking, receiver, encoded, output),
+            progress.pass_on,
             deadline=deadline,
             has_alternative=lambda: self._has_alternative(worker_id),
             stays_a_probe=worker_id == self._silent_worker_id,
@@ -214,22 +213,6 @@ class Generation:
             raise outcome
         finally:
             del outcome
-
-    def _pass_on(self, booking: LiveBooking, receiver: OutputReceiver, encoded: bytes, output: GenerateOutput) -> None:
-        """Passes a piece of the output on. Runs once per piece, so it does nothing that could wait for the end."""
-        tokens = len(output.token_ids)
-        if tokens:
-            if not self._output_tokens:
-                self._link.prefill_complete(booking)
-                self._metrics.ttft_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
-            self._output_tokens += tokens
-            self._link.report_output(booking, self._output_tokens)
-            self._metrics.output_tokens.inc(tokens)
-        if output.HasField("cached_tokens"):
-            self._cached_tokens = output.cached_tokens
-            self._metrics.cached_tokens.inc(output.cached_tokens)
-            self._metrics.prompt_tokens.inc(self._prompt_tokens)
-        receiver.output(encoded, output)
 
     def _has_alternative(self, worker_id: int) -> bool:
         """Returns whether another healthy worker could take the request in a further attempt."""

@@ -131,7 +131,7 @@ class WorkerAttempt:
                 self._end(failure)
         if not self._over:
             self._pass_on(piece)
-            if self._limit.overrun:
+            if self._limit.overrun and not self._over:
                 self._stop_overrun()
 
     def on_end(self) -> None:

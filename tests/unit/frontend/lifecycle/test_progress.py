@@ -1,0 +1,69 @@
+"""What an attempt reports while its output passes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.frontend.lifecycle.progress import Progress
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import GenerateOutput
+from prometheus_client import CollectorRegistry
+
+
+class Link:
+    def __init__(self) -> None:
+        self.reported: list[int] = []
+        self.prefills = 0
+        self.freed: list[int | None] = []
+
+    def prefill_complete(self, _: LiveBooking) -> None:
+        self.prefills += 1
+
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
+        assert booking.fills_block(output_tokens), "a report that the link would drop"
+        booking.output_tokens = output_tokens
+        self.reported.append(output_tokens)
+
+    def free(self, _: LiveBooking, cached_tokens: int | None) -> None:
+        self.freed.append(cached_tokens)
+
+
+class Received:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def routed(self, routing: RoutingInfo) -> None: ...
+
+    def output(self, _: bytes, output: GenerateOutput) -> None:
+        self.tokens += output.token_ids
+
+
+@given(prompt=st.integers(1, 70), block_size=st.sampled_from([1, 4, 16]), sizes=st.lists(st.integers(0, 40)))
+def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
+    prompt: int, block_size: int, sizes: list[int]
+) -> None:
+    def fresh() -> LiveBooking:
+        return LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", prompt, block_size)
+
+    registry, link, received = CollectorRegistry(), Link(), Received()
+    progress = Progress(fresh(), cast(SchedulerLink, link), received, FrontendMetrics(registry), arrived_ns=0)
+    expected, reference, total = [], fresh(), 0
+    for size in sizes:
+        total += size
+        if size and reference.fills_block(total):
+            expected.append(total)
+            reference.output_tokens = total
+        progress.pass_on(b"", GenerateOutput(token_ids=range(size)))
+    progress.end()
+    assert link.reported == expected
+    assert link.prefills == (total > 0)
+    assert link.freed == [None]
+    assert len(received.tokens) == progress.output_tokens == total
+    assert registry.get_sample_value("kvrouter_frontend_output_tokens_total") == total
