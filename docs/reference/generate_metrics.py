@@ -17,6 +17,7 @@ from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
 from kvrouter.runtime.nats_connection import NatsMetrics
+from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from kvrouter.scheduler.load.metrics import RankLoadMetrics
@@ -56,6 +57,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     Directory("127.0.0.1:1", "kvrouter", every)
     StaticDiscovery(MagicMock(components=()), "kvrouter", every)
     metered_quarantine(every)
+    CallStreamMetrics(every)
     _Connections(MagicMock(), every, "ops")
     yield "Every service", every
     frontend = CollectorRegistry()

@@ -43,7 +43,7 @@ async def running(
         sharding=settings.sharding,
         heartbeat_timeout_seconds=settings.scheduler_heartbeat_timeout_seconds,
     )
-    pool = WorkerPool(runtime.instance_id)
+    pool = WorkerPool(runtime.instance_id, counts=runtime.call_streams.client("worker"))
     back_off = BackOff(
         settings.worker_back_off_failures, settings.worker_back_off_seconds, settings.worker_back_off_max_seconds
     )

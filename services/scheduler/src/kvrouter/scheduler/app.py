@@ -76,7 +76,7 @@ async def running(
         else None
     )
     thresholds = shared or OwnThresholds(board)
-    remote_indexers = RemoteIndexers(runtime.directory)
+    remote_indexers = RemoteIndexers(runtime.directory, runtime.instance_id, runtime.call_streams.client("indexer"))
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
     affinity.follow(booking_table)

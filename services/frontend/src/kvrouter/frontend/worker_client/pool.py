@@ -17,10 +17,11 @@ from kvrouter.v1.names import ComponentName
 class WorkerPool:
     """One connection per worker address. Beyond ``max_connections`` the least recently used idle ones are closed."""
 
-    def __init__(self, client_name: str, max_connections: int = 4096) -> None:
-        """``client_name`` names this Frontend in the logs of workers."""
-        self.counts = CallStreamCounts()
-        """Counts of all call streams."""
+    def __init__(
+        self, client_name: str, max_connections: int = 4096, *, counts: CallStreamCounts | None = None
+    ) -> None:
+        """``client_name`` names this Frontend in the logs of workers; ``counts`` counts all call streams."""
+        self.counts = CallStreamCounts() if counts is None else counts
         self._client_name = client_name
         self._max_connections = max_connections
         self._connections: OrderedDict[str, WorkerConnection] = OrderedDict()

@@ -12,6 +12,7 @@ from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
+from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from nats.aio.client import Client
@@ -40,6 +41,8 @@ class Runtime:
         """Endpoints for ``kvrouter.net.etcd``: host:port, separated by commas."""
         self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
         """Keys that exist in etcd for as long as this process lives."""
+        self.call_streams = CallStreamMetrics(registry)
+        """Counts of the process's call streams."""
         self.quarantine = metered_quarantine(registry)
         """Entries of etcd and NATS that were skipped because they cannot be decoded."""
         listed = settings.static_endpoints()

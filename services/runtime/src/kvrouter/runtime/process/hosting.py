@@ -56,7 +56,7 @@ async def host(
         BindFailed: an address cannot be listened on.
     """
     settings = runtime.settings
-    server = open_server(settings.bind)
+    server = open_server(settings.bind, call_stream_counts=runtime.call_streams.server())
     for service in services:
         add_service(server, service.descriptor, service.implementation, limits=service.limits)
     async with serving_ops(

@@ -2,6 +2,7 @@
 
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.runtime.rpc.server import RpcServer, add_service, open_server
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -17,4 +18,5 @@ __all__ = [
     "open_channel",
     "open_server",
     "remote",
+    "remote_on_call_stream",
 ]

@@ -55,7 +55,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class RpcServer:
     """A gRPC server with health and reflection. Add services, start it, and in the end drain it."""
 
-    def __init__(self, bind: str, *, max_calls: int = MAX_CALLS) -> None:
+    def __init__(
+        self, bind: str, *, max_calls: int = MAX_CALLS, call_stream_counts: CallStreamCounts | None = None
+    ) -> None:
         self.health = HealthBoard()
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
@@ -66,7 +68,7 @@ class RpcServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._sessions: set[_Session] = set()
-        self._call_streams = CallStreamServer()
+        self._call_streams = CallStreamServer(counts=call_stream_counts)
         self._port = 0
         self._host = bind.rpartition(":")[0]
         """Host under which others reach the server by default."""
@@ -75,11 +77,6 @@ class RpcServer:
     def calls(self) -> int:
         """Number of running calls, without health and reflection."""
         return self._calls + self._call_streams.running
-
-    @property
-    def call_stream_counts(self) -> CallStreamCounts:
-        """Counts of the call streams that clients opened."""
-        return self._call_streams.counts
 
     @property
     def port(self) -> int:
@@ -267,9 +264,11 @@ async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _C
             await context.write(response)
 
 
-def open_server(bind: str, *, max_calls: int = MAX_CALLS) -> RpcServer:
+def open_server(
+    bind: str, *, max_calls: int = MAX_CALLS, call_stream_counts: CallStreamCounts | None = None
+) -> RpcServer:
     """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started."""
-    return RpcServer(bind, max_calls=max_calls)
+    return RpcServer(bind, max_calls=max_calls, call_stream_counts=call_stream_counts)
 
 
 def add_service(

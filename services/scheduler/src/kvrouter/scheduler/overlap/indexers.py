@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
 from typing import cast
 
-import grpc.aio
+from kvrouter.net.calls import CallStreamClient, CallStreamCounts
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.errors import DependencyAway, KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote_on_call_stream
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
 from kvrouter.v1.names import ComponentName
@@ -20,13 +20,19 @@ _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
 
 class RemoteIndexers:
-    """Finds Indexers in the Directory. Callable, so that it is an ``IndexerSource``."""
+    """Finds Indexers in the Directory, and queries them on call streams. Callable, so that it is an ``IndexerSource``.
 
-    def __init__(self, directory: Directory) -> None:
+    ``run`` must be running.
+    """
+
+    def __init__(self, directory: Directory, client_name: str, counts: CallStreamCounts) -> None:
+        """``client_name`` is the name of this Scheduler for the Indexers' logs."""
         self._directory = directory
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[str, Indexer] = {}
+        self._client_name = client_name
+        self._counts = counts
+        self._connections: dict[str, _Connection] = {}
         self._avoided: set[str] = set()
+        self._group: asyncio.TaskGroup | None = None
 
     def __call__(self, component: ComponentName) -> Indexer | None:
         """Returns the ready Indexers of a component as one; None if there are none."""
@@ -38,12 +44,18 @@ class RemoteIndexers:
         return cast(Indexer, _Failover(self, endpoints)) if endpoints else None
 
     def stub(self, endpoint: str) -> Indexer:
-        """Returns a stub of the Indexer at an address."""
-        stub = self._stubs.get(endpoint)
-        if stub is None:
-            channel = self._channels[endpoint] = open_channel(endpoint)
-            stub = self._stubs[endpoint] = cast(Indexer, remote(_DESCRIPTOR, channel))
-        return stub
+        """Returns a stub of the Indexer at an address.
+
+        Raises:
+            DependencyAway: ``run`` is not running, because the Scheduler is starting or stopping.
+        """
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            if self._group is None:
+                raise DependencyAway("the Scheduler is starting or stopping")
+            connection = self._connections[endpoint] = _Connection(endpoint, self._client_name, self._counts)
+            connection.running = self._group.create_task(connection.run(), name=f"call stream to {endpoint}")
+        return connection.stub
 
     def preferred(self, endpoints: list[str]) -> list[str]:
         """Returns the addresses, with those whose last call failed at the end."""
@@ -57,19 +69,43 @@ class RemoteIndexers:
             self._avoided.add(endpoint)
 
     async def run(self) -> None:
-        """Closes the channels of Indexers that unregistered; on exit, all channels."""
-        try:
-            async for directory in self._directory.changes():
-                live = {registration.endpoint for registration in directory.services("indexer").values()}
-                self._avoided &= live
-                await self._close(self._channels.keys() - live)
-        finally:
-            await self._close(self._channels.keys())
+        """Connects to every registered Indexer, and disconnects from those that unregistered, until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            try:
+                async for directory in self._directory.changes():
+                    live = {registration.endpoint for registration in directory.services("indexer").values()}
+                    self._avoided &= live
+                    for endpoint in self._connections.keys() - live:
+                        self._connections.pop(endpoint).close()
+                    for endpoint in live:
+                        self.stub(endpoint)
+            finally:
+                self._group = None
+                for connection in self._connections.values():
+                    connection.close()
+                self._connections.clear()
 
-    async def _close(self, endpoints: Iterable[str]) -> None:
-        for endpoint in list(endpoints):
-            del self._stubs[endpoint]
-            await self._channels.pop(endpoint).close()
+
+class _Connection:
+    """The call stream to one Indexer."""
+
+    def __init__(self, endpoint: str, client_name: str, counts: CallStreamCounts) -> None:
+        self._channel = open_channel(endpoint)
+        self._client = CallStreamClient(self._channel, client_name=client_name, server_name=endpoint, counts=counts)
+        self.stub = cast(Indexer, remote_on_call_stream(_DESCRIPTOR, self._client))
+        self.running: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Keeps the stream open until cancelled, then closes the channel."""
+        try:
+            await self._client.run()
+        finally:
+            await self._channel.close()
+
+    def close(self) -> None:
+        """Ends ``run``."""
+        if self.running is not None:
+            self.running.cancel()
 
 
 class _Failover:

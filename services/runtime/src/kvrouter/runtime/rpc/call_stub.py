@@ -1,0 +1,61 @@
+"""Stubs whose calls travel on a call stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from kvrouter.net.calls import CallRefused, CallStreamClient, CallTimedOut, NotSent, OutcomeUnknown
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, from_parts
+from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+
+
+def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClient) -> Any:
+    """Returns a stub of a service's unary methods, to be cast to its protocol in ``kvrouter.runtime.contracts``.
+
+    It behaves like ``kvrouter.runtime.rpc.remote``. A call that was not sent, or whose outcome is unknown, raises
+    ``DependencyAway``.
+    """
+    return _Stub(descriptor, client)
+
+
+class _Stub:
+    def __init__(self, descriptor: ServiceDescriptor, client: CallStreamClient) -> None:
+        self._methods = methods_by_python_name(descriptor)
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = self._methods.get(name)
+        if method is None or method.client_streaming or method.server_streaming:
+            raise AttributeError(name)
+        call = _caller(method, self._client)
+        setattr(self, name, call)
+        return call
+
+
+def _caller(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
+    path = full_path(method)[1:]
+    parse = GetMessageClass(method.output_type).FromString
+
+    async def call(request: Message, *, deadline: Deadline) -> Any:
+        if deadline.expired:
+            raise DeadlineExceeded
+        try:
+            encoded = await client.call(path, request.SerializeToString(), time_left=deadline.remaining())
+        except CallRefused as refused:
+            code: int = refused.code.value[0]
+            raise from_parts(code, str(refused), refused.info) from None
+        except CallTimedOut:
+            raise DeadlineExceeded from None
+        except (NotSent, OutcomeUnknown) as lost:
+            raise DependencyAway(str(lost)) from None
+        try:
+            return parse(encoded)
+        except DecodeError:
+            raise Internal("the service sent a response that cannot be parsed") from None
+
+    return call
