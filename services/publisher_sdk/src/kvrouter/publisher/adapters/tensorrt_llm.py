@@ -1,0 +1,223 @@
+"""Translates the events of TensorRT-LLM's ``get_kv_cache_events`` into reports to the publishers of its ranks.
+
+Run it in the engine's process, which needs ``event_buffer_max_size`` above 0:
+
+    adapter = TensorRtLlmEvents({0: worker.rank(0)}, block_size=32)
+    async for event in llm.get_kv_cache_events_async(timeout=5):
+        adapter.apply(event)
+
+An event has an ``event_id`` (consecutive for each rank), a ``window_size``, perhaps an ``attention_dp_rank``, and
+``data``: created, stored, removed or updated. The engine reports each attention window apart, and partial blocks too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrouter.core import Scope
+from kvrouter.net.logs import get_logger
+from kvrouter.publisher.errors import InvalidEvent, UnknownParent
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.v1.common_pb2 import Tier
+
+log = get_logger(__name__)
+
+_TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST)
+"""Tiers by cache level."""
+
+
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
+"""What reading a malformed event raises."""
+
+
+class _LeftOut(Exception):
+    """An event cannot be used. ``reason`` is a label for statistics."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Rank:
+    publisher: RankPublisher
+    next_event_id: int = 0
+    window: int | None = None
+    """The largest attention window, whose blocks decide about prefixes; None if the events name none."""
+    partial_blocks: set[int] = field(default_factory=set)
+
+
+class TensorRtLlmEvents:
+    """Applies events in the order in which the engine returns them. Not thread-safe."""
+
+    def __init__(
+        self, ranks: Mapping[int, RankPublisher], *, block_size: int, lora_names: Mapping[int, str] | None = None
+    ) -> None:
+        """Args:
+        ranks: Publishers by data-parallel rank.
+        block_size: Tokens per block of the engine (``tokens_per_block``).
+        lora_names: Names of LoRA adapters by number, for events that have only that.
+        """  # noqa: D205
+        self.applied = 0
+        """Events that were applied."""
+        self.left_out: Counter[str] = Counter()
+        """Events, and blocks of them, that were left out, by reason."""
+        self._ranks = {dp_rank: _Rank(publisher) for dp_rank, publisher in ranks.items()}
+        self._block_size = block_size
+        self._lora_names = lora_names or {}
+
+    def apply(self, event: Mapping[str, Any] | str) -> None:
+        """Applies an event, or its JSON. Never raises because of its content."""
+        try:
+            decoded = json.loads(event) if isinstance(event, str) else event
+            rank = self._ranks.get(decoded.get("attention_dp_rank") or 0)
+            event_id = int(decoded["event_id"])
+        except _MALFORMED as error:
+            self._leave_out("malformed", error)
+            return
+        if rank is None:
+            self._leave_out("unknown_rank")
+            return
+        self._follow(rank, event_id)
+        try:
+            with rank.publisher.reporting(event_id):
+                self._report(rank, decoded)
+        except _LeftOut as error:
+            self._leave_out(error.reason, error)
+            if error.reason != "other_window":
+                rank.publisher.events_lost(removals=False)
+        except (*_MALFORMED, InvalidEvent) as error:
+            reason = "malformed"
+            if isinstance(error, InvalidEvent):
+                reason = "unknown_parent" if isinstance(error, UnknownParent) else "invalid"
+            self._leave_out(reason, error)
+            rank.publisher.events_lost(removals=False)
+        else:
+            self.applied += 1
+
+    def _leave_out(self, reason: str, error: Exception | None = None) -> None:
+        self.left_out[reason] += 1
+        if reason == "malformed" and self.left_out[reason] == 1:
+            log.warning("adapter.event_malformed", error=repr(error))
+
+    def _follow(self, rank: _Rank, event_id: int) -> None:
+        """Notices events that are missing, and a restart of the engine."""
+        if event_id != rank.next_event_id:
+            rank.partial_blocks.clear()
+        if event_id < rank.next_event_id:
+            rank.publisher.restarted()
+        elif event_id > rank.next_event_id:
+            # The engine drops events while its buffer is full.
+            self.left_out["gap"] += 1
+            rank.publisher.events_lost()
+        rank.next_event_id = event_id + 1
+
+    def _report(self, rank: _Rank, event: Mapping[str, Any]) -> None:
+        data, window = event["data"], event.get("window_size")
+        kind = data.get("type") or _kind(data)
+        if window is not None and (rank.window is None or window > rank.window):
+            if rank.window is not None and kind != "created":
+                # Events of a smaller window were taken for those that decide about prefixes.
+                rank.publisher.events_lost()
+            rank.window = window
+        if kind == "created":
+            return
+        if window is not None and window != rank.window:
+            raise _LeftOut("other_window")
+        match kind:
+            case "stored":
+                self._store(rank, data)
+            case "removed":
+                self._remove(rank, data["block_hashes"])
+            case "updated":
+                self._update(rank, data)
+            case _:
+                raise _LeftOut("unknown_type")
+
+    def _store(self, rank: _Rank, data: Mapping[str, Any]) -> None:
+        parent = data.get("parent_hash")
+        full = []
+        for block in data["blocks"]:
+            if len(block["tokens"]) > self._block_size:
+                raise _LeftOut("block_size")
+            if len(block["tokens"]) < self._block_size:
+                # Nothing can follow it; its removal is reported later.
+                rank.partial_blocks.add(block["block_hash"])
+                self.left_out["partial_block"] += 1
+                break
+            full.append(block)
+        scope = None if parent is not None else Scope(lora_name=self._adapter(data))
+        # Blocks of one event may be in different tiers.
+        while full:
+            tier = _tier(full[0].get("cache_level", 0))
+            run = [full.pop(0)]
+            while full and _tier(full[0].get("cache_level", 0)) == tier:
+                run.append(full.pop(0))
+            rank.publisher.stored(
+                token_ids=[token["token_id"] for block in run for token in block["tokens"]],
+                engine_hashes=[block["block_hash"] for block in run],
+                parent=parent,
+                tier=tier,
+                scope=scope,
+                multimodal=[(index, content) for index, block in enumerate(run) for content in _content(block)],
+            )
+            parent, scope = run[-1]["block_hash"], None
+
+    def _remove(self, rank: _Rank, hashes: Sequence[int]) -> None:
+        for engine_hash in hashes:
+            if engine_hash in rank.partial_blocks:
+                rank.partial_blocks.discard(engine_hash)
+                continue
+            tiers = [tier for tier in _TIERS if rank.publisher.is_resident(engine_hash, tier=tier)]
+            for tier in tiers or _TIERS[:1]:
+                rank.publisher.removed([engine_hash], tier=tier)
+
+    def _update(self, rank: _Rank, data: Mapping[str, Any]) -> None:
+        """Moves a block to another tier; changes of its priority alone mean nothing."""
+        level = data.get("cache_level")
+        if not level or level["old_value"] == level["new_value"] or data["block_hash"] in rank.partial_blocks:
+            return
+        old, new = _tier(level["old_value"]), _tier(level["new_value"])
+        if rank.publisher.is_resident(data["block_hash"], tier=old):
+            rank.publisher.stored_known([data["block_hash"]], tier=new)
+            rank.publisher.removed([data["block_hash"]], tier=old)
+
+    def _adapter(self, data: Mapping[str, Any]) -> str:
+        if data.get("lora_name"):
+            return str(data["lora_name"])
+        number = data.get("lora_id")
+        return self._lora_names.get(number, str(number)) if number else ""
+
+
+def _kind(data: Mapping[str, Any]) -> str:
+    """Returns the type of data that does not name it, by its fields."""
+    for kind, name in (
+        ("created", "num_blocks_per_cache_level"),
+        ("stored", "blocks"),
+        ("removed", "block_hashes"),
+        ("updated", "block_hash"),
+    ):
+        if name in data:
+            return kind
+    return ""
+
+
+def _tier(level: int) -> Tier:
+    if level not in (0, 1):
+        raise _LeftOut("unknown_cache_level")
+    return _TIERS[level]
+
+
+def _content(block: Mapping[str, Any]) -> list[str | bytes]:
+    """Returns the content that starts in a block, and what else tells its tokens apart."""
+    keys = block.get("mm_keys") or ()
+    content: list[str | bytes] = [str(key["hash"]) for key in keys if not key.get("start_offset", 0)]
+    extra = [int(token.get("token_extra_id") or 0) for token in block["tokens"]]
+    if any(extra) and not keys:
+        content.append(struct.pack(f"<{len(extra)}Q", *extra))
+    return content
