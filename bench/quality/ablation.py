@@ -179,7 +179,8 @@ def run_missing(options: argparse.Namespace, known: dict[str, Any], parts: Seque
             for part in missing:
                 if time.monotonic() > until:
                     return
-                with PARTS[part]() if part in PARTS else nullcontext():
+                # What is taken away is taken from the computation in Python.
+                with constant(forecast, "NATIVE", None), PARTS[part]() if part in PARTS else nullcontext():
                     row = measure(cell, workload, prompts) | {"key": key_of(spec, seed, options.condition, part)}
                 known[row["key"]] = row
                 lines.write(json.dumps(row) + "\n")

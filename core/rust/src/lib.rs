@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::python::{
-        ActiveSequences, ApplySummary, EventBatch, MemoryBudget, PredictedIndex, PrefixIndex, find_json_value,
-        local_hashes, sequence_hashes, tokens_from_json, tokens_to_json,
+        ActiveSequences, ApplySummary, EventBatch, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex,
+        find_json_value, local_hashes, sequence_hashes, tokens_from_json, tokens_to_json,
     };
 }

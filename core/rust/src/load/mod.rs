@@ -3,4 +3,5 @@
 pub(crate) mod active_blocks;
 pub(crate) mod active_sequences;
 pub(crate) mod block_users;
+pub(crate) mod forecast;
 pub(crate) mod tombstones;

@@ -4,6 +4,7 @@ mod buffers;
 mod dump;
 mod event_batch;
 mod exclusive;
+mod forecast;
 mod hashing;
 mod json_tokens;
 mod predicted;
@@ -12,6 +13,7 @@ mod sequences;
 mod shared;
 
 pub use event_batch::EventBatch;
+pub use forecast::ForecastModel;
 pub use hashing::{local_hashes, sequence_hashes};
 pub use json_tokens::{find_json_value, tokens_from_json, tokens_to_json};
 pub use predicted::PredictedIndex;

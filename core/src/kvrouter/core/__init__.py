@@ -82,6 +82,13 @@ IMPLEMENTATIONS = MappingProxyType({name: implementation for name, (implementati
 IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.values()) else "reference"
 """"native" if all of the core is native, else "reference"."""
 
+FORECAST_MODEL: Any = None
+"""The class ``interface.ForecastModel`` of the native core; None without the native core."""
+if IMPLEMENTATION == "native":
+    from kvrouter.core import _native
+
+    FORECAST_MODEL = _native.ForecastModel
+
 if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
     from kvrouter.core.reference import (
@@ -100,6 +107,7 @@ else:
     globals().update((name, chosen) for name, (_, chosen) in _chosen.items())
 
 __all__ = [
+    "FORECAST_MODEL",
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
     "REQUESTED",

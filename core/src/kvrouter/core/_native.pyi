@@ -1,4 +1,5 @@
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from kvrouter.core.interface import (
     ApplySummary,
@@ -29,6 +30,24 @@ class EventBatch:
     published_unix_ns: int
     memory_bytes: int
     def __init__(self, data: bytes, rank: Rank | None = None, block_size: int | None = None) -> None: ...
+
+class ForecastModel:
+    def __init__(
+        self,
+        *,
+        prefill: tuple[float, float, float],
+        decode: tuple[float, float, float],
+        default_budget: int,
+        base: float,
+        crowd: float,
+        shortage_ms: float,
+        room: float,
+        output_tokens: float,
+        fit_tokens: int,
+    ) -> None: ...
+    def terms(
+        self, request: tuple[int, int, float, float], head_since: Any, relative_latency: Any, columns: tuple[Any, ...]
+    ) -> bytes: ...
 
 class MemoryBudget:
     max_bytes: int

@@ -1,0 +1,129 @@
+//! Cost terms of routing mode `forecast`. Its policy in the Scheduler has the formula and the reason for each parameter,
+//! and the same computation in Python.
+
+/// Parameters of the time model and of the cost.
+pub struct Model {
+    /// Time of a step's prefill in ms by its new tokens n: n2 n^2 + n1 n + n0.
+    pub prefill: [f64; 3],
+    /// Time of a step's decoding in ms by the share p of KV blocks in use: p2 p^2 + p1 p + p0.
+    pub decode: [f64; 3],
+    /// Tokens per step of a rank that does not report them.
+    pub default_budget: i64,
+    pub base: f64,
+    pub crowd: f64,
+    pub shortage_ms: f64,
+    pub room: f64,
+    pub output_tokens: f64,
+    pub fit_tokens: i64,
+}
+
+/// The request to place.
+pub struct Request {
+    pub prompt_tokens: i64,
+    pub block_size: i64,
+    pub calibration: f64,
+    /// Seconds.
+    pub now: f64,
+}
+
+/// One candidate, as in `SchedulingContext`.
+pub struct Candidate {
+    pub overlap_blocks: i64,
+    pub leading_active_blocks: i64,
+    pub active_blocks: i64,
+    pub active_requests: i64,
+    pub total_blocks: i64,
+    pub max_batched_tokens: i64,
+    pub prefill_tokens: i64,
+    pub prefill_requests: i64,
+    pub head_tokens: i64,
+    pub head_since: f64,
+    pub relative_latency: f64,
+}
+
+/// Cost terms of a candidate, in ms unless stated otherwise.
+pub struct Terms {
+    pub forecast: f64,
+    pub batch: f64,
+    pub work: f64,
+    pub output: f64,
+    pub shortage: f64,
+    /// At the component's speed.
+    pub own: f64,
+    /// Factor for the rank's speed in the forecast.
+    pub relative: f64,
+    /// Tokens.
+    pub new_tokens: i64,
+    /// Whether the first token may be used for latency calibration.
+    pub fit: bool,
+}
+
+impl Model {
+    /// Share of the KV blocks in use without the request, at most 1; 0 if their number is unknown.
+    pub fn share(&self, request: &Request, candidate: &Candidate) -> f64 {
+        let prompt_blocks = (request.prompt_tokens + request.block_size - 1) / request.block_size;
+        let in_use = (candidate.active_blocks - prompt_blocks + candidate.leading_active_blocks).max(0);
+        over(in_use, candidate.total_blocks).min(1.0)
+    }
+
+    /// Cost terms of a candidate with its share, given the mean share of all.
+    pub fn terms(&self, request: &Request, candidate: &Candidate, share: f64, mean_share: f64) -> Terms {
+        let scarcity = mean_share.powi(4);
+        let calibration = request.calibration;
+        let relative = candidate.relative_latency.powf(1.0 - scarcity);
+        let latency = calibration * relative;
+        let &Candidate { head_tokens: head, prefill_tokens, prefill_requests, .. } = candidate;
+        let overlap = candidate.overlap_blocks.max(candidate.leading_active_blocks);
+        let reusable = (request.prompt_tokens - 1) / request.block_size;
+        let new_tokens = request.prompt_tokens - overlap.min(reusable) * request.block_size;
+        let budget = match candidate.max_batched_tokens {
+            0 => self.default_budget,
+            budget => budget,
+        };
+        let decode = if candidate.active_requests > 0 { quadratic(self.decode, share) } else { 0.0 };
+        let spent = (request.now - candidate.head_since).max(0.0) * 1e3;
+        // A new prompt can join only the next step.
+        let under_way = head > 0 && spent > decode / 2.0;
+        let (waiting, ahead) =
+            if under_way { (prefill_requests - 1, prefill_tokens - head) } else { (prefill_requests, prefill_tokens) };
+        let filled = ahead.rem_euclid(budget);
+        let time = |tokens: i64| self.prefill_ms(tokens, budget, decode);
+        let own = calibration * time(new_tokens);
+        let rest = if under_way { (latency * time(head) - spent).max(0.0) } else { latency * decode / 2.0 - spent };
+        let batch = if waiting > 0 {
+            let together = if ahead < budget { waiting } else { 1 };
+            latency * (time((filled + new_tokens).min(budget)) - time(filled)) * together as f64
+        } else {
+            0.0
+        };
+        let lacking = over(candidate.active_blocks, candidate.total_blocks) - self.room;
+        let price = self.base * scarcity + self.crowd * candidate.active_requests as f64;
+        Terms {
+            forecast: rest + latency * time(ahead.saturating_add(new_tokens)),
+            batch,
+            work: price * own,
+            output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
+            shortage: self.shortage_ms * lacking.max(0.0),
+            own,
+            relative,
+            new_tokens,
+            fit: head == 0 && new_tokens >= self.fit_tokens,
+        }
+    }
+
+    /// Time in ms of the steps for prompt tokens, each with `decode` ms of decoding.
+    fn prefill_ms(&self, tokens: i64, budget: i64, decode: f64) -> f64 {
+        let [n2, n1, n0] = self.prefill;
+        let step = |tokens: i64| n0 + decode + (n2 * tokens as f64 + n1) * tokens as f64;
+        let (full, rest) = (tokens.div_euclid(budget), tokens.rem_euclid(budget));
+        full as f64 * step(budget) + if rest > 0 { step(rest) } else { 0.0 }
+    }
+}
+
+fn quadratic([p2, p1, p0]: [f64; 3], x: f64) -> f64 {
+    (p2 * x + p1) * x + p0
+}
+
+fn over(blocks: i64, total: i64) -> f64 {
+    if total == 0 { 0.0 } else { blocks as f64 / total as f64 }
+}

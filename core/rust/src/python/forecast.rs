@@ -1,0 +1,118 @@
+//! Python class for the cost terms of routing mode `forecast`.
+
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::load::forecast::{Candidate, Model, Request};
+
+/// Implements `kvrouter.core.interface.ForecastModel`.
+#[pyclass(frozen, module = "kvrouter.core._native")]
+pub struct ForecastModel(Model);
+
+/// Columns of whole numbers that `terms` takes, in order.
+type Columns<'py> = [Bound<'py, PyAny>; 9];
+
+fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
+    let values = PyBuffer::get(column)?.to_vec(py)?;
+    if values.len() != count {
+        return Err(PyValueError::new_err(format!("expected columns of {count} entries, received {}", values.len())));
+    }
+    Ok(values)
+}
+
+#[pymethods]
+impl ForecastModel {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "parameters by name")]
+    #[pyo3(signature = (*, prefill, decode, default_budget, base, crowd, shortage_ms, room, output_tokens, fit_tokens))]
+    fn new(
+        prefill: [f64; 3],
+        decode: [f64; 3],
+        default_budget: i64,
+        base: f64,
+        crowd: f64,
+        shortage_ms: f64,
+        room: f64,
+        output_tokens: f64,
+        fit_tokens: i64,
+    ) -> PyResult<Self> {
+        if default_budget < 1 {
+            return Err(PyValueError::new_err(format!(
+                "expected a budget of 1 token or more, received {default_budget}"
+            )));
+        }
+        Ok(Self(Model { prefill, decode, default_budget, base, crowd, shortage_ms, room, output_tokens, fit_tokens }))
+    }
+
+    fn terms<'py>(
+        &self,
+        py: Python<'py>,
+        request: (i64, i64, f64, f64),
+        head_since: &Bound<'py, PyAny>,
+        relative_latency: &Bound<'py, PyAny>,
+        columns: Columns<'py>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let (prompt_tokens, block_size, calibration, now) = request;
+        if prompt_tokens < 1 || block_size < 1 {
+            return Err(PyValueError::new_err("expected 1 token or more, in the prompt and in a block"));
+        }
+        let request = Request { prompt_tokens, block_size, calibration, now };
+        let count = head_since.len()?;
+        let since: Vec<f64> = column(py, head_since, count)?;
+        let latencies: Vec<f64> = column(py, relative_latency, count)?;
+        let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
+        let [overlap, leading, active, requests, total, budget, prefill, prefilling, head] = columns.as_slice() else {
+            return Err(PyValueError::new_err("expected nine columns of integers"));
+        };
+        let at = |column: &[i64], place: usize| column.get(place).copied().unwrap_or_default();
+        let candidates: Vec<Candidate> = since
+            .into_iter()
+            .zip(latencies)
+            .enumerate()
+            .map(|(place, (head_since, relative_latency))| Candidate {
+                overlap_blocks: at(overlap, place),
+                leading_active_blocks: at(leading, place),
+                active_blocks: at(active, place),
+                active_requests: at(requests, place),
+                total_blocks: at(total, place),
+                max_batched_tokens: at(budget, place),
+                prefill_tokens: at(prefill, place),
+                prefill_requests: at(prefilling, place),
+                head_tokens: at(head, place),
+                head_since,
+                relative_latency,
+            })
+            .collect();
+        let model = &self.0;
+        let shares: Vec<f64> = candidates.iter().map(|candidate| model.share(&request, candidate)).collect();
+        let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
+        let mut rows = vec![0.0f64; 9 * count];
+        for (place, (candidate, share)) in candidates.iter().zip(shares).enumerate() {
+            let terms = model.terms(&request, candidate, share, mean_share);
+            let values = [
+                terms.forecast,
+                terms.batch,
+                terms.work,
+                terms.output,
+                terms.shortage,
+                terms.own,
+                terms.relative,
+                terms.new_tokens as f64,
+                f64::from(u8::from(terms.fit)),
+            ];
+            for (row, value) in values.into_iter().enumerate() {
+                if let Some(to) = rows.get_mut(row * count + place) {
+                    *to = value;
+                }
+            }
+        }
+        PyBytes::new_with(py, size_of_val(rows.as_slice()), |to| {
+            for (to, value) in to.chunks_exact_mut(8).zip(&rows) {
+                to.copy_from_slice(&value.to_ne_bytes());
+            }
+            Ok(())
+        })
+    }
+}

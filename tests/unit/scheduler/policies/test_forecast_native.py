@@ -1,0 +1,85 @@
+"""The native core computes the cost terms of mode forecast as the policy does."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvrouter.scheduler.policies.forecast import policy
+from kvrouter.scheduler.policies.interface import SchedulingContext
+
+from ..context_maker import context
+
+pytestmark = pytest.mark.skipif(policy.NATIVE is None, reason="the native core is not built")
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> SchedulingContext:
+    count = draw(st.integers(1, 5))
+
+    def column(*values: Any) -> list[Any]:
+        return draw(st.lists(st.one_of(*values), min_size=count, max_size=count))
+
+    heads = column(st.just(0), st.integers(1, 50_000))
+    waiting = [max(1, more) if head else more for head, more in zip(heads, column(st.integers(0, 9)), strict=True)]
+    ahead = [head + more for head, more in zip(heads, column(st.just(0), st.integers(0, 200_000)), strict=True)]
+    seconds = [spent if head else 0.0 for head, spent in zip(heads, column(st.floats(0, 10)), strict=True)]
+    return context(
+        count,
+        prompt_tokens=draw(st.integers(1, 100_000)),
+        block_size=draw(st.sampled_from([1, 16, 64])),
+        overlap_blocks=column(st.integers(0, 7000)),
+        leading_active_blocks=column(st.integers(0, 7000)),
+        active_blocks=column(st.integers(0, 20_000)),
+        active_requests=column(st.integers(0, 300)),
+        total_blocks=column(st.just(0), st.integers(1, 20_000)),
+        max_batched_tokens=column(st.just(0), st.sampled_from([512, 8192]), st.integers(1, 100_000)),
+        prefill_tokens=ahead,
+        prefill_requests=waiting,
+        head_prefill_tokens=heads,
+        head_prefill_seconds=seconds,
+        relative_latency=column(st.just(1.0), st.floats(0.1, 10)),
+        latency_calibration=draw(st.floats(0.01, 100)),
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(contexts())
+def test_native_terms_are_those_of_the_policy(given_context: SchedulingContext) -> None:
+    expected = policy.weigh(given_context, policy.used_shares(given_context))
+    native = policy.weigh_natively(given_context)
+    for name, ours, theirs in zip(policy.Weighed._fields, native, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs.astype(np.float64), rtol=1e-9, atol=1e-6, err_msg=name)
+
+
+@settings(max_examples=200, deadline=None)
+@given(contexts(), st.integers())
+def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> None:
+    rule = policy.Rule()
+    natively = rule.decide(given_context, Random(seed))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(policy, "NATIVE", None)
+        computed = rule.decide(given_context, Random(seed))
+    costs = np.asarray(computed.explanation.costs)
+    assert costs[natively.index] == pytest.approx(costs.min(), rel=1e-9, abs=1e-6)
+    if np.isclose(costs, costs.min()).sum() == 1:
+        assert (type(natively), natively.index, natively.prefill_tokens) == (
+            type(computed),
+            computed.index,
+            computed.prefill_tokens,
+        )
+        assert natively.explanation.formula(natively.index) == computed.explanation.formula(computed.index)
+
+
+def test_columns_of_other_lengths_or_types_are_refused() -> None:
+    given_context = context(2)
+    with pytest.raises(ValueError, match="columns of 2 entries"):
+        policy.weigh_natively(given_context._replace(active_blocks=np.zeros(3, np.int64)))
+    with pytest.raises((BufferError, TypeError)):
+        policy.weigh_natively(given_context._replace(active_blocks=np.zeros(2, np.float64)))
+    with pytest.raises(ValueError, match="1 token or more"):
+        policy.weigh_natively(given_context._replace(prompt_tokens=0))
