@@ -32,6 +32,7 @@ CORNERS = {
 CORNER_WORKERS = (4, 256)
 STREAMING_ENGINES = Engines(speed=10)
 _WARM_SECONDS = 2.0
+_TOKENS_PER_SECOND = 1e6  # a run is long enough to serve every connection once at this rate
 _MB = 1e6
 
 Say = Callable[[str], None]
@@ -48,11 +49,12 @@ async def compare(
 ) -> None:
     """Runs each work with all systems in turn, as often as there are rounds."""
     for row, work in works.items():
+        enough = max(seconds, work.concurrency * (work.prefix + work.suffix) / _TOKENS_PER_SECOND)
         for system in systems:
             await load(system.url, work, _WARM_SECONDS)
         for round_number in range(rounds):
             for system in systems:
-                values = await _measure(system, work, seconds)
+                values = await _measure(system, work, enough)
                 samples.add(row, system.name, round_number, values)
                 say(f"{row} {system.name}: {values['cpu_us']:,.0f} µs, p50 {values['p50_us']:,.0f} µs")
 
