@@ -60,6 +60,9 @@ def writes(*pieces: bytes) -> Behaviour:
     return behave
 
 
+_WRITE_BUFFER_BYTES = 1 << 20
+
+
 class _StreamContext:
     """A call on a call stream, as a behaviour sees it."""
 
@@ -69,7 +72,10 @@ class _StreamContext:
         self.details = ""
 
     async def write(self, response: bytes) -> None:
+        """Sends a response. Waits for the stream, as gRPC does."""
         self.call.respond(response)
+        while self.call.unread_bytes > _WRITE_BUFFER_BYTES and not self.call.ended:
+            await asyncio.sleep(0)
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code

@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ from kvrouter.v1.frontend_pb2 import (
 )
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
-from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, StopConditions, WorkerServiceGenerateResponse
 
 from ....garbage import no_request_is_garbage
 from ....hostile_worker import Behaviour, HostileWorker, aborts, answers, hangs, piece, registered_beside, writes
@@ -305,11 +306,39 @@ async def test_a_deadline_that_passes_at_a_silent_worker_names_the_cause(system:
         async with asyncio.timeout(60):
             while (await health(system, HOSTILE)).state != WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED:
                 await asyncio.sleep(0.01)
-        stream = system.frontend.pieces(pinned(HOSTILE, request_id="r"), deadline=Deadline.after(0.5))
+        stream = system.frontend.generate(pinned(HOSTILE, request_id="r"), deadline=Deadline.after(0.5))
         with pytest.raises(DeadlineExceeded, match=f"worker {HOSTILE} has missed .* probes"):
             async with aclosing(stream) as pieces:
                 await anext(pieces)
     await system.until_idle()
+
+
+async def test_a_client_that_does_not_read_costs_bounded_memory_and_fails_alone(system: System) -> None:
+    large = WorkerServiceGenerateResponse(
+        output=GenerateOutput(token_ids=[1], text="x" * (256 << 10))
+    ).SerializeToString()
+    limit = StopConditions(max_tokens=1000)
+
+    async def produces(context: Any) -> None:
+        for _ in range(128):  # 32 MiB
+            await context.write(large)
+            await asyncio.sleep(0)
+        await answers(context)
+
+    async with hostile_worker(system, HOSTILE, produces) as worker:
+        sent = pinned(HOSTILE, stop_conditions=limit)
+        async with aclosing(system.client.generate(sent, deadline=Deadline.after(60))) as pieces:
+            await anext(pieces)
+            # The request has ended, though its client has read one piece.
+            await until(lambda: worker.under_way == 0)
+            await system.until_idle()
+            assert served_by(await ask(system, pinned(SOUND))) == SOUND
+            with pytest.raises(KvRouterError, match="has not read") as unread:
+                async for _ in pieces:
+                    pass
+        assert unread.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        worker.behave = answers
+        assert served_by(await ask(system, pinned(HOSTILE))) == HOSTILE
 
 
 async def test_best_worker_avoids_unhealthy_workers(system: System) -> None:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvrouter.frontend.api.output_buffer import OutputBuffer, Piece
+from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.validation import Limits, check_request, check_routing, component_of_model, describe_models
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
@@ -106,33 +106,21 @@ class FrontendService:
             BadRequest, PromptTooLong, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers, AllBusy, WorkerLost,
             OutOfRange, TooLarge, DeadlineExceeded, DependencyAway.
         """
-        async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
-            async for piece in pieces:
-                yield FrontendServiceGenerateResponse(output=piece.output, routing=piece.routing)
+        async with aclosing(self.generate_encoded(request, deadline=deadline)) as responses:
+            async for encoded in responses:
+                yield FrontendServiceGenerateResponse.FromString(encoded)
 
     async def generate_encoded(
         self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[bytes, None]:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
-        async with aclosing(self.pieces(request, deadline=deadline)) as pieces:
-            async for piece in pieces:
-                yield piece.encoded
-
-    async def pieces(
-        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
-    ) -> AsyncGenerator[Piece, None]:
-        """Does the same as ``generate`` and yields each piece both encoded and parsed.
-
-        Raises:
-            KvRouterError: the request is invalid, cannot be routed, or lost its worker; or its client does not read.
-        """
         buffer = OutputBuffer()
         running = asyncio.create_task(self.run(request, buffer, deadline=deadline))
         running.add_done_callback(lambda _: buffer.end())
         try:
-            while pieces := await buffer.take():
-                for piece in pieces:
-                    yield piece
+            while responses := await buffer.take():
+                for response in responses:
+                    yield response
             await running
         finally:
             running.cancel()
