@@ -302,7 +302,7 @@ class Moves(RuleBasedStateMachine):
         if queue and to not in self.frozen:
             event = ReplicaSyncEvent.FromString(queue.pop(0))
             if not lost:
-                self._replicas(to).hear(event)
+                self._replicas(to).receive(event)
 
     # What must hold.
 
@@ -440,7 +440,7 @@ class Moves(RuleBasedStateMachine):
             while any(self.events.values()):
                 for sender, to in list(self.events):
                     for event in self.events.pop((sender, to)):
-                        self._replicas(to).hear(ReplicaSyncEvent.FromString(event))
+                        self._replicas(to).receive(ReplicaSyncEvent.FromString(event))
             for name in NODES:
                 for heard in [each for each in self._replicas(name).logs if each.state_requested]:
                     fetch = Fetch(self._replicas(name), heard)

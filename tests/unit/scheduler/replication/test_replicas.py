@@ -10,8 +10,8 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import event_log as replica_log
-from kvrouter.scheduler.replication.event_log import Log
-from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
+from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
+from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
 from kvrouter.v1 import common_pb2
@@ -40,11 +40,11 @@ class Node:
     def replicas(self) -> Replicas:
         return self.parts.sync.of(POOL)
 
-    def hear(self, *events: ReplicaSyncEvent) -> None:
+    def receive(self, *events: ReplicaSyncEvent) -> None:
         for event in events:
-            self.replicas.hear(ReplicaSyncEvent.FromString(event.SerializeToString()))
+            self.replicas.receive(ReplicaSyncEvent.FromString(event.SerializeToString()))
 
-    def log(self) -> Log:
+    def log(self) -> EventLog:
         (only,) = self.replicas.logs
         return only
 
@@ -81,12 +81,12 @@ def added(
     return event(sequence, scheduler, add_request=announced)
 
 
-def heartbeat(sequence: int, owned: OwnedBookings) -> ReplicaSyncEvent:
+def heartbeat(sequence: int, owned: AnnouncedBookings) -> ReplicaSyncEvent:
     return event(sequence, heartbeat=SyncHeartbeat(digest=owned.digest, bookings=len(owned)))
 
 
 def test_the_digest_is_the_sum_over_owned_bookings() -> None:
-    owned = OwnedBookings()
+    owned = AnnouncedBookings()
     keys: list[Key] = [("a", 0, 1), ("b", 2, 2), ("\u00e9", 1, 3)]
     for each in keys:
         owned.put(each, "s")
@@ -113,10 +113,10 @@ def test_the_digest_is_the_sum_over_owned_bookings() -> None:
 
 def test_events_are_applied_once_in_order_and_a_gap_is_detected() -> None:
     node = Node("n")
-    node.hear(added(0, 0), added(0, 0), added(2, 2))
+    node.receive(added(0, 0), added(0, 0), added(2, 2))
     assert node.log().state_requested == "gap"
     assert len(node.parts.booking_table) == 1
-    node.hear(added(1, 1), added(2, 2))
+    node.receive(added(1, 1), added(2, 2))
     assert len(node.parts.booking_table) == 3
     assert node.log().next_sequence == 3
     assert node.quarantined("duplicate") == 2
@@ -125,27 +125,27 @@ def test_events_are_applied_once_in_order_and_a_gap_is_detected() -> None:
 
 def test_a_heartbeat_reveals_lost_events_and_drift() -> None:
     node = Node("n")
-    node.hear(added(0, 0))
-    node.hear(heartbeat(1, node.log().owned))
+    node.receive(added(0, 0))
+    node.receive(heartbeat(1, node.log().announced))
     assert node.log().state_requested == ""
-    other = OwnedBookings()
-    node.hear(heartbeat(1, other))
+    other = AnnouncedBookings()
+    node.receive(heartbeat(1, other))
     assert node.log().state_requested == "digest"
     assert node.parts.figure("kvrouter_scheduler_sync_digest_mismatches_total") == 1
     lagging = Node("m")
-    lagging.hear(heartbeat(0, other), heartbeat(4, other))
+    lagging.receive(heartbeat(0, other), heartbeat(4, other))
     assert lagging.log().state_requested == "join"
 
 
 def test_a_state_is_requested_once_for_a_digest_that_stays_wrong() -> None:
-    log, wrong = Log(OTHER, 0.0), OwnedBookings()
+    log, wrong = EventLog(OTHER, 0.0), AnnouncedBookings()
     wrong.put(key(1), "")
     for _ in range(3):
-        assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
+        assert list(log.receive(heartbeat(0, wrong), 0.0)) == []
     assert log.state_requested == "digest"
     log.fetch()
     assert list(log.fetched(0)) == []
-    assert list(log.hear(heartbeat(0, wrong), 0.0)) == []
+    assert list(log.receive(heartbeat(0, wrong), 0.0)) == []
     assert log.state_requested == ""
 
 
@@ -153,22 +153,22 @@ def test_events_that_wait_for_a_state_are_bounded_and_later_ones_are_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_log, "MAX_WAITING", 3)
-    log = Log(OTHER, 0.0)
+    log = EventLog(OTHER, 0.0)
     log.fetch()
     for sequence in (5, 6, 7):
-        assert list(log.hear(added(sequence, sequence), 0.0)) == []
+        assert list(log.receive(added(sequence, sequence), 0.0)) == []
     assert [each.sequence for each in log.fetched(6)] == [6, 7]
     assert log.next_sequence == 8
     for sequence in (10, 11, 12, 13):
-        assert list(log.hear(added(sequence, sequence), 0.0)) == []
+        assert list(log.receive(added(sequence, sequence), 0.0)) == []
     log.fetch()
     assert list(log.fetched(10)) == []
-    assert list(log.hear(added(10, 10), 0.0)) != []
+    assert list(log.receive(added(10, 10), 0.0)) != []
 
 
 def test_events_of_an_earlier_incarnation_are_fenced() -> None:
     node = Node("n")
-    node.hear(
+    node.receive(
         added(0, 0, scheduler=(1, "other")), added(0, 1, scheduler=(2, "other")), added(1, 2, scheduler=(1, "other"))
     )
     assert node.quarantined("old_incarnation") == 1
@@ -181,7 +181,7 @@ def test_events_of_an_earlier_incarnation_are_fenced() -> None:
 
 async def test_a_registered_incarnation_is_not_gone_even_if_it_is_silent() -> None:
     node = Node("n")
-    node.hear(added(0, 0))
+    node.receive(added(0, 0))
     node.parts.now += 1000
     node.parts.sync.expire({"other"})
     assert len(node.parts.booking_table) == 1
@@ -192,73 +192,73 @@ async def test_a_registered_incarnation_is_not_gone_even_if_it_is_silent() -> No
 
 def test_of_two_placements_that_of_the_greater_incarnation_counts() -> None:
     node = Node("n")
-    node.hear(added(0, 0, rank=1, scheduler=(1, "a")), added(0, 0, rank=2, scheduler=(2, "b")))
+    node.receive(added(0, 0, rank=1, scheduler=(1, "a")), added(0, 0, rank=2, scheduler=(2, "b")))
     assert node.rank(0) == (2, 0)
     late = Node("m")
-    late.hear(added(0, 0, rank=2, scheduler=(2, "b")), added(0, 0, rank=1, scheduler=(1, "a")))
+    late.receive(added(0, 0, rank=2, scheduler=(2, "b")), added(0, 0, rank=1, scheduler=(1, "a")))
     assert late.rank(0) == (2, 0)
     for each in (node, late):
-        each.hear(event(1, (1, "a"), mark_prefill_completed={"booking": {"request_id": "r0"}}))
+        each.receive(event(1, (1, "a"), mark_prefill_completed={"booking": {"request_id": "r0"}}))
         assert each.parts.load(2) == (2, 0, 1)
-        each.hear(event(1, (2, "b"), session_ended={"session_id": "theirs"}))
+        each.receive(event(1, (2, "b"), session_ended={"session_id": "theirs"}))
         assert (each.rank(0), each.parts.load(1), each.parts.load(2)) == ((1, 0), (2, 0, 1), (0, 0, 0))
 
 
 async def test_a_reused_id_with_another_prompt_is_quarantined_and_does_not_disturb_the_digest() -> None:
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
-    node.hear(added(0, 0, seed=5))
+    node.receive(added(0, 0, seed=5))
     assert node.quarantined("already_exists") + node.quarantined("invalid_argument") == 1
     assert len(node.parts.booking_table) == 1
-    node.hear(heartbeat(1, node.log().owned))
+    node.receive(heartbeat(1, node.log().announced))
     assert node.log().state_requested == ""
 
 
 async def test_a_free_that_overtakes_its_booking_holds() -> None:
     node = Node("n")
-    node.hear(event(0, (1, "b"), free={"booking": {"request_id": "r0"}}), added(0, 0))
+    node.receive(event(0, (1, "b"), free={"booking": {"request_id": "r0"}}), added(0, 0))
     assert node.parts.idle()
 
 
 async def test_an_update_received_elsewhere_is_announced_again_by_the_owner() -> None:
     node = Node("n")
     await node.parts.select(selecting("r0", routing(2)))
-    node.hear(event(0, mark_prefill_completed={"booking": {"request_id": "r0"}}))
-    node.hear(event(1, output_progress={"booking": {"request_id": "r0"}, "output_tokens": 5}))
-    node.hear(event(2, free={"booking": {"request_id": "r0"}}))
+    node.receive(event(0, mark_prefill_completed={"booking": {"request_id": "r0"}}))
+    node.receive(event(1, output_progress={"booking": {"request_id": "r0"}, "output_tokens": 5}))
+    node.receive(event(2, free={"booking": {"request_id": "r0"}}))
     kinds = [each.WhichOneof("event") for each in node.sent]
     assert kinds == ["add_request", "mark_prefill_completed", "output_progress", "free"]
     assert [each.sequence for each in node.sent] == [0, 1, 2, 3]
-    assert len(node.replicas.announcer.own) == 0
+    assert len(node.replicas.announcer.announced) == 0
     assert node.parts.idle()
 
 
 async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at_all() -> None:
-    teller, hearer = Node("teller"), Node("hearer")
-    teller.hear(added(0, 0))
-    teller.parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=BookingKey(request_id="r0")))
+    sender, receiver = Node("sender"), Node("receiver")
+    sender.receive(added(0, 0))
+    sender.parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=BookingKey(request_id="r0")))
     for number in range(1, 4):
-        await teller.parts.select(selecting(f"r{number}", routing(2, seed=number)))
-    hearer.hear(added(0, 0))
-    hearer.hear(teller.replicas.announcer.heartbeat())
-    heard = next(each for each in hearer.replicas.logs if each.scheduler == (1, "teller"))
-    assert heard.state_requested == "join"
+        await sender.parts.select(selecting(f"r{number}", routing(2, seed=number)))
+    receiver.receive(added(0, 0))
+    receiver.receive(sender.replicas.announcer.heartbeat())
+    event_log = next(each for each in receiver.replicas.logs if each.scheduler == (1, "sender"))
+    assert event_log.state_requested == "join"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvrouter.scheduler.replication.state_transfer.CHUNK_BYTES", 1)
-        parts = list(chunks(teller.replicas))
+        parts = list(chunks(sender.replicas))
     assert len(parts) == 5
-    broken = Fetch(hearer.replicas, heard)
+    broken = Fetch(receiver.replicas, event_log)
     assert not broken.take(parts[0])
     with pytest.raises(StateBroken):
         broken.take(parts[2])
     broken.give_up()
-    assert heard.state_requested
-    fetch = Fetch(hearer.replicas, heard)
+    assert event_log.state_requested
+    fetch = Fetch(receiver.replicas, event_log)
     assert [fetch.take(part) for part in parts] == [False] * 4 + [True]
-    assert not heard.state_requested
-    assert (heard.owned.digest, len(heard.owned)) == (teller.replicas.announcer.own.digest, 3)
-    assert sum(hearer.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
+    assert not event_log.state_requested
+    assert (event_log.announced.digest, len(event_log.announced)) == (sender.replicas.announcer.announced.digest, 3)
+    assert sum(receiver.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
 
 
 async def test_a_booking_too_large_to_announce_is_counted_here_alone(
@@ -275,14 +275,14 @@ async def test_a_booking_too_large_to_announce_is_counted_here_alone(
 def test_strangers_are_bounded() -> None:
     node = Node("n")
     for number in range(100):
-        node.hear(added(0, number, scheduler=(1, f"s{number}")))
+        node.receive(added(0, number, scheduler=(1, f"s{number}")))
     assert len(node.replicas.logs) == 64
     assert node.quarantined("too_many_replicas") == 36
 
 
 def test_a_forged_incarnation_is_corrected_by_its_scheduler() -> None:
-    teller, node = Node("other", incarnation=5), Node("n")
-    node.hear(
+    sender, node = Node("other", incarnation=5), Node("n")
+    node.receive(
         added(0, 0, scheduler=(5, "other")), added(0, 1, scheduler=(99, "other")), added(1, 2, scheduler=(5, "other"))
     )
     assert node.quarantined("old_incarnation") == 1
@@ -292,46 +292,46 @@ def test_a_forged_incarnation_is_corrected_by_its_scheduler() -> None:
     assert node.log().scheduler == (5, "other"), "what was forged is forgotten"
     assert node.log().state_requested
     fetch = Fetch(node.replicas, node.log())
-    assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
-    assert node.log().next_sequence == teller.replicas.announcer.next_sequence
+    assert [fetch.take(chunk) for chunk in chunks(sender.replicas)] == [True]
+    assert node.log().next_sequence == sender.replicas.announcer.next_sequence
     assert len(node.parts.booking_table) == 0, "what the Scheduler does not hold is not counted"
-    node.hear(added(0, 3, scheduler=(99, "other")))
+    node.receive(added(0, 3, scheduler=(99, "other")))
     assert node.quarantined("unconfirmed_incarnation") == 1
 
 
 def test_a_state_of_another_incarnation_settles_which_one_counts() -> None:
-    teller, node = Node("other", incarnation=5), Node("n")
-    node.hear(added(0, 1, scheduler=(99, "other")), added(3, 2, scheduler=(99, "other")))
+    sender, node = Node("other", incarnation=5), Node("n")
+    node.receive(added(0, 1, scheduler=(99, "other")), added(3, 2, scheduler=(99, "other")))
     fetch = Fetch(node.replicas, node.log())
     with pytest.raises(StateBroken):
-        fetch.take(next(chunks(teller.replicas)))
+        fetch.take(next(chunks(sender.replicas)))
     fetch.give_up()
     assert node.log().scheduler == (5, "other")
 
 
 def test_sequences_that_a_scheduler_never_sent_are_undone() -> None:
-    teller, node = Node("other", incarnation=7), Node("n")
-    node.hear(added(0, 0), added(1, 1), added(2, 2))
-    node.hear(teller.replicas.announcer.heartbeat())
+    sender, node = Node("other", incarnation=7), Node("n")
+    node.receive(added(0, 0), added(1, 1), added(2, 2))
+    node.receive(sender.replicas.announcer.heartbeat())
     assert node.log().state_requested == ""
     node.parts.now += 5
-    node.hear(teller.replicas.announcer.heartbeat())
+    node.receive(sender.replicas.announcer.heartbeat())
     assert node.log().state_requested == "behind"
     fetch = Fetch(node.replicas, node.log())
-    assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+    assert [fetch.take(chunk) for chunk in chunks(sender.replicas)] == [True]
     assert (node.log().next_sequence, len(node.parts.booking_table)) == (0, 0)
-    node.hear(teller.replicas.announcer.heartbeat())
+    node.receive(sender.replicas.announcer.heartbeat())
     assert node.log().state_requested == ""
 
 
 def test_states_that_bring_no_news_are_fetched_ever_more_rarely() -> None:
-    teller, node = Node("other", incarnation=7), Node("n")
+    sender, node = Node("other", incarnation=7), Node("n")
     fetches = 0
     for number in range(600):
-        node.hear(added(100 + number, number))
+        node.receive(added(100 + number, number))
         node.parts.now += 0.1
-        for heard in node.replicas.due()[0]:
+        for event_log in node.replicas.due()[0]:
             fetches += 1
-            fetch = Fetch(node.replicas, heard)
-            assert [fetch.take(chunk) for chunk in chunks(teller.replicas)] == [True]
+            fetch = Fetch(node.replicas, event_log)
+            assert [fetch.take(chunk) for chunk in chunks(sender.replicas)] == [True]
     assert fetches < 15

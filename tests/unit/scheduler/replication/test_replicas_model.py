@@ -261,7 +261,7 @@ class Cluster(RuleBasedStateMachine):
         for _ in range(min(count, len(queue))):
             encoded = queue.pop(0)
             if to in self.alive:
-                self._replicas(to).hear(ReplicaSyncEvent.FromString(encoded))
+                self._replicas(to).receive(ReplicaSyncEvent.FromString(encoded))
 
     @rule(sender=nodes, to=nodes, at=numbers, how=st.sampled_from(["lose", "double", "delay"]))
     def disturb(self, sender: str, to: str, at: int, how: str) -> None:
@@ -273,12 +273,12 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(to=nodes)
     def fetch(self, to: str) -> None:
-        for heard in list(self._replicas(to).logs) if to in self.alive else []:
-            sender = heard.scheduler[1]
+        for event_log in list(self._replicas(to).logs) if to in self.alive else []:
+            sender = event_log.scheduler[1]
             reachable = sender in self.alive and frozenset((sender, to)) not in self.cut
-            if heard.state_requested and (to, heard.scheduler) not in self.fetches and reachable:
+            if event_log.state_requested and (to, event_log.scheduler) not in self.fetches and reachable:
                 state = chunks(self._replicas(sender))
-                self.fetches[to, heard.scheduler] = (Fetch(self._replicas(to), heard), state)
+                self.fetches[to, event_log.scheduler] = (Fetch(self._replicas(to), event_log), state)
 
     @precondition(lambda self: self.fetches)
     @rule(number=numbers, loses=st.sampled_from([False, False, False, True]))
@@ -352,7 +352,7 @@ class Cluster(RuleBasedStateMachine):
     def what_is_owned_here_is_what_is_announced(self) -> None:
         for name, parts in self.alive.items():
             owned = {booking.key for booking in parts.booking_table if parts.booking_table.is_here(booking)}
-            assert set(self._replicas(name).announcer.own) == owned
+            assert set(self._replicas(name).announcer.announced) == owned
             assert all(booking.owners for booking in parts.booking_table)
 
     # Means.

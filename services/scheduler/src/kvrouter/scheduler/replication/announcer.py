@@ -21,8 +21,8 @@ from kvrouter.scheduler.bookings.changes import (
 from kvrouter.scheduler.bookings.conversions import add_request
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import component_message, key_message
+from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
 from kvrouter.scheduler.replication.metrics import SyncMetrics
-from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.sync_pb2 import (
     AddRequest,
@@ -56,8 +56,8 @@ class Announcer:
         self._metrics = metrics
         self._send = send
         self._clock = clock
-        self.own = OwnedBookings()
-        """Bookings that this Scheduler owns."""
+        self.announced = AnnouncedBookings()
+        """Bookings that this Scheduler announced as its own."""
         self.next_sequence = 0
         """Sequence number of the next event."""
 
@@ -75,15 +75,15 @@ class Announcer:
             case OwnerAdded(booking, owner) if owner == self._booking_table.here:
                 self._announce_booking(booking)
             case OwnerRemoved(booking, owner) if owner == self._booking_table.here:
-                self.own.drop(booking.key)
+                self.announced.drop(booking.key)
             case PrefillCompleted(booking, is_remote):
-                if self.own.prefilled(booking.key) or (not is_remote and booking.key not in self.own):
+                if self.announced.prefilled(booking.key) or (not is_remote and booking.key not in self.announced):
                     self._announce_prefilled(booking)
             case OutputGenerated(booking, is_remote):
-                if not is_remote or booking.key in self.own:
+                if not is_remote or booking.key in self.announced:
                     self._announce_output(booking)
             case Freed(key, is_remote=is_remote):
-                if self.own.drop(key) or not is_remote:
+                if self.announced.drop(key) or not is_remote:
                     self._send_event(free=FreeBooking(booking=key_message(key)))
             case SessionEnded(session_id):
                 self._send_event(session_ended=SessionEndedEvent(session_id=session_id))
@@ -95,9 +95,9 @@ class Announcer:
         if announcement.ByteSize() > MAX_ANNOUNCED_BYTES:
             self._metrics.quarantined.labels(reason="too_large").inc()
             return
-        self.own.put(booking.key, booking.session_id)
+        self.announced.put(booking.key, booking.session_id)
         self._send_event(add_request=announcement)
-        if booking.prefilled and self.own.prefilled(booking.key):
+        if booking.prefilled and self.announced.prefilled(booking.key):
             self._announce_prefilled(booking)
         if booking.output_tokens:
             self._announce_output(booking)
@@ -111,7 +111,7 @@ class Announcer:
 
     def heartbeat(self) -> ReplicaSyncEvent:
         """Returns a heartbeat with the sequence and the digest of this Scheduler."""
-        digest = SyncHeartbeat(digest=self.own.digest, bookings=len(self.own))
+        digest = SyncHeartbeat(digest=self.announced.digest, bookings=len(self.announced))
         return self._event(heartbeat=digest)
 
     def _send_event(self, **event: object) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
+from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
 from kvrouter.scheduler.replication.incarnations import RETRY_SECONDS
-from kvrouter.scheduler.replication.owned_bookings import OwnedBookings
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat
 
 _BEHIND_SECONDS = 5.0
@@ -24,15 +24,15 @@ MAX_WAITING = 65_536
 If there are more, all are dropped, and the next heartbeat shows the gap."""
 
 
-class Log:
+class EventLog:
     """Orders the events of one incarnation. Pure; times are seconds of one clock."""
 
     def __init__(self, scheduler: SchedulerIncarnation, now: float) -> None:
         self.scheduler = scheduler
-        self.owned = OwnedBookings()
-        """Bookings that it owns, by its own events."""
+        self.announced = AnnouncedBookings()
+        """Bookings that it announced as its own."""
         self.next_sequence = 0
-        self.heard_at = now
+        self.received_at = now
         """Time of its last message."""
         self.state_requested = ""
         """Why its state is needed: ``join``, ``gap``, ``behind`` or ``digest``; empty if nothing is missing."""
@@ -45,9 +45,9 @@ class Log:
         self._compared_at = -1
         """Sequence of the last differing digest: fetching again at this sequence would bring the same."""
 
-    def hear(self, event: ReplicaSyncEvent, now: float) -> Iterator[ReplicaSyncEvent]:
+    def receive(self, event: ReplicaSyncEvent, now: float) -> Iterator[ReplicaSyncEvent]:
         """Yields the events that can be applied now, in order, after a new one has arrived. Apply each at once."""
-        self.heard_at = max(self.heard_at, now)
+        self.received_at = max(self.received_at, now)
         if event.HasField("heartbeat"):
             self._compare(event.sequence, event.heartbeat, now)
         elif event.sequence >= self.next_sequence:
@@ -106,7 +106,7 @@ class Log:
                 self._behind_since = None
                 self._request_state("behind")
         elif sequence == self.next_sequence and not self._fetching and not self.state_requested:
-            agrees = (heartbeat.digest, heartbeat.bookings) == (self.owned.digest, len(self.owned))
+            agrees = (heartbeat.digest, heartbeat.bookings) == (self.announced.digest, len(self.announced))
             if not agrees and self._compared_at != sequence:
                 self._compared_at = sequence
                 self._request_state("digest")

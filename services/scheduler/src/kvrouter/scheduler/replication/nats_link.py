@@ -18,7 +18,7 @@ from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
 from kvrouter.scheduler.identifiers import component_message
-from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
 from kvrouter.scheduler.replication.sync import ReplicaSync
@@ -112,7 +112,8 @@ class SyncLink:
         others = {scheduler_id for scheduler_id, service in services.items() if service.ready} - {own_id}
         return self._directory.is_synced and all(
             name in self._channels
-            and others <= {heard.scheduler[1] for heard in self._sync.of(name).logs if not heard.state_requested}
+            and others
+            <= {event_log.scheduler[1] for event_log in self._sync.of(name).logs if not event_log.state_requested}
             for name in self._directory.components
         )
 
@@ -179,7 +180,7 @@ class _Channel:
             if refusal:
                 self._reject(refusal, message)
             else:
-                self._replicas.hear(event)
+                self._replicas.receive(event)
         except Undecodable as error:
             self._quarantine.reject("nats", message.subject, error)
             self._reject("unparsable", message)
@@ -244,8 +245,8 @@ class _Channel:
             self._state_requested.clear()
             lacking, disputed = self._replicas.due()
             async with asyncio.TaskGroup() as group:
-                for heard in lacking:
-                    group.create_task(self._fetch(heard), name=f"state of {heard.scheduler[1]}")
+                for event_log in lacking:
+                    group.create_task(self._fetch(event_log), name=f"state of {event_log.scheduler[1]}")
                 for scheduler_id in disputed:
                     group.create_task(self._ask_incarnation(scheduler_id), name=f"incarnation of {scheduler_id}")
             if not lacking and not disputed:
@@ -275,13 +276,13 @@ class _Channel:
         else:
             self._replicas.settle(scheduler_id, chunk.incarnation)
 
-    async def _fetch(self, heard: Log) -> None:
+    async def _fetch(self, event_log: EventLog) -> None:
         """Fetches the state of an incarnation. A failed fetch is repeated while the state is needed."""
         inbox = self._client.new_inbox()
         answers = await self._client.subscribe(inbox)
-        fetch = Fetch(self._replicas, heard)
+        fetch = Fetch(self._replicas, event_log)
         try:
-            subject = self._component.sync_state_subject(heard.scheduler[1])
+            subject = self._component.sync_state_subject(event_log.scheduler[1])
             await self._client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
             while True:
                 answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
@@ -298,7 +299,7 @@ class _Channel:
             with suppress(nats.errors.Error):
                 await answers.unsubscribe()
         self._metrics.repairs.labels(outcome=outcome).inc()
-        log.info("replica.state_received", origin=heard.scheduler[1], outcome=outcome, cause=cause)
+        log.info("replica.state_received", origin=event_log.scheduler[1], outcome=outcome, cause=cause)
 
     async def _answer(self) -> None:
         while True:

@@ -25,7 +25,7 @@ from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.replication.announcer import Announcer
-from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.v1.names import ComponentName
@@ -64,15 +64,15 @@ class Replicas:
         self._grace = grace_seconds
         self.now = clock
         """Seconds of a monotonic clock."""
-        self._logs: dict[SchedulerIncarnation, Log] = {}
+        self._logs: dict[SchedulerIncarnation, EventLog] = {}
         self.incarnations = Incarnations()
 
     @property
-    def logs(self) -> Collection[Log]:
+    def logs(self) -> Collection[EventLog]:
         """Followed incarnations, including those of gone Schedulers until their grace is over."""
         return self._logs.values()
 
-    def hear(self, event: ReplicaSyncEvent) -> None:
+    def receive(self, event: ReplicaSyncEvent) -> None:
         """Applies an event, and the events that waited for it. Counts events that cannot be used."""
         now = self.now()
         found = self._log_of(event, now)
@@ -84,7 +84,7 @@ class Replicas:
             self._quarantine("duplicate")
             return
         state_requested = found.state_requested
-        for each in found.hear(event, now):
+        for each in found.receive(event, now):
             self.apply(found, each)
         if found.state_requested and not state_requested:
             counter = self._metrics.digest_mismatches if found.state_requested == "digest" else self._metrics.gaps
@@ -96,67 +96,67 @@ class Replicas:
                 reason=found.state_requested,
             )
 
-    def apply(self, heard: Log, event: ReplicaSyncEvent) -> None:
+    def apply(self, event_log: EventLog, event: ReplicaSyncEvent) -> None:
         """Applies the next event of an incarnation. Counts an invalid one, which changes nothing."""
         try:
             match event.WhichOneof("event"):
                 case "add_request":
-                    self.receive_owned(heard, event.add_request)
+                    self.receive_owned(event_log, event.add_request)
                 case "mark_prefill_completed":
-                    self.hear_prefilled(heard, checked_key(event.mark_prefill_completed.booking))
+                    self.receive_prefilled(event_log, checked_key(event.mark_prefill_completed.booking))
                 case "output_progress":
                     progress = event.output_progress
-                    self.hear_generated(checked_key(progress.booking), progress.output_tokens)
+                    self.receive_generated(checked_key(progress.booking), progress.output_tokens)
                 case "free":
-                    self.hear_freed(heard, checked_key(event.free.booking))
+                    self.receive_freed(event_log, checked_key(event.free.booking))
                 case "session_ended":
-                    for key in heard.owned.of_session(event.session_ended.session_id):
-                        self.hear_let_go(heard, key)
+                    for key in event_log.announced.of_session(event.session_ended.session_id):
+                        self.remove_owner(event_log, key)
                 case _:
                     self._quarantine("unknown_event")
         except KvRouterError as error:
             self._quarantine(error.code.name.lower())
             log.debug(
                 "replica.event_quarantined",
-                origin=heard.scheduler[1],
+                origin=event_log.scheduler[1],
                 component_name=str(self.component),
                 cause=str(error),
             )
 
-    def receive_owned(self, heard: Log, announced: AddRequest) -> Key:
+    def receive_owned(self, event_log: EventLog, announced: AddRequest) -> Key:
         """Records that an incarnation owns a booking. Returns its key.
 
         Raises:
             KvRouterError: the booking cannot be counted here; the incarnation owns it nevertheless.
         """
         key = checked_key(announced.booking)
-        heard.owned.put(key, announced.session_id)
+        event_log.announced.put(key, announced.session_id)
         if not self.booking_table.was_freed(key):
-            self._add_owned(heard.scheduler, key, announced)
+            self._add_owned(event_log.scheduler, key, announced)
         return key
 
-    def hear_prefilled(self, heard: Log, key: Key) -> None:
+    def receive_prefilled(self, event_log: EventLog, key: Key) -> None:
         """Records that an incarnation reported a prompt as computed."""
-        heard.owned.prefilled(key)
+        event_log.announced.prefilled(key)
         booking = self.booking_table.find(key, self.now())
         if booking is not None and not booking.prefilled:
             self.booking_table.prefill_complete(booking, is_remote=True)
 
-    def hear_generated(self, key: Key, output_tokens: int) -> None:
+    def receive_generated(self, key: Key, output_tokens: int) -> None:
         """Records that some Scheduler reported the output of a booking."""
         booking = self.booking_table.find(key, self.now())
         if booking is not None and output_tokens > booking.output_tokens:
             self.booking_table.generated(booking, output_tokens, is_remote=True)
 
-    def hear_freed(self, heard: Log, key: Key) -> None:
+    def receive_freed(self, event_log: EventLog, key: Key) -> None:
         """Records that an incarnation reported the end of a booking."""
-        heard.owned.drop(key)
+        event_log.announced.drop(key)
         self.booking_table.free(key, is_remote=True)
 
-    def hear_let_go(self, heard: Log, key: Key) -> None:
+    def remove_owner(self, event_log: EventLog, key: Key) -> None:
         """Records that an incarnation no longer owns a booking."""
-        heard.owned.drop(key)
-        self.booking_table.remove_owner(key, heard.scheduler)
+        event_log.announced.drop(key)
+        self.booking_table.remove_owner(key, event_log.scheduler)
 
     def expire(self, registered: Collection[str]) -> None:
         """Drops the bookings of Schedulers that have been gone for the grace period.
@@ -166,11 +166,11 @@ class Replicas:
                 earlier incarnations.
         """
         now = self.now()
-        for scheduler, heard in list(self._logs.items()):
+        for scheduler, event_log in list(self._logs.items()):
             incarnation, scheduler_id = scheduler
             is_gone = scheduler_id not in registered or incarnation != self.incarnations.current(scheduler_id)
-            if is_gone and now - heard.heard_at >= self._grace:
-                self._forget(heard)
+            if is_gone and now - event_log.received_at >= self._grace:
+                self._forget(event_log)
         self.incarnations.forget_quiet(now)
 
     def status(self) -> Iterator[ReplicaStatus]:
@@ -180,23 +180,23 @@ class Replicas:
             scheduler_id=scheduler_id,
             incarnation=incarnation,
             next_sequence=self.announcer.next_sequence,
-            bookings=len(self.announcer.own),
-            digest=self.announcer.own.digest,
+            bookings=len(self.announcer.announced),
+            digest=self.announcer.announced.digest,
             complete=True,
         )
         now = self.now()
-        for (incarnation, scheduler_id), heard in sorted(self._logs.items()):
+        for (incarnation, scheduler_id), event_log in sorted(self._logs.items()):
             yield ReplicaStatus(
                 scheduler_id=scheduler_id,
                 incarnation=incarnation,
-                next_sequence=heard.next_sequence,
-                bookings=len(heard.owned),
-                digest=heard.owned.digest,
-                heard_ms_ago=max(0, int((now - heard.heard_at) * 1000)),
-                complete=not heard.state_requested,
+                next_sequence=event_log.next_sequence,
+                bookings=len(event_log.announced),
+                digest=event_log.announced.digest,
+                heard_ms_ago=max(0, int((now - event_log.received_at) * 1000)),
+                complete=not event_log.state_requested,
             )
 
-    def _log_of(self, event: ReplicaSyncEvent, now: float) -> Log | None:
+    def _log_of(self, event: ReplicaSyncEvent, now: float) -> EventLog | None:
         scheduler = (event.incarnation, event.scheduler_id)
         known = self._logs.get(scheduler)
         if known is None and len(self._logs) >= MAX_INCARNATIONS:
@@ -208,8 +208,8 @@ class Replicas:
             return None
         return known or self._follow(scheduler)
 
-    def _follow(self, scheduler: SchedulerIncarnation) -> Log:
-        followed = self._logs[scheduler] = Log(scheduler, self.now())
+    def _follow(self, scheduler: SchedulerIncarnation) -> EventLog:
+        followed = self._logs[scheduler] = EventLog(scheduler, self.now())
         log.info("replica.joined", origin=scheduler[1], component_name=str(self.component))
         return followed
 
@@ -220,9 +220,9 @@ class Replicas:
             return
         scheduler = (incarnation, scheduler_id)
         (self._logs.get(scheduler) or self._follow(scheduler)).join()
-        for other, heard in list(self._logs.items()):
+        for other, event_log in list(self._logs.items()):
             if other[1] == scheduler_id and other[0] > incarnation:
-                self._forget(heard)
+                self._forget(event_log)
         log.warning(
             "replica.incarnation_corrected",
             origin=scheduler_id,
@@ -231,31 +231,31 @@ class Replicas:
             refuted_incarnation=before,
         )
 
-    def due(self) -> tuple[list[Log], list[str]]:
+    def due(self) -> tuple[list[EventLog], list[str]]:
         """Returns the logs whose state is to be fetched now, and the Schedulers to ask for their incarnation."""
         now = self.now()
         return [
-            heard for heard in self._logs.values() if heard.state_requested and heard.due <= now
+            event_log for event_log in self._logs.values() if event_log.state_requested and event_log.due <= now
         ], self.incarnations.due(now)
 
     def pause(self) -> float | None:
         """Returns the seconds until something is due; None if nothing is needed."""
-        times = [heard.due for heard in self._logs.values() if heard.state_requested]
+        times = [event_log.due for event_log in self._logs.values() if event_log.state_requested]
         if (disputed := self.incarnations.next_due()) is not None:
             times.append(disputed)
         return max(0.0, min(times) - self.now()) if times else None
 
-    def _forget(self, heard: Log) -> None:
+    def _forget(self, event_log: EventLog) -> None:
         dropped = 0
-        for key in heard.owned:
-            booking = self.booking_table.remove_owner(key, heard.scheduler)
+        for key in event_log.announced:
+            booking = self.booking_table.remove_owner(key, event_log.scheduler)
             dropped += booking is not None and not booking.owners
-        del self._logs[heard.scheduler]
+        del self._logs[event_log.scheduler]
         # Earlier incarnations stay fenced while any incarnation of their Scheduler is followed.
-        if not any(scheduler_id == heard.scheduler[1] for _, scheduler_id in self._logs):
-            self.incarnations.forget(heard.scheduler[1])
+        if not any(scheduler_id == event_log.scheduler[1] for _, scheduler_id in self._logs):
+            self.incarnations.forget(event_log.scheduler[1])
         self._metrics.orphans.inc(dropped)
-        log.info("replica.left", origin=heard.scheduler[1], component_name=str(self.component), bookings=dropped)
+        log.info("replica.left", origin=event_log.scheduler[1], component_name=str(self.component), bookings=dropped)
 
     def _add_owned(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
         pool = self._pools.get(self.component)

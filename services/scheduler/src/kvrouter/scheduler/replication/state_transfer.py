@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.identifiers import Key, key_message, key_of
-from kvrouter.scheduler.replication.event_log import Log
+from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.v1.sync_pb2 import (
     AddRequest,
@@ -57,7 +57,7 @@ def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
 
 def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     booking_table = replicas.booking_table
-    own, all_bookings, freed = list(replicas.announcer.own), list(booking_table), booking_table.freed()
+    own, all_bookings, freed = list(replicas.announcer.announced), list(booking_table), booking_table.freed()
     for key in own:
         booking = booking_table.get(key)
         if booking is not None:
@@ -77,14 +77,14 @@ def _state(booking: Booking, announced: AddRequest) -> BookingState:
 class Fetch:
     """Receives the state of one incarnation. Its events wait meanwhile."""
 
-    def __init__(self, replicas: Replicas, heard: Log) -> None:
+    def __init__(self, replicas: Replicas, event_log: EventLog) -> None:
         self._replicas = replicas
-        self._heard = heard
+        self._event_log = event_log
         self._owned = set[Key]()
         self._next_chunk = 0
         self._next_sequence = 0
-        self._before = (heard.next_sequence, heard.owned.digest)
-        heard.fetch()
+        self._before = (event_log.next_sequence, event_log.announced.digest)
+        event_log.fetch()
 
     def take(self, chunk: SyncStateResponse) -> bool:
         """Applies a chunk. Returns whether it was the last.
@@ -92,14 +92,14 @@ class Fetch:
         Raises:
             StateBroken: it is not the next chunk of the incarnation's state.
         """
-        heard = self._heard
-        if heard not in self._replicas.logs:
+        event_log = self._event_log
+        if event_log not in self._replicas.logs:
             raise StateBroken("its Scheduler is no longer followed")
-        heard.heard_at = self._replicas.now()
-        if chunk.scheduler_id == heard.scheduler[1] and chunk.incarnation != heard.scheduler[0]:
+        event_log.received_at = self._replicas.now()
+        if chunk.scheduler_id == event_log.scheduler[1] and chunk.incarnation != event_log.scheduler[0]:
             self._replicas.settle(chunk.scheduler_id, chunk.incarnation)
-            raise StateBroken(f"it is in incarnation {chunk.incarnation}, not {heard.scheduler[0]}")
-        if chunk.scheduler_id != heard.scheduler[1] or chunk.chunk != self._next_chunk:
+            raise StateBroken(f"it is in incarnation {chunk.incarnation}, not {event_log.scheduler[0]}")
+        if chunk.scheduler_id != event_log.scheduler[1] or chunk.chunk != self._next_chunk:
             raise StateBroken(
                 f"expected chunk {self._next_chunk}, received chunk {chunk.chunk} of {chunk.scheduler_id[:64]!r}"
             )
@@ -108,7 +108,7 @@ class Fetch:
         self._next_chunk += 1
         self._owned.update(key_of(state.request.booking) for state in chunk.bookings)
         for event in _as_events(chunk):
-            self._replicas.apply(heard, event)
+            self._replicas.apply(event_log, event)
         if len(self._owned) > MAX_BOOKINGS:
             raise StateBroken(f"expected at most {MAX_BOOKINGS} bookings, received more")
         if chunk.last:
@@ -117,16 +117,16 @@ class Fetch:
 
     def give_up(self) -> None:
         """Ends an incomplete fetch. What has arrived is kept, because it is true."""
-        self._heard.give_up(self._replicas.now())
+        self._event_log.give_up(self._replicas.now())
 
     def _finish(self) -> None:
-        for key in self._heard.owned:
+        for key in self._event_log.announced:
             if key not in self._owned:
-                self._replicas.hear_let_go(self._heard, key)
-        founded = self._before != (self._next_sequence, self._heard.owned.digest)
-        self._heard.note_fetched(self._replicas.now(), founded=founded)
-        for event in self._heard.fetched(self._next_sequence):
-            self._replicas.apply(self._heard, event)
+                self._replicas.remove_owner(self._event_log, key)
+        founded = self._before != (self._next_sequence, self._event_log.announced.digest)
+        self._event_log.note_fetched(self._replicas.now(), founded=founded)
+        for event in self._event_log.fetched(self._next_sequence):
+            self._replicas.apply(self._event_log, event)
 
 
 def _as_events(chunk: SyncStateResponse) -> Iterator[ReplicaSyncEvent]:

@@ -92,7 +92,7 @@ class ReplicaSync:
 
     def remote_bookings(self) -> int:
         """Returns the number of bookings that only other Schedulers own."""
-        own = sum(len(replicas.announcer.own) for replicas in self)
+        own = sum(len(replicas.announcer.announced) for replicas in self)
         return max(0, len(self.booking_table) - own)
 
     def replicas(self) -> int:

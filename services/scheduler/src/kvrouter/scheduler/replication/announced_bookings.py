@@ -1,4 +1,8 @@
-"""Bookings that one incarnation of a Scheduler owns in one component, with a digest that replicas compare.
+"""Keys of the bookings that one incarnation of a Scheduler announced as its own, with a digest that replicas compare.
+
+This is no second booking table: it holds no load and decides nothing. It follows from the announcements alone, so that
+a sender and a receiver of the same announcements have the same digest, whatever their booking tables hold. It also
+tells which bookings a Scheduler no longer owns when one of its sessions ends, or when the Scheduler itself is gone.
 
     digest = sum over the bookings of XXH3-64(request id, attempt, stage, state)  mod 2^64
 
@@ -20,30 +24,30 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
-class _OwnedBooking:
+class _AnnouncedBooking:
     session_id: str
     prefilled: bool
 
 
-class OwnedBookings:
-    """Keys with their session and whether their prompt is computed."""
+class AnnouncedBookings:
+    """Announced keys, each with its session and whether its prompt is computed."""
 
     def __init__(self) -> None:
-        self._owned: dict[Key, _OwnedBooking] = {}
-        self._sessions: dict[str, set[Key]] = {}
+        self._bookings: dict[Key, _AnnouncedBooking] = {}
+        self._of_sessions: dict[str, set[Key]] = {}
         self._digest = 0
 
     def __len__(self) -> int:
         """Returns the number of bookings."""
-        return len(self._owned)
+        return len(self._bookings)
 
     def __contains__(self, key: Key) -> bool:
         """Returns whether a key is among them."""
-        return key in self._owned
+        return key in self._bookings
 
     def __iter__(self) -> Iterator[Key]:
         """Iterates over the keys as they are at this moment."""
-        return iter(list(self._owned))
+        return iter(list(self._bookings))
 
     @property
     def digest(self) -> int:
@@ -52,46 +56,46 @@ class OwnedBookings:
 
     def put(self, key: Key, session_id: str) -> None:
         """Adds a booking of a session, or of a lease if ``session_id`` is empty. A known booking moves to it."""
-        owned_booking = self._owned.get(key)
-        if owned_booking is None:
-            self._owned[key] = _OwnedBooking(session_id, prefilled=False)
+        announced = self._bookings.get(key)
+        if announced is None:
+            self._bookings[key] = _AnnouncedBooking(session_id, prefilled=False)
             self._count(key, 1, prefilled=False)
         else:
-            self._leave_session(key, owned_booking)
-            owned_booking.session_id = session_id
+            self._leave_session(key, announced)
+            announced.session_id = session_id
         if session_id:
-            self._sessions.setdefault(session_id, set()).add(key)
+            self._of_sessions.setdefault(session_id, set()).add(key)
 
     def prefilled(self, key: Key) -> bool:
         """Notes that a prompt is computed. Returns whether that changes anything."""
-        owned_booking = self._owned.get(key)
-        if owned_booking is None or owned_booking.prefilled:
+        announced = self._bookings.get(key)
+        if announced is None or announced.prefilled:
             return False
-        owned_booking.prefilled = True
+        announced.prefilled = True
         self._count(key, -1, prefilled=False)
         self._count(key, 1, prefilled=True)
         return True
 
     def drop(self, key: Key) -> bool:
         """Removes a booking. Returns whether it was there."""
-        owned_booking = self._owned.pop(key, None)
-        if owned_booking is None:
+        announced = self._bookings.pop(key, None)
+        if announced is None:
             return False
-        self._leave_session(key, owned_booking)
-        self._count(key, -1, prefilled=owned_booking.prefilled)
+        self._leave_session(key, announced)
+        self._count(key, -1, prefilled=announced.prefilled)
         return True
 
     def of_session(self, session_id: str) -> list[Key]:
         """Returns the keys of a session."""
-        return list(self._sessions.get(session_id, ()))
+        return list(self._of_sessions.get(session_id, ()))
 
-    def _leave_session(self, key: Key, owned_booking: _OwnedBooking) -> None:
-        keys = self._sessions.get(owned_booking.session_id)
+    def _leave_session(self, key: Key, announced: _AnnouncedBooking) -> None:
+        keys = self._of_sessions.get(announced.session_id)
         if keys is None:
             return
         keys.discard(key)
         if not keys:
-            del self._sessions[owned_booking.session_id]
+            del self._of_sessions[announced.session_id]
 
     def _count(self, key: Key, sign: int, *, prefilled: bool) -> None:
         request_id, attempt, stage = key
