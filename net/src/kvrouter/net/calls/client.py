@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a stream is given up: far above a round trip, far below a lease."""
 _PATH = f"/{SERVICE}/OpenCallStream"
+_KEEP_ALIVE_SECONDS = 3.0
+"""Interval of pings that only tell the server that this client lives, seconds: a third of the server's patience."""
 _LASTING_SECONDS = 1.0
 """A stream that lasted this long was healthy: it is opened again without a pause."""
 
@@ -214,7 +216,7 @@ class CallStreamClient:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_write(rpc, stream, wakeup))
-                group.create_task(self._end_when_silent(stream))
+                group.create_task(self._end_when_silent(stream) if self._ends_when_silent else _keep_alive(stream))
                 await _read(rpc, stream)
         except* _Ended as ended_group:
             ended = ended_group.exceptions[0]
@@ -251,7 +253,7 @@ class CallStreamClient:
 
     async def _end_when_silent(self, stream: ClientStream) -> None:
         monitor = HeartbeatMonitor()
-        while not (monitor.silent and self._ends_when_silent):
+        while not monitor.silent:
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
             if stream.heard:
                 monitor.heard()
@@ -313,6 +315,12 @@ async def _read(rpc: Any, stream: ClientStream) -> None:
         raise _Ended("draining", "the server has stopped")
     code = await rpc.code()
     raise _Ended("lost", f"{code.name}: {await rpc.details()}")
+
+
+async def _keep_alive(stream: ClientStream) -> None:
+    while True:
+        await asyncio.sleep(_KEEP_ALIVE_SECONDS)
+        stream.ping()
 
 
 async def _write(rpc: Any, stream: ClientStream, wakeup: asyncio.Event) -> None:
