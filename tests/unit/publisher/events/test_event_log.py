@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.publisher.errors import EventsGone
+from kvrouter.publisher.events.blocks import NumberedEvent
 from kvrouter.publisher.events.event_log import EventLog
-from kvrouter.publisher.events.rank_state import NumberedEvent
 
 
 def event(number: int, size: int = 10) -> NumberedEvent:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from kvrouter.core import PrefixIndex, sequence_hashes
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.events.batches import encode_batch
-from kvrouter.publisher.events.rank_state import MAX_EVENT_BLOCKS, NumberedEvent, RankState, block_records
+from kvrouter.publisher.events.blocks import NumberedEvent
+from kvrouter.publisher.events.rank_state import MAX_EVENT_BLOCKS, RankState
+from kvrouter.publisher.events.state_chunks import block_records
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import RankState as Dump

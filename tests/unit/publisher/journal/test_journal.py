@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import local_hashes
 from kvrouter.publisher.errors import UnknownParent
-from kvrouter.publisher.events.rank_state import RankState, state_chunks
+from kvrouter.publisher.events.rank_state import RankState
+from kvrouter.publisher.events.state_chunks import state_chunks
 from kvrouter.publisher.journal import journal as journal_module
 from kvrouter.publisher.journal.journal import NO_POSITION, Head, Journal, JournalPath, Recovered, Unusable, recover
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrouter.net.varint import encode_varint
-from kvrouter.publisher.events.rank_state import NumberedEvent
+from kvrouter.publisher.events.blocks import NumberedEvent
 from kvrouter.v1.events_pb2 import KvEventBatch
 
 MAX_BATCH_BYTES = 480 << 10

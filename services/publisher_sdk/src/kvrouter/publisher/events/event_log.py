@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from kvrouter.publisher.errors import EventsGone
-from kvrouter.publisher.events.rank_state import NumberedEvent
+from kvrouter.publisher.events.blocks import NumberedEvent
 
 
 class EventLog:

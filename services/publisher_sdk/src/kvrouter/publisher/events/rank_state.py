@@ -8,81 +8,22 @@ follows that definition, so that an index that applied every event has the same 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from kvrouter.core import Scope, sequence_hashes
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
+from kvrouter.publisher.events.block_table import BlockTable
+from kvrouter.publisher.events.blocks import BASE_SCOPE, TIERS, Block, BlockNote, NumberedEvent, tier_index
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of, part_hashes
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
-from xxhash import xxh3_64_intdigest
+from kvrouter.v1.worker_pb2 import BlockRecord
 
 MAX_EVENT_BLOCKS = 8192
 """Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well."""
 
-CHUNK_BLOCKS = 4096
-"""Number of blocks in one chunk of a state."""
-
-BASE_SCOPE = Scope()
-"""Scope of blocks without adapter, salt and tenant."""
-
-_U64 = (1 << 64) - 1
-_DIGEST_SEED = 1337
-_TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 _FIRST_COPY = ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
-_term = struct.Struct("<4Q").pack
 _le64 = struct.Struct("<Q")
-
-
-class Block(NamedTuple):
-    """A resident block."""
-
-    parent: int | None
-    """Engine hash of the parent block when this block was stored; None at the start of a sequence."""
-    parent_place: int
-    """Sequence hash of the parent block; 0 at the start of a sequence."""
-    local_hash: int
-    sequence_hash: int
-    depth: int
-    """Position in the sequence, from 0."""
-    copies: tuple[int, ...]
-    """Physical copies in device memory, host memory, disk and shared storage."""
-    scope: Scope = BASE_SCOPE
-    """Scope of its sequence, which its children inherit."""
-    parts: int = 1
-    """Number of blocks that its engine's block consists of; above 1, this is the last of them."""
-
-
-class NumberedEvent(NamedTuple):
-    """An encoded event with its id."""
-
-    event_id: int
-    encoded: bytes
-    """A KvEvent."""
-    digest: int
-    """Digest of the rank's state after the event."""
-
-
-class BlockNote(NamedTuple):
-    """Scope and parts of blocks, which their records in the contract do not have."""
-
-    scope: Scope
-    parts: int
-    engine_hashes: list[int]
-
-
-class _Undo(NamedTuple):
-    """What ``roll_back`` restores."""
-
-    next_event_id: int
-    digest: int
-    unknown_removals: int
-    unplaced_blocks: int
-    copies: list[int]
-    blocks: dict[int, Block | None]
-    """The blocks before their first change; None for those that were not resident."""
 
 
 class RankState:
@@ -93,23 +34,19 @@ class RankState:
         """Incarnation of the cache."""
         self.next_event_id = 0
         """Id of the next event."""
-        self.digest = 0
-        """Sum of the digest terms of all blocks, as KvEventBatch.digest defines it."""
         self.unknown_removals = 0
         """Blocks reported as removed that were not resident in that tier; such removals are not published."""
         self.unplaced_blocks = 0
         """Blocks reported as copied to a tier that could not be placed; they are not published."""
-        self._counted = copy_counting != CopyCounting.COPY_COUNTING_SET
-        self._blocks: dict[int, Block] = {}
-        self._copies = [0] * len(_TIERS)
-        self._undo: _Undo | None = None
+        self._blocks = BlockTable(counted=copy_counting != CopyCounting.COPY_COUNTING_SET)
+        self._before = (0, 0, 0)
 
     def __len__(self) -> int:
         """Returns the number of resident blocks, in any tier."""
         return len(self._blocks)
 
     def __contains__(self, engine_hash: EngineHash) -> bool:
-        return engine_hash_of(engine_hash) in self._blocks
+        return self._blocks.get(engine_hash_of(engine_hash)) is not None
 
     def is_resident(self, engine_hash: EngineHash, tier: Tier) -> bool:
         """Returns whether a block is resident in a tier.
@@ -118,16 +55,21 @@ class RankState:
             InvalidEvent: the hash is none, or the tier is unknown.
         """
         block = self._blocks.get(engine_hash_of(engine_hash))
-        return block is not None and block.copies[_tier_index(tier)] > 0
+        return block is not None and block.copies[tier_index(tier)] > 0
 
     def copies_in(self, tier: Tier) -> int:
         """Returns the number of physical copies of all blocks in a tier."""
-        return self._copies[_tier_index(tier)]
+        return self._blocks.copies[tier_index(tier)]
 
     def scope_of(self, engine_hash: EngineHash) -> Scope | None:
         """Returns the scope of a resident block; None if it is not resident."""
         block = self._blocks.get(engine_hash_of(engine_hash))
         return None if block is None else block.scope
+
+    @property
+    def digest(self) -> int:
+        """Sum of the digest terms of all blocks, as KvEventBatch.digest defines it."""
+        return self._blocks.digest
 
     @property
     def cursor(self) -> Cursor:
@@ -136,7 +78,7 @@ class RankState:
 
     def blocks(self) -> list[tuple[int, Block]]:
         """Returns (engine hash, block) of all blocks, as a copy."""
-        return list(self._blocks.items())
+        return self._blocks.items()
 
     def stored(
         self,
@@ -159,7 +101,7 @@ class RankState:
             InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is unknown.
             UnknownParent: the parent is not resident.
         """
-        index = _tier_index(tier)
+        index = tier_index(tier)
         named = engine_hashes_of(engine_hashes)
         if len(set(named)) != len(named):
             raise InvalidEvent("expected each engine hash once in a chain, received one twice")
@@ -203,7 +145,7 @@ class RankState:
         Raises:
             InvalidEvent: the tier is unknown.
         """
-        index = _tier_index(tier)
+        index = tier_index(tier)
         blocks = []
         for named in engine_hashes_of(engine_hashes):
             for engine_hash in self._parts_of(named):
@@ -222,7 +164,7 @@ class RankState:
         Raises:
             InvalidEvent: the tier is unknown.
         """
-        index = _tier_index(tier)
+        index = tier_index(tier)
         events = []
         gone: dict[int, None] = {}
         for engine_hash in [part for named in engine_hashes_of(engine_hashes) for part in self._parts_of(named)]:
@@ -230,7 +172,7 @@ class RankState:
             if engine_hash in gone or len(gone) == MAX_EVENT_BLOCKS:
                 events.append(self._numbered(KvEvent(tier=tier, removed=BlocksRemoved(engine_hashes=gone))))
                 gone = {}
-            if self._remove(engine_hash, index):
+            if self._blocks.remove(engine_hash, index):
                 gone[engine_hash] = None
             else:
                 self.unknown_removals += 1
@@ -245,16 +187,9 @@ class RankState:
             InvalidEvent: the tier is unknown.
         """
         if tier == Tier.TIER_UNSPECIFIED:
-            if self._undo is not None:
-                for engine_hash, block in self._blocks.items():
-                    self._undo.blocks.setdefault(engine_hash, block)
-            self._blocks = {}
-            self._copies = [0] * len(_TIERS)
-            self.digest = 0
+            self._blocks.clear_all()
         else:
-            index = _tier_index(tier)
-            for engine_hash, block in self.blocks():
-                self._set_copies(engine_hash, block, index, 0)
+            self._blocks.clear(tier_index(tier))
         return [self._numbered(KvEvent(tier=tier, cleared=BlocksCleared()))]
 
     def load(self, next_event_id: int, records: Iterable[BlockRecord]) -> None:
@@ -262,16 +197,12 @@ class RankState:
         self.next_event_id = next_event_id
         for record in records:
             parent = record.parent_engine_hash if record.HasField("parent_engine_hash") else None
-            above = self._blocks.get(parent) if parent is not None else None
+            above = self._blocks.get(parent)
             held = {each.tier: each.copies for each in record.copies}
-            copies = tuple(held.get(tier, 0) for tier in _TIERS)
+            copies = tuple(held.get(tier, 0) for tier in TIERS)
             place = above.sequence_hash if above is not None else 0
             block = Block(parent, place, record.local_hash, record.sequence_hash, record.depth, copies)
-            self._blocks[record.engine_hash] = block
-            for index, count in enumerate(copies):
-                if count:
-                    self._copies[index] += count
-                    self._digest(record.engine_hash, block, index, count, 1)
+            self._blocks.add(record.engine_hash, block)
 
     def notes(self, engine_hashes: Iterable[int] | None = None) -> list[BlockNote]:
         """Returns what a journal must add to the blocks' records: scopes and parts. All blocks', or the given ones'."""
@@ -287,32 +218,23 @@ class RankState:
         """Applies notes of a journal to resident blocks; others are ignored."""
         for scope, parts, hashes in notes:
             for engine_hash in hashes:
-                if engine_hash in self._blocks:
-                    self._blocks[engine_hash] = self._blocks[engine_hash]._replace(scope=scope, parts=parts)
+                block = self._blocks.get(engine_hash)
+                if block is not None:
+                    self._blocks.replace(engine_hash, block._replace(scope=scope, parts=parts))
 
     def begin(self) -> None:
         """Begins changes that ``roll_back`` can undo."""
-        self._undo = _Undo(
-            self.next_event_id, self.digest, self.unknown_removals, self.unplaced_blocks, list(self._copies), {}
-        )
+        self._before = (self.next_event_id, self.unknown_removals, self.unplaced_blocks)
+        self._blocks.begin()
 
     def commit(self) -> None:
         """Ends changes, which stay."""
-        self._undo = None
+        self._blocks.commit()
 
     def roll_back(self) -> None:
         """Undoes all changes since ``begin``."""
-        if self._undo is None:
-            return
-        undo, self._undo = self._undo, None
-        self.next_event_id, self.digest = undo.next_event_id, undo.digest
-        self.unknown_removals, self.unplaced_blocks = undo.unknown_removals, undo.unplaced_blocks
-        self._copies = undo.copies
-        for engine_hash, block in undo.blocks.items():
-            if block is None:
-                self._blocks.pop(engine_hash, None)
-            else:
-                self._blocks[engine_hash] = block
+        self.next_event_id, self.unknown_removals, self.unplaced_blocks = self._before
+        self._blocks.roll_back()
 
     def replay(self, event: KvEvent) -> list[NumberedEvent]:
         """Applies an event from a journal, and returns the equal event that results.
@@ -349,7 +271,7 @@ class RankState:
             held = self._blocks.get(engine_hash)
             if not new_copies and held and held.sequence_hash == block.sequence_hash and held.copies[index]:
                 continue
-            self._store(engine_hash, block, index)
+            self._blocks.store(engine_hash, block, index)
             run.append((engine_hash, block))
         if run:
             events.append(self._stored_event(run, tier))
@@ -373,97 +295,3 @@ class RankState:
             return True
         above = self._blocks.get(block.parent)
         return above is not None and above.sequence_hash == block.parent_place
-
-    def _store(self, engine_hash: int, block: Block, index: int) -> None:
-        held = self._blocks.get(engine_hash)
-        if held is not None and held.sequence_hash == block.sequence_hash:
-            copies = held.copies[index] + 1 if self._counted else 1
-            self._set_copies(engine_hash, held, index, copies)
-            return
-        if held is not None:
-            for at in range(len(_TIERS)):
-                held = self._set_copies(engine_hash, held, at, 0)
-        self._put(engine_hash, block)
-        self._copies[index] += 1
-        self._digest(engine_hash, block, index, 1, 1)
-
-    def _put(self, engine_hash: int, block: Block | None) -> None:
-        if self._undo is not None:
-            self._undo.blocks.setdefault(engine_hash, self._blocks.get(engine_hash))
-        if block is None:
-            self._blocks.pop(engine_hash, None)
-        else:
-            self._blocks[engine_hash] = block
-
-    def _remove(self, engine_hash: int, index: int) -> bool:
-        held = self._blocks.get(engine_hash)
-        if held is None or not held.copies[index]:
-            return False
-        self._set_copies(engine_hash, held, index, held.copies[index] - 1 if self._counted else 0)
-        return True
-
-    def _set_copies(self, engine_hash: int, block: Block, index: int, copies: int) -> Block:
-        before = block.copies[index]
-        if before != copies:
-            if before:
-                self._digest(engine_hash, block, index, before, -1)
-            if copies:
-                self._digest(engine_hash, block, index, copies, 1)
-            self._copies[index] += copies - before
-            block = block._replace(copies=(*block.copies[:index], copies, *block.copies[index + 1 :]))
-        self._put(engine_hash, block if any(block.copies) else None)
-        return block
-
-    def _digest(self, engine_hash: int, block: Block, index: int, copies: int, sign: int) -> None:
-        term = xxh3_64_intdigest(_term(engine_hash, block.sequence_hash, _TIERS[index], copies), _DIGEST_SEED)
-        self.digest = (self.digest + sign * term) & _U64
-
-
-def state_chunks(
-    state: RankState, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS
-) -> Iterator[GetRankStateResponse]:
-    """Returns the state as of now in chunks. Later changes do not affect the chunks."""
-    cursor, digest, blocks = state.cursor, state.digest, state.blocks()
-    count = max(1, -(-len(blocks) // chunk_blocks))
-    return (
-        GetRankStateResponse(
-            cursor=cursor, blocks=records, last=number == count, digest=digest, copy_counting=copy_counting
-        )
-        for number, records in enumerate(block_records(blocks, chunk_blocks), start=1)
-    )
-
-
-def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Iterator[list[BlockRecord]]:
-    """Yields a state's blocks in chunks, parents before children; at least one chunk.
-
-    A parent is included only if it is still resident at the position that it had when its child was stored.
-    """
-    held = dict(blocks)
-    ordered = sorted(blocks, key=lambda item: item[1].depth)
-    for start in range(0, max(len(ordered), 1), chunk_blocks):
-        records = []
-        for engine_hash, block in ordered[start : start + chunk_blocks]:
-            above = held.get(block.parent) if block.parent is not None else None
-            named = above is not None and above.sequence_hash == block.parent_place
-            records.append(
-                BlockRecord(
-                    engine_hash=engine_hash,
-                    parent_engine_hash=block.parent if named else None,
-                    local_hash=block.local_hash,
-                    sequence_hash=block.sequence_hash,
-                    depth=block.depth,
-                    copies=[
-                        TierCopies(tier=tier, copies=copies)
-                        for tier, copies in zip(_TIERS, block.copies, strict=True)
-                        if copies
-                    ],
-                )
-            )
-        yield records
-
-
-def _tier_index(tier: Tier) -> int:
-    try:
-        return _TIERS.index(tier)
-    except ValueError:
-        raise InvalidEvent(f"expected device, host, disk or shared as the tier, received {tier}") from None

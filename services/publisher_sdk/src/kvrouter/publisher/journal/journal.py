@@ -26,7 +26,9 @@ from google.protobuf.message import DecodeError
 from kvrouter.core import Scope
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.events.rank_state import BlockNote, NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.events.blocks import BlockNote, NumberedEvent
+from kvrouter.publisher.events.rank_state import RankState
+from kvrouter.publisher.events.state_chunks import state_chunks
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.events_pb2 import KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse

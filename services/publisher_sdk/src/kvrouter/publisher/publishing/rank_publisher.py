@@ -13,10 +13,12 @@ from kvrouter.core import Scope, TokenBuffer, local_hashes, multimodal_hash
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
 from kvrouter.publisher.events.batches import MAX_BATCH_BYTES, encode_batch
+from kvrouter.publisher.events.blocks import BASE_SCOPE, NumberedEvent
 from kvrouter.publisher.events.copy_counting import CopyCountingCheck
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
 from kvrouter.publisher.events.event_log import EventLog
-from kvrouter.publisher.events.rank_state import BASE_SCOPE, CHUNK_BLOCKS, NumberedEvent, RankState, state_chunks
+from kvrouter.publisher.events.rank_state import RankState
+from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS, state_chunks
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier

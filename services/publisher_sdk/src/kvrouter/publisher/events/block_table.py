@@ -1,0 +1,138 @@
+"""The blocks of a rank with their copies and digest, and changes of them that can be undone."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvrouter.publisher.events.blocks import TIERS, Block
+from xxhash import xxh3_64_intdigest
+
+_U64 = (1 << 64) - 1
+_DIGEST_SEED = 1337
+_term = struct.Struct("<4Q").pack
+
+
+class _Undo(NamedTuple):
+    """What ``roll_back`` restores."""
+
+    digest: int
+    copies: list[int]
+    blocks: dict[int, Block | None]
+    """The blocks before their first change; None for those that were not resident."""
+
+
+class BlockTable:
+    """Resident blocks by engine hash. Not thread-safe."""
+
+    def __init__(self, *, counted: bool) -> None:
+        """``counted`` says whether each copy is stored and removed by itself."""
+        self.digest = 0
+        """Sum of the digest terms of all blocks, as KvEventBatch.digest defines it."""
+        self.copies = [0] * len(TIERS)
+        """Physical copies of all blocks by tier."""
+        self._counted = counted
+        self._blocks: dict[int, Block] = {}
+        self._undo: _Undo | None = None
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+    def get(self, engine_hash: int | None) -> Block | None:
+        """Returns a resident block; None if there is none."""
+        return None if engine_hash is None else self._blocks.get(engine_hash)
+
+    def items(self) -> list[tuple[int, Block]]:
+        """Returns (engine hash, block) of all blocks, as a copy."""
+        return list(self._blocks.items())
+
+    def store(self, engine_hash: int, block: Block, index: int) -> None:
+        """Adds a copy of a block to a tier. A block that is at another place moves there with this copy alone."""
+        held = self._blocks.get(engine_hash)
+        if held is not None and held.sequence_hash == block.sequence_hash:
+            copies = held.copies[index] + 1 if self._counted else 1
+            self._set_copies(engine_hash, held, index, copies)
+            return
+        if held is not None:
+            for at in range(len(TIERS)):
+                held = self._set_copies(engine_hash, held, at, 0)
+        self.add(engine_hash, block)
+
+    def add(self, engine_hash: int, block: Block) -> None:
+        """Adds a block that is not resident, with all its copies."""
+        self._put(engine_hash, block)
+        for index, copies in enumerate(block.copies):
+            if copies:
+                self.copies[index] += copies
+                self._count(engine_hash, block, index, copies, 1)
+
+    def remove(self, engine_hash: int, index: int) -> bool:
+        """Removes a copy, or all if they are not counted, from a tier. Returns whether there was one."""
+        held = self._blocks.get(engine_hash)
+        if held is None or not held.copies[index]:
+            return False
+        self._set_copies(engine_hash, held, index, held.copies[index] - 1 if self._counted else 0)
+        return True
+
+    def clear(self, index: int) -> None:
+        """Removes all blocks from a tier."""
+        for engine_hash, block in self.items():
+            self._set_copies(engine_hash, block, index, 0)
+
+    def clear_all(self) -> None:
+        """Removes all blocks."""
+        if self._undo is not None:
+            for engine_hash, block in self._blocks.items():
+                self._undo.blocks.setdefault(engine_hash, block)
+        self._blocks = {}
+        self.copies = [0] * len(TIERS)
+        self.digest = 0
+
+    def replace(self, engine_hash: int, block: Block) -> None:
+        """Replaces what is recorded of a resident block, except for its copies and its place."""
+        self._put(engine_hash, block)
+
+    def begin(self) -> None:
+        """Begins changes that ``roll_back`` can undo."""
+        self._undo = _Undo(self.digest, list(self.copies), {})
+
+    def commit(self) -> None:
+        """Ends changes, which stay."""
+        self._undo = None
+
+    def roll_back(self) -> None:
+        """Undoes all changes since ``begin``."""
+        if self._undo is None:
+            return
+        undo, self._undo = self._undo, None
+        self.digest, self.copies = undo.digest, undo.copies
+        for engine_hash, block in undo.blocks.items():
+            self._put(engine_hash, block)
+
+    def _put(self, engine_hash: int, block: Block | None) -> None:
+        if self._undo is not None:
+            self._undo.blocks.setdefault(engine_hash, self._blocks.get(engine_hash))
+        if block is None:
+            self._blocks.pop(engine_hash, None)
+        else:
+            self._blocks[engine_hash] = block
+
+    def _set_copies(self, engine_hash: int, block: Block, index: int, copies: int) -> Block:
+        before = block.copies[index]
+        if before != copies:
+            if before:
+                self._count(engine_hash, block, index, before, -1)
+            if copies:
+                self._count(engine_hash, block, index, copies, 1)
+            self.copies[index] += copies - before
+            block = block._replace(copies=(*block.copies[:index], copies, *block.copies[index + 1 :]))
+        self._put(engine_hash, block if any(block.copies) else None)
+        return block
+
+    def _count(self, engine_hash: int, block: Block, index: int, copies: int, sign: int) -> None:
+        term = xxh3_64_intdigest(_term(engine_hash, block.sequence_hash, TIERS[index], copies), _DIGEST_SEED)
+        self.digest = (self.digest + sign * term) & _U64

@@ -1,0 +1,56 @@
+"""Encodes a rank's state in chunks, as consumers fetch it and journals keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvrouter.publisher.events.blocks import TIERS, Block
+from kvrouter.publisher.events.rank_state import RankState
+from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
+
+CHUNK_BLOCKS = 4096
+"""Number of blocks in one chunk of a state."""
+
+
+def state_chunks(
+    state: RankState, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS
+) -> Iterator[GetRankStateResponse]:
+    """Returns the state as of now in chunks. Later changes do not affect the chunks."""
+    cursor, digest, blocks = state.cursor, state.digest, state.blocks()
+    count = max(1, -(-len(blocks) // chunk_blocks))
+    return (
+        GetRankStateResponse(
+            cursor=cursor, blocks=records, last=number == count, digest=digest, copy_counting=copy_counting
+        )
+        for number, records in enumerate(block_records(blocks, chunk_blocks), start=1)
+    )
+
+
+def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Iterator[list[BlockRecord]]:
+    """Yields a state's blocks in chunks, parents before children; at least one chunk.
+
+    A parent is included only if it is still resident at the position that it had when its child was stored.
+    """
+    held = dict(blocks)
+    ordered = sorted(blocks, key=lambda item: item[1].depth)
+    for start in range(0, max(len(ordered), 1), chunk_blocks):
+        records = []
+        for engine_hash, block in ordered[start : start + chunk_blocks]:
+            above = held.get(block.parent) if block.parent is not None else None
+            named = above is not None and above.sequence_hash == block.parent_place
+            records.append(
+                BlockRecord(
+                    engine_hash=engine_hash,
+                    parent_engine_hash=block.parent if named else None,
+                    local_hash=block.local_hash,
+                    sequence_hash=block.sequence_hash,
+                    depth=block.depth,
+                    copies=[
+                        TierCopies(tier=tier, copies=copies)
+                        for tier, copies in zip(TIERS, block.copies, strict=True)
+                        if copies
+                    ],
+                )
+            )
+        yield records
