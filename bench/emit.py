@@ -30,7 +30,7 @@ from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import SERVICE, WorkerServer
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import GetLoadResponse, StopConditions, WorkerServiceGenerateRequest
 from rich.console import Console
 from rich.table import Table
 
@@ -134,7 +134,7 @@ async def measure(streams: int, transport: str, *, threaded: bool, steps: int, p
     """Returns the µs per token of each run."""
     engine = Engine()
     rank = RankPublisher(subject="", worker_id=1, dp_rank=0, incarnation=1, block_size=16)
-    server = WorkerServer(engine, {0: rank}, list)
+    server = WorkerServer(engine, {0: rank}, GetLoadResponse)
     port = await server.start("127.0.0.1:0")
     reader = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--read", f"127.0.0.1:{port}", "--streams", str(streams), "--transport", transport
