@@ -357,6 +357,42 @@ async def test_recordings_of_engines_are_relayed(engine: Engine, beside: Beside,
         assert relay.worker.rank(0).stats().unknown_removals == 0
 
 
+async def test_the_recorded_restart_of_an_engine(engine: Engine, beside: Beside) -> None:
+    before = [message for frames in read_capture("capture_vllm.bin") if (message := read_published(frames))]
+    after = [message for frames in read_capture("capture_vllm_restart.bin") if (message := read_published(frames))]
+    async with beside(engine, block_size=16) as relay:
+        await relay.is_connected()
+        for message in before[:8]:
+            await engine.publish_raw(message.payload)
+        await until(lambda: relay.count("messages_total") == 8)
+        # In the same process, as seen from the relay: the numbers begin again, and nothing is cleared.
+        engine.next_sequence = 0
+        engine.kept.clear()
+        for message in after:
+            await engine.publish_raw(message.payload)
+        await until(lambda: relay.count("restarts_total") == 1 and relay.count("blocks") == 4)
+        assert not relay.partial
+
+
+async def test_an_engine_that_restarts_with_another_block_size_is_left_out(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0))
+        await relay.holds(1)
+        await engine.restart()
+        await engine.publish(stored([2], 0, token_ids=list(range(6)), block_size=6))
+        await until(lambda: relay.count("left_out_total", reason="block_size") == 1)
+        assert relay.blocks() == set()
+        assert relay.partial
+
+
+async def test_ten_thousand_events_in_a_message(engine: Engine, beside: Beside) -> None:
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(*(stored([number + 1], number * BLOCK) for number in range(10_000)))
+        await until(lambda: relay.count("blocks") == 10_000)
+
+
 async def test_a_relay_that_listens_for_engines(engine: Engine, beside: Beside) -> None:
     await engine.stop()
     port = free_port()
