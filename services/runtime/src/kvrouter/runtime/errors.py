@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from kvrouter.net.calls import CallError, CallRefused, CallTimedOut
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 STATUS_KEY = "grpc-status-details-bin"
@@ -364,6 +365,16 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:
     code: int = error.code().value[0]
     message = error.details() or error.code().name
     return from_parts(code, message, _info_of(error))
+
+
+def from_call_error(error: CallError) -> KvRouterError:
+    """Returns the error of a call on a call stream, as an ordinary call would raise it."""
+    if isinstance(error, CallRefused):
+        code: int = error.code.value[0]
+        return from_parts(code, str(error), error.info)
+    if isinstance(error, CallTimedOut):
+        return DeadlineExceeded()
+    return DependencyAway(str(error))
 
 
 def _info_of(error: grpc.aio.AioRpcError) -> ErrorInfo | None:

@@ -14,12 +14,12 @@ from typing import Protocol
 import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, error_of_call, fault_of
+from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault_of
 from kvrouter.frontend.worker_client.health import WorkerCall
 from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
 from kvrouter.net.calls import CallError, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
+from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, from_call_error
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
 log = structlog.get_logger(component="frontend")
@@ -149,7 +149,7 @@ class WorkerAttempt:
         self._call = None
         if self._over:
             return
-        failure = error_of_call(error) if isinstance(error, CallError) else error
+        failure = from_call_error(error) if isinstance(error, CallError) else error
         if not isinstance(failure, KvRouterError):
             self._end(failure)
         elif self._finish_reason != _UNFINISHED:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc
-from kvrouter.net.calls import CallError, CallRefused, CallTimedOut
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost, from_parts
+from kvrouter.runtime.errors import AllBusy, KvRouterError, WorkerLost
 
 RETRY_AFTER_MS = 1000
 """Retry delay that clients receive when every worker was at its limit, milliseconds."""
@@ -70,15 +69,6 @@ def fault_of(error: KvRouterError, deadline: Deadline) -> Fault:
         if left is None or left > _DEADLINE_MARGIN_SECONDS:
             return Fault.WORKER
     return fault
-
-
-def error_of_call(error: CallError) -> KvRouterError:
-    """Returns the error of a call on a call stream as that of an ordinary call."""
-    if isinstance(error, CallRefused):
-        return from_parts(error.code.value[0], str(error), error.info)
-    if isinstance(error, CallTimedOut):
-        return DeadlineExceeded()
-    return DependencyAway(str(error))
 
 
 @dataclass(frozen=True, slots=True)

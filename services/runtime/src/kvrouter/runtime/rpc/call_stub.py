@@ -8,9 +8,9 @@ from typing import Any
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from kvrouter.net.calls import CallRefused, CallStreamClient, CallTimedOut, NotSent, OutcomeUnknown
+from kvrouter.net.calls import CallError, CallStreamClient
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, from_parts
+from kvrouter.runtime.errors import DeadlineExceeded, Internal, from_call_error
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 
 
@@ -46,13 +46,8 @@ def _caller(method: MethodDescriptor, client: CallStreamClient) -> Callable[...,
             raise DeadlineExceeded
         try:
             encoded = await client.call(path, request.SerializeToString(), time_left=deadline.remaining())
-        except CallRefused as refused:
-            code: int = refused.code.value[0]
-            raise from_parts(code, str(refused), refused.info) from None
-        except CallTimedOut:
-            raise DeadlineExceeded from None
-        except (NotSent, OutcomeUnknown) as lost:
-            raise DependencyAway(str(lost)) from None
+        except CallError as error:
+            raise from_call_error(error) from None
         try:
             return parse(encoded)
         except DecodeError:
