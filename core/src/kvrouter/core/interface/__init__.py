@@ -1,0 +1,34 @@
+"""The interface of the core, which the Rust core and the Python reference both implement.
+
+Hashes are passed packed: ``bytes`` of little-endian u64, or any contiguous buffer of bytes or of unsigned 64-bit
+integers. Functions that take them raise TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
+"""
+
+from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
+from kvrouter.core.interface.forecast import ForecastModel
+from kvrouter.core.interface.load import ActiveSequences, BookingRequest, LoadColumns
+from kvrouter.core.interface.predicted_index import PredictedIndex
+from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PrefixIndex
+from kvrouter.core.interface.ranks import Rank, RankInfo
+from kvrouter.core.interface.tokens import NotATokenId, Scope, TokenBuffer
+
+__all__ = [
+    "MAX_EVENT_BLOCKS",
+    "ActiveSequences",
+    "ApplySummary",
+    "BookingRequest",
+    "EventBatch",
+    "ForecastModel",
+    "IndexStats",
+    "InvalidDump",
+    "LoadColumns",
+    "MemoryBudget",
+    "NotATokenId",
+    "PredictedIndex",
+    "PrefixIndex",
+    "Rank",
+    "RankInfo",
+    "RefusedBatch",
+    "Scope",
+    "TokenBuffer",
+]
