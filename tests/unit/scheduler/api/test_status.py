@@ -66,7 +66,7 @@ async def test_a_rank_that_is_slower_than_its_component_is_shown_so() -> None:
         mean = relative.mean_of((worker_id, 0))
         assert mean is not None
         for _ in range(50):
-            relative.observe(mean, 2.0 if worker_id == 3 else 1.0, time.monotonic())
+            relative.observe(mean, 3.0 if worker_id == 3 else 1.0, time.monotonic())
     fast, _, slow = ranks(parts)
     assert slow.relative_latency > 1.5 > 1.0 > fast.relative_latency
     parts.registered.register(view(worker(1), worker(2), worker(3, incarnation=2)))

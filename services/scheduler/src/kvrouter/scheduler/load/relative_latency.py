@@ -7,12 +7,12 @@ From these:
     m         = mean of x on a rank, of which a new one corrects 1 / n
     s         = standard deviation of x around m over all ranks, at least LEAST_SPREAD
     d         = m - mean of m over the ranks, by their weights
-    doubt     = DOUBT * s / sqrt(n)                         deviation that chance explains
+    doubt     = max(DOUBT * s / sqrt(n), TRAFFIC)           deviation that chance or traffic explains
     latency   = exp(d * max(0, 1 - (doubt / d)^2))          measured time of the rank over that of the component  [1]
 
-A deviation that chance explains is thus none: ranks of equal speed have exactly 1, and so has a rank that has just
-begun. A large one counts almost whole (the positive-part estimator of James and Stein). A rank that gets no requests
-returns to 1 by its half-life and is measured again, so that no rank is avoided for ever.
+A deviation that chance or traffic explains is thus none: ranks of equal speed have exactly 1, and so has a rank that
+has just begun. A large one counts almost whole (the positive-part estimator of James and Stein). A rank that gets no
+requests returns to 1 by its half-life and is measured again, so that no rank is avoided for ever.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ SPREAD, LEAST_SPREAD = 0.25, 0.1
 
 SPREAD_STEP = 0.02
 """Share of the difference in variance that one first token corrects: about 50 form a new value."""
+
+TRAFFIC = 0.2
+"""Deviation, in its logarithm, that a difference in traffic explains. Ranks of equal speed whose requests share a
+popular prompt decode more context per block than the time model assumes: they are up to a fifth slower than others."""
 
 HALF_LIFE_S = 300.0
 """Seconds after which a rank's first tokens count half. A worker that recovers from a slow spell is tried again within
@@ -121,9 +125,10 @@ class RelativeLatency:
             return np.ones(len(means))
         logs = np.fromiter((mean.mean for mean in means), np.float64, len(means))
         deviations = np.where(weights > 0, logs - (weights * logs).sum() / total, 0.0)
-        doubt = DOUBT**2 * max(self._variance, LEAST_SPREAD**2)
+        spread = max(self._variance, LEAST_SPREAD**2)
         with np.errstate(divide="ignore", invalid="ignore"):
-            kept = deviations - doubt / (weights * deviations)
-        trusted = deviations**2 * weights > doubt
+            doubt = np.maximum(DOUBT**2 * spread / weights, TRAFFIC**2)
+            kept = deviations - doubt / deviations
+        trusted = deviations**2 > doubt
         latencies: NDArray[np.float64] = np.clip(np.exp(np.where(trusted, kept, 0.0)), 1 / WIDEST, WIDEST)
         return latencies

@@ -84,7 +84,7 @@ SHORTAGE_MS = 5000.0
 ROOM = 0.95
 """Share of KV in use above which shortage counts: output needs blocks as well."""
 
-OUTPUT_TOKENS = 5.0
+OUTPUT_TOKENS = 7.0
 """Price of decoding on a slow rank: the time by which this many tokens come later than at the component's speed."""
 
 FIT_TOKENS = 256
