@@ -17,7 +17,8 @@ from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
 from kvrouter.publisher.journal.resume import claimed, places, recover_worker
 from kvrouter.publisher.publish_only import PublishOnly
-from kvrouter.publisher.publishing.rank_publisher import RankPublisher, RankStats
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import (
     NatsLink,
     TransportAway,

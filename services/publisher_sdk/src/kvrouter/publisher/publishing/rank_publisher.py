@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvrouter.core import Scope, TokenBuffer, local_hashes, multimodal_hash
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
-from kvrouter.publisher.events.batches import MAX_BATCH_BYTES, encode_batch
+from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
 from kvrouter.publisher.events.blocks import BASE_SCOPE, NumberedEvent
 from kvrouter.publisher.events.copy_counting import CopyCountingCheck
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
@@ -20,58 +17,14 @@ from kvrouter.publisher.events.event_log import EventLog
 from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS, state_chunks
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
-from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
+from kvrouter.publisher.publishing.batch_sender import BatchSender
+from kvrouter.publisher.publishing.rank_stats import RankStats
+from kvrouter.publisher.publishing.transport import Transport
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
-
-_TRIES_BEFORE_WARNING = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RankStats:
-    """Statistics of one rank since its publisher was created."""
-
-    dp_rank: int
-    incarnation: int
-    next_event_id: int
-    """Number of events recorded; also the id of the next."""
-    digest: int
-    """Digest of the rank's state, as in KvEventBatch."""
-    blocks: int
-    """Resident blocks."""
-    partial: bool
-    """Whether blocks may be missing, because the engine's events were lost."""
-    events_lost: int
-    """Number of times that the engine's events were lost."""
-    restarts: int
-    """Number of restarts of the rank's engine."""
-    unknown_removals: int
-    """Removed blocks that were not resident; their removal is not published."""
-    unplaced_blocks: int
-    """Blocks reported with ``stored_known`` that could not be placed; they are not published."""
-    copy_counting_doubts: int
-    """Reports that contradict the configured copy counting."""
-    batches_sent: int
-    heartbeats_sent: int
-    bytes_sent: int
-    """Bytes of batches and heartbeats."""
-    retries: int
-    """Failed attempts to send a batch."""
-    events_dropped: int
-    """Events that were never sent because the buffer was full or the server refused them; consumers fetch the state."""
-    unsent_events: int
-    """Events that wait to be sent."""
-    unsent_bytes: int
-    waiting_seconds: float
-    """Time for which the current batch could not be sent, seconds; 0 if none waits."""
-    waiting_reason: str
-    """Error of its last attempt; empty if none waits."""
-    unkept_bytes: int
-    """Bytes that wait to be written to the journal, at most 32 MiB; 0 without a journal."""
 
 
 class RankPublisher:
@@ -104,8 +57,6 @@ class RankPublisher:
         """Data-parallel rank."""
         self.incarnation = incarnation
         """Incarnation of the cache that is reported."""
-        self._subject = subject
-        self._worker_id = worker_id
         self._block_size = block_size
         self._copy_counting = copy_counting
         self._lock = threading.RLock()
@@ -118,18 +69,20 @@ class RankPublisher:
         self._announced_partial = self._partial
         self._losses = self._restarts = 0
         self._noted: list[int] = []
-        self._log = EventLog(buffer_events, buffer_bytes)
-        self._log.extend(found.tail if found else ())
-        self._journal = Journal(journal, self._state, self._lock, self._unsent) if journal else None
+        self._events = EventLog(buffer_events, buffer_bytes)
+        self._events.extend(found.tail if found else ())
+        head = KvEventBatch(
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+            incarnation=incarnation,
+            block_size=block_size,
+            copy_counting=copy_counting,
+        )
+        self._sender = BatchSender(
+            subject=subject, head=head, state=self._state, events=self._events, lock=self._lock, kept=self.kept
+        )
+        self._journal = Journal(journal, self._state, self._lock, self._sender.unsent) if journal else None
         self._reported: list[NumberedEvent] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting = asyncio.Event()
-        self._sent = asyncio.Condition()
-        self._in_flight: list[NumberedEvent] = []
-        self._batches_sent = self._heartbeats_sent = self._bytes_sent = self._retries = self._refused = 0
-        self._dropped_reported = 0
-        self._waits_since: float | None = None
-        self._waits_for = ""
 
     def stored(
         self,
@@ -357,13 +310,7 @@ class RankPublisher:
             self._announced_partial = self._partial
             if self.on_partial is not None:
                 self.on_partial()
-        idle = not self._log.unsent
-        self._log.extend(events)
-        if idle and events and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._waiting.set)
-
-    def _unsent(self) -> list[NumberedEvent]:
-        return [*self._in_flight, *self._log.waiting()]
+        self._sender.add(events)
 
     def state_chunks(self, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
         """Returns the rank's state as of now in chunks. Later changes do not affect the chunks."""
@@ -381,32 +328,18 @@ class RankPublisher:
         with self._lock:
             if from_.next_event_id == self._state.next_event_id:
                 return iter(())
-            runs = self._log.since(from_.next_event_id, until_event_id, MAX_BATCH_BYTES)
-        return (KvEventBatch.FromString(self._encode(events)) for events in runs)
+            runs = self._events.since(from_.next_event_id, until_event_id, MAX_BATCH_BYTES)
+        return (KvEventBatch.FromString(self._sender.encode(events)) for events in runs)
 
     async def run(
         self, transport: Transport, *, heartbeat_seconds: float, max_batch_bytes: Callable[[], int] | None = None
     ) -> None:
-        """Sends events in batches of at most ``max_batch_bytes`` until cancelled.
+        """Sends events until cancelled; see ``BatchSender.run``."""
+        await self._sender.run(transport, heartbeat_seconds=heartbeat_seconds, max_batch_bytes=max_batch_bytes)
 
-        A batch is sent again until the transport accepts it. Events that are recorded meanwhile go into the next one.
-        At the start, and after each ``heartbeat_seconds`` without events, a heartbeat reports cursor and digest.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._waiting.set()
-        heartbeat_due = True
-        try:
-            while True:
-                limit = min(MAX_BATCH_BYTES, max_batch_bytes() if max_batch_bytes else MAX_BATCH_BYTES)
-                events = self._take(limit)
-                if events or heartbeat_due:
-                    await self._deliver(transport, events)
-                async with self._sent:
-                    self._in_flight = []
-                    self._sent.notify_all()
-                heartbeat_due = not await self._recorded_within(heartbeat_seconds)
-        finally:
-            self._loop = None
+    async def flush(self) -> None:
+        """Waits until all recorded events are sent, which needs ``run`` to be running."""
+        await self._sender.flush()
 
     async def keep(self) -> None:
         """Writes the journal until cancelled; returns at once without a journal."""
@@ -417,11 +350,6 @@ class RankPublisher:
         """Waits until all recorded events are in the journal, because no consumer may know more than the journal."""
         if self._journal is not None:
             await self._journal.kept()
-
-    async def flush(self) -> None:
-        """Waits until all recorded events are sent, which needs ``run`` to be running."""
-        async with self._sent:
-            await self._sent.wait_for(lambda: not self._log.unsent and not self._in_flight)
 
     def stats(self) -> RankStats:
         """Returns the current statistics."""
@@ -438,108 +366,17 @@ class RankPublisher:
                 unknown_removals=self._state.unknown_removals,
                 unplaced_blocks=self._state.unplaced_blocks,
                 copy_counting_doubts=self._check.doubts,
-                batches_sent=self._batches_sent,
-                heartbeats_sent=self._heartbeats_sent,
-                bytes_sent=self._bytes_sent,
-                retries=self._retries,
-                events_dropped=self._log.dropped + self._refused,
-                unsent_events=self._log.unsent,
-                unsent_bytes=self._log.unsent_bytes,
-                waiting_seconds=time.monotonic() - self._waits_since if self._waits_since is not None else 0.0,
-                waiting_reason=self._waits_for,
+                batches_sent=self._sender.batches_sent,
+                heartbeats_sent=self._sender.heartbeats_sent,
+                bytes_sent=self._sender.bytes_sent,
+                retries=self._sender.retries,
+                events_dropped=self._events.dropped + self._sender.refused,
+                unsent_events=self._events.unsent,
+                unsent_bytes=self._events.unsent_bytes,
+                waiting_seconds=self._sender.waiting_seconds,
+                waiting_reason=self._sender.waiting_reason,
                 unkept_bytes=self._journal.queued_bytes if self._journal else 0,
             )
-
-    async def _recorded_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._waiting.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def _take(self, max_bytes: int) -> list[NumberedEvent]:
-        with self._lock:
-            events = self._log.take(max_bytes)
-            self._in_flight = events
-            if not events:
-                self._waiting.clear()
-            dropped = self._log.dropped
-        if dropped > self._dropped_reported:
-            log.warning("publish.events_dropped", rank=self.dp_rank, events=dropped - self._dropped_reported)
-            self._dropped_reported = dropped
-        return events
-
-    def _encode(self, events: Sequence[NumberedEvent]) -> bytes:
-        if events:
-            next_event_id, digest = events[-1].event_id + 1, events[-1].digest
-        else:
-            with self._lock:
-                next_event_id, digest = self._state.next_event_id, self._state.digest
-        head = KvEventBatch(
-            worker_id=self._worker_id,
-            dp_rank=self.dp_rank,
-            incarnation=self.incarnation,
-            block_size=self._block_size,
-            next_event_id=next_event_id,
-            digest=digest,
-            published_unix_ns=time.time_ns(),
-            copy_counting=self._copy_counting,
-        )
-        return encode_batch(head, events)
-
-    async def _deliver(self, transport: Transport, events: list[NumberedEvent]) -> None:
-        payload = self._encode(events)
-        await self.kept()
-        message_id = None
-        if events:
-            # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
-            span = f"{events[0].event_id}-{events[-1].event_id}"
-            message_id = f"{self._worker_id:x}.{self.dp_rank}.{self.incarnation:x}.{span}"
-        try:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(TransportAway),
-                wait=wait_random_exponential(multiplier=0.1, max=2),
-                before_sleep=self._note_retry,
-            ):
-                with attempt:
-                    try:
-                        await transport.send(self._subject, payload, message_id)
-                    finally:
-                        check_cancelled()
-        except MessageRefused as error:
-            self._end_wait()
-            self._refused += len(events)
-            log.error("publish.rejected", rank=self.dp_rank, events=len(events), bytes=len(payload), error=str(error))
-            return
-        self._end_wait()
-        self._bytes_sent += len(payload)
-        if events:
-            self._batches_sent += 1
-        else:
-            self._heartbeats_sent += 1
-
-    def _note_retry(self, state: RetryCallState) -> None:
-        self._retries += 1
-        self._waits_for = str(state.outcome.exception()) if state.outcome is not None else ""
-        if self._waits_since is None:
-            self._waits_since = time.monotonic()
-        # The first attempts may fail while the connection is being made, which is not worth a warning.
-        if state.attempt_number == _TRIES_BEFORE_WARNING:
-            log.warning(
-                "publish.delayed",
-                rank=self.dp_rank,
-                error=self._waits_for,
-                unsent_events=self._log.unsent,
-                consequence="events are buffered, and Indexers read the rank over gRPC",
-            )
-
-    def _end_wait(self) -> None:
-        if self._waits_since is None:
-            return
-        seconds = time.monotonic() - self._waits_since
-        self._waits_since, self._waits_for = None, ""
-        log.info("publish.recovered", rank=self.dp_rank, seconds=round(seconds, 1))
 
 
 def _token_count(token_ids: TokenBuffer) -> int:

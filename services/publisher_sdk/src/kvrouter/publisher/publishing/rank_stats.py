@@ -1,0 +1,48 @@
+"""Statistics of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """Statistics of one rank since its publisher was created."""
+
+    dp_rank: int
+    incarnation: int
+    next_event_id: int
+    """Number of events recorded; also the id of the next."""
+    digest: int
+    """Digest of the rank's state, as in KvEventBatch."""
+    blocks: int
+    """Resident blocks."""
+    partial: bool
+    """Whether blocks may be missing, because the engine's events were lost."""
+    events_lost: int
+    """Number of times that the engine's events were lost."""
+    restarts: int
+    """Number of restarts of the rank's engine."""
+    unknown_removals: int
+    """Removed blocks that were not resident; their removal is not published."""
+    unplaced_blocks: int
+    """Blocks reported with ``stored_known`` that could not be placed; they are not published."""
+    copy_counting_doubts: int
+    """Reports that contradict the configured copy counting."""
+    batches_sent: int
+    heartbeats_sent: int
+    bytes_sent: int
+    """Bytes of batches and heartbeats."""
+    retries: int
+    """Failed attempts to send a batch."""
+    events_dropped: int
+    """Events that were never sent because the buffer was full or the server refused them; consumers fetch the state."""
+    unsent_events: int
+    """Events that wait to be sent."""
+    unsent_bytes: int
+    waiting_seconds: float
+    """Time for which the current batch could not be sent, seconds; 0 if none waits."""
+    waiting_reason: str
+    """Error of its last attempt; empty if none waits."""
+    unkept_bytes: int
+    """Bytes that wait to be written to the journal, at most 32 MiB; 0 without a journal."""
