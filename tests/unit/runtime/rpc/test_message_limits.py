@@ -65,7 +65,6 @@ def test_elements_of_a_list_that_comes_in_parts_are_counted_together() -> None:
 HOSTILE: list[tuple[str, bytes, type[Message]]] = [
     ("multimodal_hashes", b"\x5a\x00" * MANY, FrontendServiceGenerateRequest),
     ("token_ids", b"\x1d\x01\x00\x00\x00" * MANY, FrontendServiceGenerateRequest),
-    ("labels", b"\x62\x02\x0a\x00" * MANY, FrontendServiceGenerateRequest),
     ("stop_conditions", b"\x22\xe0\xa7\x12" + b"\x2a\x00" * (MANY // 2), FrontendServiceGenerateRequest),
     ("request", b"\x0a\x00" * MANY, BestWorkerRequest),
     (
