@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 from kvrouter.core import MemoryBudget
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
@@ -62,6 +63,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     yield "Every service", every
     frontend = CollectorRegistry()
     FrontendMetrics(frontend)
+    ProcessMetrics(frontend)
     Recorder(MagicMock(known_blocks=0, size=0), frontend)
     _Connections(MagicMock(), frontend, "frontend")
     yield "Frontend", frontend

@@ -118,6 +118,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker_client": ("metrics",),
         "lifecycle": ("metrics", "recording", "scheduler_client", "worker_client"),
         "api": ("lifecycle", "metrics", "recording", "scheduler_client", "worker_client"),
+        "processes": ("app", "settings"),
         "settings": ("scheduler_client",),
     },
     "relay": {

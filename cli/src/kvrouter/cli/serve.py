@@ -53,6 +53,8 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
             strict=True,
         )
     )
+    if "frontend" in settings and settings["frontend"].processes > 1:
+        raise WrongUsage("--processes: the services share one process here; start kvrouter-frontend on its own")
     _check_static(settings)
     common = settings[ordered[0]]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -15,6 +16,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import RecordingFile
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
@@ -24,8 +26,16 @@ from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.runtime import http_server
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
-from kvrouter.runtime.process.context import Runtime
+from kvrouter.runtime.process.context import Runtime, open_runtime
+from kvrouter.runtime.process.hosting import Hosted, host
+from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
+from prometheus_client import CollectorRegistry
+
+_DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
+_READY_SECONDS = 5.0
+_READINESS_SECONDS = 0.05
+"""Interval of readiness checks."""
 
 log = structlog.get_logger(component="frontend")
 
@@ -81,8 +91,20 @@ def request_limits(settings: FrontendSettings) -> MessageLimits:
     return MessageLimits(settings.max_prompt_tokens, DEFAULT_LIMITS.besides_bytes // 2, DEFAULT_LIMITS.records // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPorts:
+    """How a process serves that shares its ports with others of the same Frontend."""
+
+    metrics: Callable[[], Awaitable[bytes]]
+    """Returns the metrics of all processes."""
+    waits_until_ready: bool
+    """Whether to listen only when requests can be routed, or after 5 seconds, since others serve meanwhile."""
+
+
 @asynccontextmanager
-async def serving_http(service: FrontendService, settings: FrontendSettings, runtime: Runtime) -> AsyncIterator[str]:
+async def serving_http(
+    service: FrontendService, settings: FrontendSettings, runtime: Runtime, shared: SharedPorts | None = None
+) -> AsyncIterator[str]:
     """Serves the HTTP API while the context lasts; yields its address, host:port.
 
     A client that disconnects cancels its request. When the context ends, running requests may finish.
@@ -90,18 +112,63 @@ async def serving_http(service: FrontendService, settings: FrontendSettings, run
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
-    application = HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds).application()
+    metrics = None if shared is None else shared.metrics
+    api = HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds, metrics=metrics)
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
     async with http_server.serving_http(
-        application,
+        api.application(),
         settings.host,
         settings.port,
         limits,
         runtime.registry,
         name="frontend",
+        reuse_port=shared is not None,
         handler_cancellation=True,
         auto_decompress=False,
         shutdown_timeout=settings.drain_seconds,
     ) as (host, port):
         log.info("http.listening", address=f"{host}:{port}")
         yield f"{host}:{port}"
+
+
+async def serve(
+    settings: FrontendSettings,
+    stopping: asyncio.Event,
+    shared: SharedPorts | None = None,
+    *,
+    started: Callable[[CollectorRegistry, Callable[[], bool]], None] | None = None,
+) -> None:
+    """Runs a Frontend over HTTP and gRPC until ``stopping`` is set, then drains.
+
+    Args:
+        settings: The options.
+        stopping: Event that stops it.
+        shared: Set if other processes share the ports.
+        started: Called when it listens, with its metrics and with what returns whether it is ready.
+
+    Raises:
+        BindFailed: an address cannot be listened on.
+    """
+    async with (
+        open_runtime(settings) as runtime,
+        aclosing(RemoteSchedulers(runtime.directory)) as schedulers,
+        running(settings, runtime, schedulers) as service,
+    ):
+        if shared is not None and shared.waits_until_ready:
+            await _until_ready(service, stopping)
+        async with serving_http(service, settings, runtime, shared) as http_address:
+            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_address, request_limits(settings))
+            await host(
+                runtime,
+                [hosted],
+                stopping,
+                started=started and (lambda _: started(runtime.registry, service.ready)),
+                reuse_port=shared is not None,
+            )
+
+
+async def _until_ready(service: FrontendService, stopping: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_READY_SECONDS):
+            while not service.ready() and not stopping.is_set():  # noqa: ASYNC110 - readiness is only polled
+                await asyncio.sleep(_READINESS_SECONDS)

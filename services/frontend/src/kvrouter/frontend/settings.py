@@ -34,10 +34,16 @@ class FrontendSettings(RoutingSettings):
         description="Port of the HTTP API; 0 chooses a free one.",
         validation_alias=AliasChoices("port", "http-port"),
     )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Processes that share the HTTP and gRPC ports; each has its own connections and sessions.",
+    )
     http_max_connections: int = Field(
         default=0,
         ge=0,
-        description="Most connections to the HTTP API; 0 is half of the file descriptors, at most 16,384.",
+        description="Most HTTP connections of each process; 0 is half of the file descriptors, at most 16,384.",
     )
     http_body_seconds: float = Field(
         default=30.0,

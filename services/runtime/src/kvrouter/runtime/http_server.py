@@ -48,6 +48,7 @@ async def serving_http(
     registry: CollectorRegistry,
     *,
     name: str,
+    reuse_port: bool = False,
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves an application while the context lasts; yields the host and port that it listens on.
@@ -59,6 +60,7 @@ async def serving_http(
         limits: Limits of the port.
         registry: Registry for the metrics.
         name: Part of the metrics' names.
+        reuse_port: Whether processes share the port, which their parent holds (``shared_port``).
         options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
@@ -73,7 +75,7 @@ async def serving_http(
         assert handlers is not None  # noqa: S101 - set up above
         try:
             server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(handlers(), connections), host, port, reuse_port=False, backlog=1024
+                lambda: _Connection(handlers(), connections), host, port, reuse_port=reuse_port, backlog=1024
             )
         except OSError:
             raise BindFailed(f"{host or ''}:{port}") from None

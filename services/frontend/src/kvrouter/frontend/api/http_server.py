@@ -86,11 +86,26 @@ async def errors_as_json(
 class HttpApi:
     """HTTP handlers over a FrontendService."""
 
-    def __init__(self, frontend: FrontendService, registry: CollectorRegistry, *, body_seconds: float) -> None:
-        """``body_seconds`` is the maximum pause within a request's body."""
+    def __init__(
+        self,
+        frontend: FrontendService,
+        registry: CollectorRegistry,
+        *,
+        body_seconds: float,
+        metrics: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """Creates the handlers.
+
+        Args:
+            frontend: The service.
+            registry: Metrics of this process.
+            body_seconds: Maximum pause within a request's body.
+            metrics: Returns the metrics to expose instead of the registry's.
+        """
         self._body_seconds = body_seconds
         self._frontend = frontend
         self._registry = registry
+        self._metrics = metrics
 
     def application(self) -> web.Application:
         """Returns the application with all routes."""
@@ -121,8 +136,9 @@ class HttpApi:
         return web.json_response(body, status=200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Returns the metrics of this process."""
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        """Returns the metrics of this Frontend."""
+        body = generate_latest(self._registry) if self._metrics is None else await self._metrics()
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Lists the models that are served, each once."""

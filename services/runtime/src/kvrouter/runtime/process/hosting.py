@@ -43,6 +43,7 @@ async def host(
     stopping: asyncio.Event,
     *,
     started: Callable[[RpcServer], None] | None = None,
+    reuse_port: bool = False,
 ) -> None:
     """Serves until ``stopping`` is set, then withdraws the registrations and drains.
 
@@ -51,12 +52,14 @@ async def host(
         services: The services, on one gRPC server.
         stopping: Event that stops the services.
         started: Called with the server once it listens.
+        reuse_port: Whether processes share the gRPC port, which their parent holds (``shared_port``).
 
     Raises:
         BindFailed: an address cannot be listened on.
     """
     settings = runtime.settings
-    server = open_server(settings.bind, call_stream_counts=runtime.call_streams.server())
+    counts = runtime.call_streams.server()
+    server = open_server(settings.bind, call_stream_counts=counts, reuse_port=reuse_port)
     for service in services:
         add_service(server, service.descriptor, service.implementation, limits=service.limits)
     async with serving_ops(

@@ -56,12 +56,18 @@ class RpcServer:
     """A gRPC server with health and reflection. Add services, start it, and in the end drain it."""
 
     def __init__(
-        self, bind: str, *, max_calls: int = MAX_CALLS, call_stream_counts: CallStreamCounts | None = None
+        self,
+        bind: str,
+        *,
+        max_calls: int = MAX_CALLS,
+        call_stream_counts: CallStreamCounts | None = None,
+        reuse_port: bool = False,
     ) -> None:
         self.health = HealthBoard()
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
+        options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
+        self._server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=max_calls)
         self._names: list[str] = []
         self._draining = False
         self._calls = 0
@@ -265,10 +271,17 @@ async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _C
 
 
 def open_server(
-    bind: str, *, max_calls: int = MAX_CALLS, call_stream_counts: CallStreamCounts | None = None
+    bind: str,
+    *,
+    max_calls: int = MAX_CALLS,
+    call_stream_counts: CallStreamCounts | None = None,
+    reuse_port: bool = False,
 ) -> RpcServer:
-    """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started."""
-    return RpcServer(bind, max_calls=max_calls, call_stream_counts=call_stream_counts)
+    """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started.
+
+    With ``reuse_port``, processes share the port, which their parent holds (``shared_port``).
+    """
+    return RpcServer(bind, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port)
 
 
 def add_service(

@@ -1,0 +1,256 @@
+"""The parent of a Frontend of several processes: holds the ports, starts and restarts the children, merges metrics.
+
+It serves no requests and uses no gRPC. Children are started by exec, since gRPC does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+from aiohttp import web
+from kvrouter.frontend.processes.child import Assignment, Report
+from kvrouter.frontend.processes.merged_metrics import MergedMetrics
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.http_server import HttpLimits, serving_http
+from kvrouter.runtime.process.lifecycle import StartRefused
+from kvrouter.runtime.process.shared_port import shared_port
+from kvrouter.runtime.telemetry.metrics import new_registry
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+log = structlog.get_logger(component="frontend")
+
+_REPORT_SECONDS = 1.0
+"""Interval of reports, and maximum time to wait for one. A child that does not answer in time keeps its last report."""
+_REPORT_BYTES = 64 << 20
+_MAX_CONNECTIONS = 256
+_FIRST_RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.2, 10.0
+_STEADY_SECONDS = 60.0
+"""Time after which a restarted child counts as recovered."""
+_KILL_SECONDS = 5.0
+"""Time beyond its draining after which a child is killed."""
+_BASE_LENGTH = 48
+"""Length to which the parent's instance id is cut, so that those of its children are valid."""
+_PARENT = "parent"
+"""Label ``process`` of the parent's own gauges."""
+
+
+class ProcessMetrics:
+    """The parent's own metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.live = Gauge(
+            "kvrouter_frontend_processes", "Live processes of a Frontend with --processes.", registry=registry
+        )
+        self.restarts = Counter(
+            "kvrouter_frontend_process_restarts",
+            "Processes of a Frontend that died and were replaced.",
+            registry=registry,
+        )
+
+
+class FrontendProcesses:
+    """Several processes that serve as one Frontend."""
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self._settings = settings
+        self._merged = MergedMetrics()
+        self._children: dict[str, _Child] = {}
+        self._registry = new_registry()
+        self._metrics = ProcessMetrics(self._registry)
+        self._metrics.live.set_function(lambda: len(self._children))
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serves until ``stopping`` is set, then drains all children.
+
+        Raises:
+            BindFailed: an address cannot be listened on.
+            StartRefused: a child does not start.
+        """
+        settings = self._settings
+        host, _, port = settings.bind.rpartition(":")
+        with ExitStack() as ports:
+            http_port = ports.enter_context(shared_port(settings.host, settings.port))
+            grpc_port = ports.enter_context(shared_port(host.strip("[]"), int(port)))
+            shared = {"port": http_port, "bind": f"{host}:{grpc_port}", "http_bind": ""}
+            async with self._serving_ops() as address, asyncio.TaskGroup() as group:
+                for number in range(settings.processes):
+                    keeping = self._keep(str(number), shared, f"http://{address}/metrics", stopping)
+                    group.create_task(keeping, name=f"frontend-process {number}")
+
+    async def _keep(self, name: str, shared: dict[str, object], metrics_url: str, stopping: asyncio.Event) -> None:
+        """Keeps one child running; each start has an instance id of its own, so that sessions are not confused."""
+        back_off = Backoff(_FIRST_RESTART_SECONDS, _LONGEST_RESTART_SECONDS)
+        starts = 0
+        while not stopping.is_set():
+            own = {"instance_id": _instance_id(self._settings.instance_id, name, starts), "processes": 1}
+            if self._settings.record:
+                record = Path(self._settings.record)
+                own["record"] = str(record.with_name(f"{record.name}.{name}"))
+            settings = self._settings.model_copy(update=shared | own)
+            text = settings.model_dump_json(exclude_unset=True)
+            child = await _Child.start(name, Assignment(text, metrics_url, is_restart=starts > 0))
+            try:
+                began = asyncio.get_running_loop().time()
+                await self._follow(child, stopping)
+                if stopping.is_set():
+                    return
+                if not starts and not child.has_listened:
+                    raise StartRefused(f"process {name} of the Frontend did not start: its log has the cause")
+            finally:
+                self._children.pop(name, None)
+                self._merged.end(name)
+                await child.stop(self._settings.drain_seconds + _KILL_SECONDS)
+            if asyncio.get_running_loop().time() - began > _STEADY_SECONDS:
+                back_off.succeeded()
+            pause = back_off.failed()
+            log.error("process.died", process=name, status=child.status, restart_after_seconds=round(pause, 2))
+            self._metrics.restarts.inc()
+            starts += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await stopping.wait()
+
+    async def _follow(self, child: _Child, stopping: asyncio.Event) -> None:
+        """Reads the child's reports until it dies or ``stopping`` is set."""
+        reading = asyncio.create_task(self._read(child))
+        stopped = asyncio.create_task(stopping.wait())
+        try:
+            while not reading.done() and not stopped.done():
+                await asyncio.wait({reading, stopped}, timeout=_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                child.request_report()
+        finally:
+            for task in (reading, stopped):
+                task.cancel()
+            await asyncio.wait({reading, stopped})
+
+    async def _read(self, child: _Child) -> None:
+        async for report in child.reports():
+            if child.name not in self._children:
+                self._children[child.name] = child
+                log.info("process.listening", process=child.name, pid=child.pid)
+            self._merged.report(child.name, report.metrics)
+
+    @asynccontextmanager
+    async def _serving_ops(self) -> AsyncIterator[str]:
+        """Serves metrics, health and readiness of the whole; yields the address."""
+        host, _, port = (self._settings.http_bind or "127.0.0.1:0").rpartition(":")
+        application = web.Application()
+        application.add_routes(
+            [web.get("/metrics", self._exposition), web.get("/health", self._health), web.get("/ready", self._ready)]
+        )
+        limits = HttpLimits(_MAX_CONNECTIONS, self._settings.http_header_seconds)
+        address = host.strip("[]") or None, int(port)
+        async with serving_http(application, *address, limits, self._registry, name="ops", shutdown_timeout=1.0) as (
+            _,
+            bound,
+        ):
+            log.info("http.listening", address=f"{host}:{bound}")
+            yield f"{host or '127.0.0.1'}:{bound}"
+
+    async def _exposition(self, _: web.Request) -> web.Response:
+        await asyncio.gather(*(child.reported() for child in list(self._children.values())))
+        self._merged.report(_PARENT, generate_latest(self._registry).decode())
+        return web.Response(body=self._merged.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        await asyncio.gather(*(child.reported() for child in list(self._children.values())))
+        processes = {name: child.is_ready for name, child in sorted(self._children.items())}
+        ready = any(processes.values())
+        return web.json_response({"ready": ready, "processes": processes}, status=200 if ready else 503)
+
+
+class _Child:
+    """A child process and its reports."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.has_listened = False
+        self.is_ready = False
+        self._process = process
+        self._changed = asyncio.Event()
+
+    @classmethod
+    async def start(cls, name: str, assignment: Assignment) -> _Child:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "kvrouter.frontend.processes.child",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_REPORT_BYTES,
+            start_new_session=True,  # Signals of a terminal reach the parent alone, which passes them on once.
+        )
+        child = cls(name, process)
+        child._write(msgspec.json.encode(assignment))
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    def request_report(self) -> None:
+        if self.has_listened:
+            self._write(b"")
+
+    async def reported(self) -> None:
+        """Requests a report and waits for the next one, for a short time."""
+        self._changed.clear()
+        self.request_report()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_SECONDS):
+                await self._changed.wait()
+
+    async def reports(self) -> AsyncIterator[Report]:
+        """Yields reports until the child ends."""
+        output = self._process.stdout
+        assert output is not None  # noqa: S101 - a pipe
+        while line := await output.readline():
+            try:
+                report = msgspec.json.decode(line, type=Report)
+            except msgspec.DecodeError:
+                log.exception("process.report_malformed", process=self.name)
+                return
+            self.has_listened, self.is_ready = True, report.ready
+            self._changed.set()
+            yield report
+
+    async def stop(self, seconds: float) -> None:
+        """Drains the child and waits for its end; kills it after ``seconds``, or if this task is cancelled."""
+        try:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("process.killed", process=self.name, after_seconds=seconds)
+        finally:
+            if self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+
+    def _write(self, line: bytes) -> None:
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(line + b"\n")
+
+
+def _instance_id(base: str, name: str, starts: int) -> str:
+    own = f"{base[:_BASE_LENGTH]}-{name}"
+    return f"{own}-{starts}" if starts else own
