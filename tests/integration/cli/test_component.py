@@ -32,12 +32,12 @@ async def test_a_component_is_forgotten_once_no_worker_is_registered(etcd_endpoi
     assert status == 1
     assert "no descriptor" in errors
     await put(etcd_endpoint, name.descriptor_key, ComponentDescriptor(model="m", block_size=32).SerializeToString())
-    await put(etcd_endpoint, name.worker_key(7), WorkerRegistration(worker_id=7).SerializeToString())
+    await put(etcd_endpoint, name.worker_key(17), WorkerRegistration(worker_id=17).SerializeToString())
     status, _, errors = await run("kvrouter.cli.main", *command)
     assert status == 1
-    assert "1 registered workers (0000000000000007)" in " ".join(errors.split())
+    assert "registered workers (1: 17)" in " ".join(errors.split())
     async with connect(etcd_endpoint) as client:
-        await client.delete(name.worker_key(7).encode())
+        await client.delete(name.worker_key(17).encode())
         status, out, _ = await run("kvrouter.cli.main", *command)
         assert status == 0
         assert "model 'm', 32 tokens a block" in out

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
-from kvrouter.v1.names import ComponentName, InvalidName
+from kvrouter.v1.names import ComponentName, InvalidName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from rich.console import Console
 
@@ -45,17 +45,24 @@ def forget(
 async def _forget(name: ComponentName, etcd: str) -> str:
     async with connect(etcd) as client:
         registered = await client.get_prefix(name.workers_prefix.encode(), keys_only=True)
-        workers = [entry.key.decode(errors="replace") for entry in registered]
+        workers = [_worker_of(entry.key) for entry in registered]
         if workers:
-            shown = ", ".join(key.removeprefix(name.workers_prefix) for key in workers[:8])
+            shown = ", ".join(workers[:8]) + (", …" if len(workers) > 8 else "")
             raise CommandFailed(
-                f"{name} has {len(workers)} registered workers ({shown}): stop them and wait until their leases expire"
+                f"{name} has registered workers ({len(workers)}: {shown}): stop them and wait until their leases expire"
             )
         found = await client.get(name.descriptor_key.encode())
         if found is None:
             raise CommandFailed(f"{name} has no descriptor in etcd: check the name and --etcd")
         await client.delete(name.descriptor_key.encode())
         return _described(found.value)
+
+
+def _worker_of(encoded: bytes) -> str:
+    """Returns the worker id of a registration as it is shown everywhere, or the key if it has none."""
+    key = encoded.decode(errors="replace")
+    worker_id = worker_id_of_key(key)
+    return key if worker_id is None else str(worker_id)
 
 
 def _described(value: bytes) -> str:

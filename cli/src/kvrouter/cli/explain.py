@@ -57,7 +57,8 @@ async def explain(where: Where, which: str, seconds: float) -> None:
     if failures:
         raise CommandFailed("; ".join(failures))
     raise CommandFailed(
-        f"no decision about {which} found at {', '.join(addresses)}: Schedulers keep only their last --decisions-kept"
+        f"no decision about {which} found at {', '.join(addresses)}: a Scheduler keeps its last --decisions-kept "
+        "decisions. Ask the Scheduler that decided, soon after the request"
     )
 
 
