@@ -10,11 +10,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallError, CallRefused, CallStreamClient, NotSent, OutcomeUnknown, RunningCall
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import SERVICE, WorkerServer
+from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import (
@@ -213,3 +215,31 @@ async def test_a_worker_that_stops_takes_no_more_requests_and_lets_running_ones_
         await stopping
         assert received.ended
         assert received.tokens == [1]
+
+
+async def test_a_gateway_that_does_not_read_loses_its_request_and_delays_nobody() -> None:
+    engine = EmittingEngine()
+    large = GenerateOutput(text="x" * (256 << 10))
+    async with (
+        serving(engine) as (server, port),
+        connected(port) as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel,
+    ):
+        rpc: Any = channel.stream_stream(f"/{CALL_STREAM_SERVICE}/OpenCallStream")()
+        hello = OpenCallStreamRequest(client_hello=CallStreamClientHello(version=1, client_name="stalled"))
+        await rpc.write(hello.SerializeToString())
+        methods = list(OpenCallStreamResponse.FromString(await rpc.read()).server_hello.methods)
+        call = OpenCallStreamRequest()
+        request = WorkerServiceGenerateRequest(
+            request_id="stalled", token_ids=[1], stop_conditions=StopConditions(max_tokens=9)
+        )
+        call.calls.add(number=1, method=methods.index(f"{SERVICE}/Generate"), request=request.SerializeToString())
+        await rpc.write(call.SerializeToString())
+        kept, _ = start(client, "kept")
+        await eventually(lambda: sorted(engine.running) == ["kept", "stalled"])
+        for _ in range(128):  # 32 MiB
+            server.emit([RequestOutput("stalled", [1], details=large), RequestOutput("kept", [1])])
+            await asyncio.sleep(0)
+        await eventually(lambda: engine.aborted == ["stalled"])
+        await eventually(lambda: len(kept.tokens) == 128)
+        rpc.cancel()

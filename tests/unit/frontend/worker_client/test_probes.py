@@ -25,6 +25,7 @@ class Workers:
 
     def __init__(self, *endpoints: str) -> None:
         self.requested: Counter[str] = Counter()
+        self.forgotten: list[str] = []
         self.answering = {endpoint: asyncio.Event() for endpoint in endpoints}
         self.refusing: set[str] = set()
         self._changed = asyncio.Event()
@@ -49,7 +50,10 @@ class Workers:
             yield self
             await self._changed.wait()
 
-    async def update(self, _: Mapping[ComponentName, ComponentView]) -> None: ...
+    def update(self, _: Mapping[ComponentName, ComponentView]) -> None: ...
+
+    async def forget(self, endpoint: str) -> None:
+        self.forgotten.append(endpoint)
 
     async def probe(self, endpoint: str) -> bool:
         self.requested[endpoint] += 1
@@ -115,7 +119,7 @@ async def test_a_gateway_whose_own_loop_stood_still_suspects_nobody() -> None:
         assert health.suspected == 0
 
 
-async def test_a_worker_that_left_is_not_probed_any_more() -> None:
+async def test_a_worker_that_left_is_not_probed_any_more_and_its_connection_is_closed() -> None:
     workers = Workers("a:1", "b:1")
     async with probing(workers) as health:
         await until(lambda: len(workers.requested) == 2)
@@ -126,3 +130,4 @@ async def test_a_worker_that_left_is_not_probed_any_more() -> None:
         seen = workers.requested["a:1"]
         await until(lambda: workers.requested["b:1"] >= requested + 6)
         assert workers.requested["a:1"] == seen
+        assert workers.forgotten == ["a:1"]

@@ -76,13 +76,6 @@ class WorkerConnection:
         if self._streaming is None:
             self._streaming = asyncio.create_task(self._stream.run(), name="worker-call-stream")
 
-    async def close_stream(self) -> None:
-        """Closes the call stream."""
-        streaming, self._streaming = self._streaming, None
-        if streaming is not None:
-            streaming.cancel()
-            await asyncio.wait({streaming})
-
     def generate(self, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
         """Calls Generate with an encoded request; on the call stream if it is open."""
         if self._stream.ready:
@@ -126,7 +119,9 @@ class WorkerConnection:
             reading.cancel()
         if self._reading:
             await asyncio.wait(self._reading)
-        await self.close_stream()
+        if self._streaming is not None:
+            self._streaming.cancel()
+            await asyncio.wait({self._streaming})
         await self._channel.close()
 
 

@@ -31,19 +31,23 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
-        """Applies the registrations: opens call streams on connections, and closes those of workers that left."""
+    def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
+        """Applies the registrations: opens call streams to workers that serve them."""
         self._serving_streams = {
             registration.endpoint
             for view in components.values()
             for registration in view.workers.values()
             if registration.serves_call_stream
         }
-        for endpoint, connection in list(self._connections.items()):
-            if endpoint in self._serving_streams:
-                connection.open_stream()
-            elif connection.idle:
-                await connection.close_stream()
+        for endpoint in self._serving_streams & self._connections.keys():
+            self._connections[endpoint].open_stream()
+
+    async def forget(self, endpoint: str) -> None:
+        """Closes the connection to a worker that left, unless a call runs on it."""
+        connection = self._connections.get(endpoint)
+        if connection is not None and connection.idle:
+            del self._connections[endpoint]
+            await connection.close()
 
     def start(self, endpoint: str, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
         """Calls Generate with an encoded WorkerServiceGenerateRequest.

@@ -39,7 +39,7 @@ class WorkerProbes:
         async with asyncio.TaskGroup() as group:
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
-                await self._pool.update(directory.components)
+                self._pool.update(directory.components)
                 for endpoint in self._health.endpoints() - self._probing.keys():
                     self._probing[endpoint] = group.create_task(self._probe(endpoint), name=f"probe {endpoint}")
 
@@ -56,6 +56,7 @@ class WorkerProbes:
                 await asyncio.sleep(self._interval)
         finally:
             del self._probing[endpoint]
+        await self._pool.forget(endpoint)
 
     async def _ask(self, endpoint: str) -> None:
         """Waits for the answer to one probe. Each interval without it counts as missed.
