@@ -132,6 +132,19 @@ async def test_wrong_options_are_named(options: list[str], wrong: list[str], nam
     assert "Traceback" not in output
 
 
+async def test_an_endpoint_in_use_is_named(options: list[str]) -> None:
+    engine = Engine()
+    await engine.start()
+    endpoint = engine.events_endpoint.replace("127.0.0.1", "*")
+    try:
+        status, output = await run(*options, "--kv-events", endpoint)
+    finally:
+        await engine.stop()
+    assert status == 1
+    assert endpoint in output
+    assert "Traceback" not in output
+
+
 async def test_a_journal_needs_a_name(tmp_path: Path) -> None:
     known = ["--kv-events", "tcp://127.0.0.1:5557", "--model", "m", "--block-size", "4"]
     status, output = await run(*known, "--journal-path", os.fspath(tmp_path))

@@ -14,7 +14,7 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.publisher.journal.resume import discard, positions
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.relay.engine_sockets import Endpoints, EngineSockets
+from kvrouter.relay.engine_sockets import EndpointRefused, Endpoints, EngineSockets
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.relay.rank_relay import RankRelay, Start, read_start
 from kvrouter.relay.settings import RelaySettings
@@ -72,23 +72,26 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
 
     Raises:
         InvalidConfig: a setting is out of range.
-        StartRefused: the worker does not match its component's descriptor.
+        StartRefused: the worker does not match its component's descriptor, or an endpoint cannot be used.
     """
     worker_id = settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
     config = worker_config(settings, worker_id)
     parts: dict[int, tuple[RankRelay, EventTranslator, RankPublisher]] = {}
     RelayMetrics(registry, parts)
     async with AsyncExitStack() as stack:
-        sockets = {
-            dp_rank: await stack.enter_async_context(
-                EngineSockets(
-                    Endpoints.of_rank(settings.kv_events, settings.kv_replay, settings.kv_topic, dp_rank),
-                    high_water_mark=settings.queued_messages,
-                    replay_seconds=settings.replay_seconds,
+        try:
+            sockets = {
+                dp_rank: await stack.enter_async_context(
+                    EngineSockets(
+                        Endpoints.of_rank(settings.kv_events, settings.kv_replay, settings.kv_topic, dp_rank),
+                        high_water_mark=settings.queued_messages,
+                        replay_seconds=settings.replay_seconds,
+                    )
                 )
-            )
-            for dp_rank in config.ranks
-        }
+                for dp_rank in config.ranks
+            }
+        except EndpointRefused as error:
+            raise StartRefused(f"--kv-events: {error}") from error
         log.info("relay.waiting_for_engine", kv_events=settings.kv_events, kv_replay=settings.kv_replay)
         starts = await _read_starts(sockets, positions(config))
         if not all(start.resumes for start in starts.values()):

@@ -31,6 +31,10 @@ _SETTLE_SECONDS = 1.0
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
+class EndpointRefused(Exception):
+    """An endpoint cannot be listened on or connected to; the message names it."""
+
+
 class ReplayFailed(Exception):
     """The engine does not answer a replay request, or with something else."""
 
@@ -96,10 +100,14 @@ class EngineSockets:
         self._events.set_hwm(self._high_water_mark)
         self._events.subscribe(self._endpoints.topic)
         events = self._endpoints.events
-        if urlsplit(events).netloc.rpartition(":")[0] in _WILDCARDS:
-            self._events.bind(events)
-        else:
-            self._events.connect(events)
+        try:
+            if urlsplit(events).netloc.rpartition(":")[0] in _WILDCARDS:
+                self._events.bind(events)
+            else:
+                self._events.connect(events)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise EndpointRefused(f"{events}: {error}") from None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         return self
 
