@@ -49,9 +49,10 @@ async def indexing(
     replica_id: str = "replica",
     limits: Limits | None = None,
     home: SnapshotHome | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> AsyncIterator[ComponentIndex]:
     """A component's index that follows the stream while the context lasts."""
-    descriptor = ComponentDescriptor(block_size=BLOCK_SIZE)
+    descriptor = ComponentDescriptor(block_size=block_size)
     consumer = DurableConsumer(connection, component, replica_id)
     index = ComponentIndex(component, descriptor, consumer, limits or Limits(), home=home)
     running = asyncio.create_task(index.run())

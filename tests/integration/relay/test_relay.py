@@ -20,6 +20,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 from ...captures import read_capture
+from ..indexer.indexing import connected, indexing
+from ..indexer.resync.truth import registration_of, resident_blocks
 from .engine import (
     BLOCK,
     CLEARED,
@@ -355,6 +357,34 @@ async def test_recordings_of_engines_are_relayed(engine: Engine, beside: Beside,
         await relay.holds()
         assert relay.count("losses_total") == 0
         assert relay.worker.rank(0).stats().unknown_removals == 0
+
+
+@pytest.mark.parametrize("transport", ["durable", "core-nats"])
+@pytest.mark.parametrize(("name", "dialect"), [("capture_vllm.bin", "vllm"), ("capture_sglang.bin", "sglang")])
+async def test_an_index_equals_the_recorded_engine(
+    engine: Engine, beside: Beside, namespace: str, nats_url: str, name: str, dialect: str, transport: str
+) -> None:
+    messages = [message for frames in read_capture(name) if (message := read_published(frames))]
+    async with (
+        beside(engine, block_size=16, engine=dialect, worker_id=5, transport=transport) as relay,
+        connected(nats_url) as connection,
+        indexing(connection, ComponentName(namespace, "workers"), block_size=16) as index,
+    ):
+        index.update_workers({5: registration_of(relay.worker)})
+        await relay.is_connected()
+        sizes = []
+        for number, message in enumerate(messages, start=1):
+            await engine.publish_raw(message.payload, live=number % 4 != 2)
+            if number % 4 == 2:  # shows with the next message
+                continue
+            async with asyncio.timeout(30):
+                await until(lambda done=number: relay.count("messages_total") == done)
+                while await resident_blocks(index, 5) != relay.blocks():
+                    await asyncio.sleep(0.01)
+            sizes.append(len(relay.blocks()))
+        assert max(sizes) > 8
+        assert sizes[-1] == 0
+        assert index.state.tally.repairs == 0
 
 
 async def test_the_recorded_restart_of_an_engine(engine: Engine, beside: Beside) -> None:
