@@ -1,0 +1,240 @@
+"""Replica sync of one component over Core NATS: sends and receives events, and fetches and serves states.
+
+Core NATS may lose messages. A slow reader, a lost connection or a full buffer shows as a gap in a Scheduler's sequence
+or in its next heartbeat, and is repaired by fetching that Scheduler's state. Therefore nothing here waits for NATS, and
+nothing is stored while NATS is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import nats.errors
+import structlog
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
+from kvrouter.scheduler.identifiers import component_message
+from kvrouter.scheduler.replication.event_log import EventLog
+from kvrouter.scheduler.replication.replicas import Replicas
+from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
+from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.v1.names import ComponentName, InvalidName, check_name
+from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncStateRequest, SyncStateResponse
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+log = structlog.get_logger(component="scheduler")
+
+_MAX_OUTGOING = 65_536
+"""Maximum number of events that wait to be sent. Only an event loop that stalls for seconds fills it."""
+_MAX_ANSWERS = 256
+"""Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
+_CHUNK_SECONDS = 5.0
+"""Longest wait for the next chunk of a state, seconds. Its sender makes a chunk in milliseconds."""
+_CHUNKS_IN_FLIGHT = 8
+"""Number of chunks that are sent before a flush: 1 MiB, so that events are not delayed by a state."""
+_INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
+"""Maximum lead of another Scheduler's clock, ns. An incarnation of next year would fence that Scheduler for a year."""
+
+
+class SyncChannel:
+    """Connects the replicas of one component to NATS. ``run`` must be running."""
+
+    def __init__(
+        self,
+        sync: ReplicaSync,
+        component: ComponentName,
+        client: Client,
+        heartbeat_seconds: float,
+        quarantine: Quarantine,
+    ) -> None:
+        self._component = component
+        self._quarantine = quarantine
+        self._replicas: Replicas = sync.of(component)
+        self._metrics = sync.metrics
+        self._client = client
+        self._heartbeat_seconds = heartbeat_seconds
+        self._here = sync.booking_table.here
+        self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
+        self._state_requested = asyncio.Event()
+        self._announce = asyncio.Event()
+        # (encoded message, whether it counts as an event: heartbeats do not)
+        self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(_MAX_OUTGOING)
+
+    def put(self, event: ReplicaSyncEvent) -> bool:
+        """Queues an event to send. Returns False if the queue is full or NATS is away."""
+        if not self._client.is_connected or self.outgoing.full():
+            return False
+        self.outgoing.put_nowait((event.SerializeToString(), not event.HasField("heartbeat")))
+        return True
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        events = await self._client.subscribe(
+            self._component.sync_subject,
+            cb=self._take,
+            pending_msgs_limit=MAX_PENDING_MESSAGES,
+            pending_bytes_limit=MAX_PENDING_BYTES,
+        )
+        state_subject = self._component.sync_state_subject(self._here[1])
+        requests = await self._client.subscribe(state_subject, cb=self._take_request)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(), name="sync: send")
+                group.create_task(self._beat(), name="sync: heartbeat")
+                group.create_task(self._repair(), name="sync: repair")
+                group.create_task(self._answer(), name="sync: answer")
+        finally:
+            with suppress(nats.errors.Error):
+                await events.unsubscribe()
+                await requests.unsubscribe()
+
+    async def _take(self, message: Msg) -> None:
+        known = len(self._replicas.logs)
+        try:
+            event = decode_message(ReplicaSyncEvent, message.data)
+            if (event.incarnation, event.scheduler_id) == self._here:
+                return
+            refusal = self._refusal(event)
+            if refusal:
+                self._reject(refusal, message)
+            else:
+                self._replicas.receive(event)
+        except Undecodable as error:
+            self._quarantine.reject("nats", message.subject, error)
+            self._reject("unparsable", message)
+        except Exception:
+            # A failure of one message must not end the subscription.
+            self._metrics.quarantined.labels(reason="internal").inc()
+            log.exception("replica.message_failed", subject=message.subject)
+        if self._replicas.pause() is not None:
+            self._state_requested.set()
+        if len(self._replicas.logs) > known:
+            self._announce.set()
+        # Yields, since a backlog of messages would occupy the event loop.
+        await asyncio.sleep(0)
+
+    def _refusal(self, event: ReplicaSyncEvent) -> str:
+        """Returns why an event is not meant for this component's replicas; empty if it is."""
+        if event.component != component_message(self._component):
+            return "other_component"
+        if event.scheduler_id == self._here[1]:
+            return "own_id"
+        try:
+            check_name(event.scheduler_id)
+        except InvalidName:
+            return "bad_id"
+        is_far_ahead = event.incarnation > time.time_ns() + _INCARNATION_AHEAD_NS
+        incarnations = self._replicas.incarnations
+        if is_far_ahead and incarnations.current(event.scheduler_id) != event.incarnation:
+            # If its clock really is ahead, the Scheduler itself confirms the incarnation.
+            incarnations.dispute(event.scheduler_id, self._replicas.now())
+        elif event.incarnation:
+            return ""
+        return "bad_incarnation"
+
+    async def _take_request(self, message: Msg) -> None:
+        if not message.reply or self._asked.full():
+            self._reject("state_request", message)
+        else:
+            self._asked.put_nowait(message.reply)
+
+    async def _send(self) -> None:
+        while True:
+            encoded, counts = await self.outgoing.get()
+            try:
+                await self._client.publish(self._component.sync_subject, encoded)
+                self._metrics.sent.inc(counts)
+            except nats.errors.Error as error:
+                self._metrics.unsent.inc(counts)
+                log.debug("replica.event_send_failed", component_name=str(self._component), cause=str(error))
+
+    async def _beat(self) -> None:
+        while True:
+            # Queued after the events, so that it does not overtake those that it counts.
+            self.put(self._replicas.announcer.heartbeat())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    # A new Scheduler should learn of this one at once.
+                    await self._announce.wait()
+            self._announce.clear()
+
+    async def _repair(self) -> None:
+        while True:
+            self._state_requested.clear()
+            lacking, disputed = self._replicas.due()
+            async with asyncio.TaskGroup() as group:
+                for event_log in lacking:
+                    group.create_task(self._fetch(event_log), name=f"state of {event_log.scheduler[1]}")
+                for scheduler_id in disputed:
+                    group.create_task(self._ask_incarnation(scheduler_id), name=f"incarnation of {scheduler_id}")
+            if not lacking and not disputed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._replicas.pause()):
+                        await self._state_requested.wait()
+
+    async def _ask_incarnation(self, scheduler_id: str) -> None:
+        """Asks a Scheduler for its incarnation: the first chunk of its state contains it."""
+        request = SyncStateRequest(scheduler_id=self._here[1]).SerializeToString()
+        subject = self._component.sync_state_subject(scheduler_id)
+        try:
+            answer = await self._client.request(subject, request, timeout=_CHUNK_SECONDS)
+            chunk = decode_message(SyncStateResponse, answer.data)
+            if chunk.scheduler_id != scheduler_id or not chunk.incarnation:
+                raise StateBroken(
+                    f"expected an answer of {scheduler_id!r}, received one of {chunk.scheduler_id[:64]!r}"
+                )
+        except (StateBroken, Undecodable, nats.errors.Error) as error:
+            self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
+            log.info(
+                "replica.incarnation_unconfirmed",
+                origin=scheduler_id,
+                component_name=str(self._component),
+                cause=str(error),
+            )
+        else:
+            self._replicas.settle(scheduler_id, chunk.incarnation)
+
+    async def _fetch(self, event_log: EventLog) -> None:
+        """Fetches the state of an incarnation. A failed fetch is repeated while the state is needed."""
+        inbox = self._client.new_inbox()
+        answers = await self._client.subscribe(inbox)
+        fetch = Fetch(self._replicas, event_log)
+        try:
+            subject = self._component.sync_state_subject(event_log.scheduler[1])
+            await self._client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
+            while True:
+                answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
+                if answer.headers and answer.headers.get("Status"):
+                    raise StateBroken("nobody answers on its state subject")
+                if fetch.take(decode_message(SyncStateResponse, answer.data)):
+                    break
+                await asyncio.sleep(0)
+            outcome, cause = "done", ""
+        except (StateBroken, Undecodable, nats.errors.Error) as error:
+            fetch.give_up()
+            outcome, cause = "failed", str(error)
+        finally:
+            with suppress(nats.errors.Error):
+                await answers.unsubscribe()
+        self._metrics.repairs.labels(outcome=outcome).inc()
+        log.info("replica.state_received", origin=event_log.scheduler[1], outcome=outcome, cause=cause)
+
+    async def _answer(self) -> None:
+        while True:
+            reply = await self._asked.get()
+            try:
+                for number, chunk in enumerate(chunks(self._replicas)):
+                    await self._client.publish(reply, chunk.SerializeToString())
+                    if number % _CHUNKS_IN_FLIGHT == _CHUNKS_IN_FLIGHT - 1:
+                        await self._client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
+                    await asyncio.sleep(0)
+            except (nats.errors.Error, ValueError) as error:
+                # The reply subject may be invalid.
+                log.info("replica.state_send_failed", component_name=str(self._component), cause=str(error))
+
+    def _reject(self, reason: str, message: Msg) -> None:
+        self._metrics.quarantined.labels(reason=reason).inc()
+        log.debug("replica.message_quarantined", reason=reason, subject=message.subject)
