@@ -15,6 +15,7 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
 from nats.aio.client import Client
 from nats.js.api import AckPolicy
+from structlog.testing import capture_logs
 
 from ..event_batches import RankSource, tokens
 from ..indexing import PATIENCE_SECONDS, connected, follows, indexing, matches, overlaps, until
@@ -229,14 +230,17 @@ async def test_a_consumer_that_somebody_deletes_is_made_again(connection: Client
     js = connection.jetstream()
     await ensure_stream(js, component)
     source = RankSource(component, 1)
-    async with indexing(connection, component) as index:
-        await source.stored(PROMPT, 100).publish(js)
-        await follows(index, source)
-        await js.delete_consumer(component.stream, "indexer-replica")
-        await source.stored(tokens(2, seed=2), 200).publish(js)
-        await follows(index, source)
-        assert index.state.tally.duplicates == 0
-        assert index.state.tally.gaps == 0
+    with capture_logs() as logs:
+        async with indexing(connection, component) as index:
+            await source.stored(PROMPT, 100).publish(js)
+            await follows(index, source)
+            await js.delete_consumer(component.stream, "indexer-replica")
+            await source.stored(tokens(2, seed=2), 200).publish(js)
+            await follows(index, source)
+            assert index.state.tally.duplicates == 0
+            assert index.state.tally.gaps == 0
+    created = [each["reason"] for each in logs if each["event"] == "ingest.consumer_created"]
+    assert created == ["start", "consumer lost"]
 
 
 async def test_a_stream_that_is_deleted_and_made_again_is_read_from_its_start(

@@ -127,7 +127,9 @@ class Ingest:
         consumer = await self._consumer.view()
         decision = plan(position, stream, consumer, same_message=same)
         if position is None or consumer is None or isinstance(decision, Recreate):
-            start = decision.start_sequence if isinstance(decision, Recreate) else 1
+            start, reason = (
+                (decision.start_sequence, decision.reason) if isinstance(decision, Recreate) else (1, "start")
+            )
             consumer = await self._consumer.recreate(start)
             self.recreations += 1
             applied = max(start - 1, consumer.delivered_stream_sequence)
@@ -135,7 +137,7 @@ class Ingest:
                 self._fingerprint = None
             position = Position(stream.identity, applied, consumer.created_unix_ns)
             self._log.info(
-                "ingest.consumer_created", start_sequence=start, last_sequence=stream.last_sequence, reason=decision
+                "ingest.consumer_created", start_sequence=start, last_sequence=stream.last_sequence, reason=reason
             )
         if self._catch_up is None:
             self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()
