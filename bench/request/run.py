@@ -23,16 +23,18 @@ from pathlib import Path
 
 import report
 import traffic
+import uvloop
 from bars import ONE_PROCESS, PEER, SPLIT
 from load import NoLoad, installed
 from memory import memory
 from overlap import overlap
 from rich.console import Console
 from samples import Samples
+from sending import sending
 from systems import peer_home
 
 HERE = Path(__file__).parent
-DEFAULT = ("requests", "stream", "overlap", "decisions")
+DEFAULT = ("requests", "stream", "overlap", "decisions", "emit")
 LONG = ("corners", "memory-one", "memory-split")
 
 
@@ -57,6 +59,7 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
         "corners": partial(over_http, traffic.corners),
         "overlap": lambda directory: overlap(samples, directory, options.rounds, options.seconds, say),
         "decisions": decisions,
+        "emit": lambda _: sending(samples, say),
         "memory-one": partial(in_memory, ONE_PROCESS),
         "memory-split": partial(in_memory, SPLIT),
     }
@@ -114,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit("wrk is not on the PATH: install your system's package (Debian: apt-get install wrk)")
     load_before = os.getloadavg()[0]
     try:
-        samples = asyncio.run(main(options, console))
+        samples = uvloop.run(main(options, console))
     except NoLoad as error:
         raise SystemExit(str(error)) from None
     console.print(f"{_revision()}; load average before the run {load_before:.1f} on {os.cpu_count()} cores")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bars import ONE_PROCESS, PEER, SPLIT
-from engines import engines_alone
 from kvrouter.devtools.system.processes import ManagedProcess
 from load import Work, load, response_bytes
 from samples import Samples
@@ -75,11 +74,6 @@ async def stream(samples: Samples, directory: Path, rounds: int, seconds: float,
             for round_number, (all_tokens, one_token) in enumerate(pairs):
                 per_token = (all_tokens - one_token) / (STREAMED_TOKENS - 1)
                 samples.add("token", system, round_number, {name: per_token})
-    for round_number, whole in enumerate(samples.of("stream", ONE_PROCESS, "engine_cpu_us")):
-        alone = await engines_alone(directory / f"alone-{round_number}", STREAM["stream"], STREAMING_ENGINES, seconds)
-        sent = whole / STREAMED_TOKENS - alone["cpu_us"]
-        samples.add("engine", "SDK", round_number, {"cpu_us": sent, "cpu_us without sending": alone["cpu_us"]})
-        say(f"engine's side: {sent:.1f} µs per token")
 
 
 async def corners(samples: Samples, directory: Path, rounds: int, seconds: float, say: Say, **chosen: object) -> None:

@@ -26,7 +26,7 @@ class StartRefused(Exception):
     """A process cannot run with its configuration. The message says why and what to do."""
 
 
-YOUNG_OBJECTS = 20_000
+_YOUNG_OBJECTS = 20_000
 """New objects after which young garbage is collected."""
 
 _EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, KeyTaken)
@@ -67,7 +67,7 @@ def _collect_rarely() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _refuse_reference(component: str) -> None:
