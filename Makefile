@@ -39,7 +39,7 @@ help: ## list these commands
 
 setup: $(STAMPS)/protos $(STAMPS)/installed $(STAMPS)/core $(STAMPS)/engine ## virtual environment with everything built into it
 
-demo: setup ## a real trace through a whole system, round-robin against kv: a table and a picture
+demo: setup ## a real trace through a whole system, with round-robin, kv and forecast: a table and a picture
 	$(SAY_CORE)
 	@$(BIN)/kvrouter demo $(ARGS)
 

@@ -156,7 +156,7 @@ async def scheduling(
         http_bind="",
         instance_id=instance_id,
         drain_seconds=1.0,
-        **options,
+        **({"router_mode": "kv"} | options),
     )
     stopping = asyncio.Event()
     listening: asyncio.Future[RpcServer] = asyncio.get_running_loop().create_future()

@@ -88,7 +88,7 @@ def test_a_workload_can_be_written_to_a_file(tmp_path: Path) -> None:
         (["--load", "0"], "--load is 0"),
         (["--load", "nan"], "--load is nan, must be finite"),
         (["--load", "2", "--sweep", "1,2"], "give one of them"),
-        (["--policy", "forecast", "--compare", "kv,random"], "give one of them"),
+        (["--policy", "kv", "--compare", "forecast,random"], "give one of them"),
         (["--sweep", "1,x"], "'x'"),
         (["--sweep", "2,2.0"], "given twice"),
         (["--sweep", ""], "--sweep is ''"),

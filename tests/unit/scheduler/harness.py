@@ -189,7 +189,7 @@ class Parts:
         if scheduler is not None:
             self.sync.follow()
         self.decisions = Decisions(decisions)
-        self.options = options or RoutingOptions()
+        self.options = options or RoutingOptions("kv")
         self.board = ThresholdBoard(self.options.thresholds)
         predictions = None if predicts is None else Predictions(predicts, clock)
         affinity = Affinity(conversations)

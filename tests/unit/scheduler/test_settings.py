@@ -12,7 +12,7 @@ from kvrouter.scheduler.settings import SchedulerSettings
 
 def test_defaults_are_those_of_the_documents() -> None:
     settings = load(SchedulerSettings, [])
-    assert settings.routing() == RoutingOptions("kv", 1.0, 0.0, Thresholds(None, None))
+    assert settings.routing() == RoutingOptions("forecast", 1.0, 0.0, Thresholds(None, None))
     assert settings.accounting() == Accounting(True, True, True)
     assert settings.kv_events
     assert settings.prediction_limits() == PredictionLimits(120.0, 1 << 20, 0.8)
@@ -26,6 +26,21 @@ def test_options_of_the_approximate_mode_are_named_where_they_have_no_effect() -
     approximate = load(SchedulerSettings, ["--no-kv-events", *flags])
     assert approximate.ignored_options() == []
     assert approximate.prediction_limits() == PredictionLimits(30.0, 100, 0.5)
+
+
+def test_options_that_the_mode_does_not_use_are_named() -> None:
+    weight, temperature = ["--overlap-score-weight", "2"], ["--router-temperature", "0.5"]
+    assert load(SchedulerSettings, [*weight, *temperature]).ignored_options() == [weight[0], temperature[0]]
+    assert load(SchedulerSettings, ["--router-mode", "kv", *weight, *temperature]).ignored_options() == []
+    queue = ["--max-queued-requests", "5"]
+    assert load(SchedulerSettings, queue).ignored_options() == []
+    assert load(SchedulerSettings, ["--router-mode", "kv", *queue]).ignored_options() == queue[:1]
+
+
+def test_only_a_mode_that_uses_the_weight_queries_no_indexer_at_weight_0() -> None:
+    weightless = ["--overlap-score-weight", "0"]
+    assert load(SchedulerSettings, weightless).routing().queries_indexer
+    assert not load(SchedulerSettings, ["--router-mode", "kv", *weightless]).routing().queries_indexer
 
 
 @pytest.mark.parametrize("decode", ["--active-decode-blocks-threshold", "--busy-threshold"])

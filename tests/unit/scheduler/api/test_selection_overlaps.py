@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import structlog.testing
 from kvrouter.runtime.errors import (
     DependencyAway,
     Internal,
@@ -67,7 +68,7 @@ async def test_no_indexer_is_queried_if_overlaps_do_not_matter(changes: dict[str
 
 async def test_an_override_may_query_the_indexer_although_the_option_does_not() -> None:
     indexer = ResidentBlocks({(1, 0): 4})
-    parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions(overlap_score_weight=0))
+    parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions("kv", overlap_score_weight=0))
     chosen = await parts.select(selecting("a", routing(overrides=overrides(overlap_score_weight=1))))
     assert chosen.overlap_blocks == 4
 
@@ -103,3 +104,16 @@ async def test_blocks_of_an_incarnation_that_nobody_registered_do_not_count() ->
 async def test_blocks_of_a_worker_whose_incarnation_is_unknown_count() -> None:
     parts = Parts(view(worker(1, incarnation=0)), indexer=ResidentBlocks({(1, 0): 4}, incarnation=7))
     assert (await parts.select(selecting("a"))).overlap_blocks == 4
+
+
+async def test_overrides_without_effect_are_named_in_the_response_and_once_in_the_log() -> None:
+    parts = Parts(view(worker(1)), options=RoutingOptions("forecast"))
+    weighed = routing(overrides=overrides(overlap_score_weight=2, active_decode_blocks_threshold=0.9))
+    with structlog.testing.capture_logs() as logs:
+        for name in ("a", "b"):
+            answer = await parts.select(selecting(name, weighed))
+            assert list(answer.ignored_overrides) == ["overlap_score_weight"]
+        heeded = await parts.select(selecting("c", routing(overrides=overrides(overlap_score_weight=2, mode="kv"))))
+    assert not heeded.ignored_overrides
+    warnings = [entry for entry in logs if entry["event"] == "overrides.ignored"]
+    assert [(entry["mode"], entry["overrides"]) for entry in warnings] == [("forecast", ["overlap_score_weight"])]

@@ -33,7 +33,7 @@ def ranks(parts: Parts) -> list[RankStatus]:
 
 
 async def test_load_is_shown_rank_by_rank_with_what_makes_it_busy() -> None:
-    options = RoutingOptions(thresholds=Thresholds(prefill_tokens=4 * BLOCK - 1))
+    options = RoutingOptions("kv", thresholds=Thresholds(prefill_tokens=4 * BLOCK - 1))
     parts = Parts(view(worker(1), worker(2, total_blocks=50)), options=options)
     chosen = await parts.select(selecting("a"))
     component = ask(parts).components[0]

@@ -36,7 +36,8 @@ from rich.console import Console
 
 DEFAULT_LOAD = 2.5
 DEFAULT_CLOCK = 2.0
-DEFAULT_REQUESTS = 800
+DEFAULT_REQUESTS = 500
+DEFAULT_MODES = ("round-robin", "kv", "forecast")
 STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
 """Histogram of each worker: lateness of its steps in engine seconds."""
 
@@ -135,13 +136,15 @@ def demo_command(
     workers: Workers = 8,
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
-    mode: Annotated[list[str] | None, typer.Option(help="Routing mode to run; round-robin and kv by default.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Routing mode to run; by default round-robin, kv and forecast.")
+    ] = None,
     results: Annotated[Path, typer.Option(help="Directory for the picture, the results as JSON, and the logs.")] = Path(
         "demo-results"
     ),
 ) -> None:
     """Replay a real trace through a whole system, once for each routing mode, and compare the results."""
-    modes = check_modes(mode or ["round-robin", "kv"])
+    modes = check_modes(mode or list(DEFAULT_MODES))
     limit = DEFAULT_REQUESTS if requests is None and trace is None else requests
     options = DemoOptions(
         requests=read_requests(trace, limit),

@@ -26,7 +26,7 @@ from kvrouter.simulator.workloads.workload import Workload
 from rich.console import Console
 
 DEFAULT_GENERATED = 8000
-DEFAULT_POLICY = "kv"
+DEFAULT_POLICY = "forecast"
 _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
 DEFAULT_SYNC = Sync()

@@ -133,7 +133,7 @@ def up_command(
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
     clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = 1.0,
-    mode: Annotated[str, typer.Option(help="Routing mode.")] = "kv",
+    mode: Annotated[str, typer.Option(help="Routing mode.")] = "forecast",
     port: Annotated[
         int | None,
         typer.Option(

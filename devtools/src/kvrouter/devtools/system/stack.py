@@ -55,7 +55,7 @@ class StackOptions:
     """Engine seconds in one wall second, above 0."""
     stream_interval: int = 1
     """Tokens in each piece of a response after the first token. Every token has its own time stamp all the same."""
-    mode: str = "kv"
+    mode: str = "forecast"
     """Routing mode of the Scheduler."""
     model: str = "mock-model"
     """Name of the model that the engines serve."""

@@ -83,8 +83,8 @@ async def running(
     if predictions is not None:
         predictions.follow(booking_table)
     overload = OverloadDetector(settings.overload_lag_ms)
-    if settings.ignored_options():
-        log.warning("options.ignored", options=settings.ignored_options())
+    if ignored := settings.ignored_options():
+        log.warning("options.ignored", options=ignored, mode=options.mode)
     sync = link = None
     if settings.replica_sync:
         sync = ReplicaSync(

@@ -7,7 +7,7 @@ from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
-from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions, Thresholds
+from kvrouter.scheduler.request.options import DEFAULT_MODE, MAX_WEIGHT, OF_POLICIES, RoutingOptions, Thresholds
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 _PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_target_ratio")
@@ -16,12 +16,12 @@ _PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_targe
 class SchedulerSettings(RoutingSettings):
     """Options of ``kvrouter-scheduler``; each is a flag, an environment variable and a key of the file."""
 
-    router_mode: str = Field(default="kv", description=f"Policy that chooses a rank: {', '.join(POLICIES)}.")
+    router_mode: str = Field(default=DEFAULT_MODE, description=f"Policy that chooses a rank: {', '.join(POLICIES)}.")
     overlap_score_weight: float = Field(
         default=1.0,
         ge=0,
         le=MAX_WEIGHT,
-        description="Weight of prefill blocks relative to decode blocks in mode kv; 0 queries no Indexer.",
+        description="Weight of prefill blocks relative to decode blocks in mode kv; with 0 that queries no Indexer.",
         validation_alias=AliasChoices("overlap_score_weight", "kv_overlap_score_weight"),
     )
     router_temperature: float = Field(
@@ -139,9 +139,14 @@ class SchedulerSettings(RoutingSettings):
         return PredictionLimits(self.router_ttl, self.router_max_tree_size, self.router_prune_target_ratio)
 
     def ignored_options(self) -> list[str]:
-        """Returns flags that were given without effect: limits of predictions, although overlaps come from events."""
-        given = self.model_fields_set if self.kv_events else set()
-        return [f"--{name.replace('_', '-')}" for name in _PREDICTION_OPTIONS if name in given]
+        """Returns flags that were given without effect.
+
+        These are limits of predictions although overlaps come from events, and options that the mode does not use.
+        """
+        ignored = [name for name in OF_POLICIES if name not in POLICIES[self.router_mode].options]
+        if self.kv_events:
+            ignored.extend(_PREDICTION_OPTIONS)
+        return [f"--{name.replace('_', '-')}" for name in ignored if name in self.model_fields_set]
 
     def accounting(self) -> Accounting:
         """Returns what counts as load."""

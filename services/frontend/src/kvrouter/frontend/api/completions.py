@@ -71,7 +71,7 @@ class CompletionFrame:
         routing = self._routing
         if routing is None:
             return None
-        return {
+        routed = {
             "worker_id": routing.rank.worker_id,
             "dp_rank": routing.rank.dp_rank,
             "predicted_overlap_blocks": routing.predicted_overlap_blocks,
@@ -80,6 +80,9 @@ class CompletionFrame:
             "router_us": routing.router_us,
             "queued_us": routing.queued_us,
         }
+        if routing.ignored_overrides:
+            routed["ignored_overrides"] = list(routing.ignored_overrides)
+        return routed
 
 
 class WholeCompletion:

@@ -187,6 +187,7 @@ class Generation:
             router_us=added_us,
             queued_us=selection.queued_us,
             mode=selection.mode,
+            ignored_overrides=selection.ignored_overrides,
         )
 
     async def _run_on_worker(

@@ -88,6 +88,7 @@ class Selector:
         self._predictions = predictions
         self._affinity = Affinity(0) if affinity is None else affinity
         self._is_behind = is_behind
+        self._warned: set[tuple[str, str]] = set()
         self._repeated = RepeatedSelections(booking_table, booking_leases, metrics, clock)
         self.queued = (
             QueuedRequests(self, metrics, max_queued_requests=max_queued_requests, clock=clock)
@@ -118,6 +119,8 @@ class Selector:
             booking = BookingOptions(key, session_id, session_token, lease_seconds(request.lease_ms))
             context = self.reader.read(request.request, None if key is None else stage_of(request.booking), booking)
             mode = context.options.mode
+            if context.ignored_overrides:
+                self._warn_of_ignored(context)
             if key is None:
                 response = await self._select(context, request, deadline)
             else:
@@ -183,6 +186,7 @@ class Selector:
         pool, key = context.pool, context.booking.key
         response = selection_response(decision, overlaps)
         response.sharding_advised = self._is_behind()
+        response.ignored_overrides.extend(context.ignored_overrides)
         if key is not None:
             response.prefill_tokens = decision.prefill_tokens
             if not self._book(context, key, decision, response):
@@ -244,6 +248,14 @@ class Selector:
         if not context.pool.candidates:
             raise NoWorkers(f"{context.pool.name} has no live worker")
         check_pinned(context.pool.candidates, context.constraints)
+
+    def _warn_of_ignored(self, context: RequestContext) -> None:
+        """Logs overrides without effect, once for each kind."""
+        mode = context.options.mode
+        news = [name for name in context.ignored_overrides if (mode, name) not in self._warned]
+        if news:
+            self._warned.update((mode, name) for name in news)
+            log.warning("overrides.ignored", overrides=news, mode=mode)
 
     def _record(self, decision: Decision) -> None:
         """Keeps a decision for Explain, and logs its formulas at level debug."""

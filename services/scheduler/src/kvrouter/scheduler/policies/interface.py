@@ -129,6 +129,8 @@ class Policy(Protocol):
     """Whether ``overlap_blocks`` matters, and an Indexer is worth a query."""
     needs_worker: ClassVar[bool]
     """Whether the request must name its worker."""
+    options: ClassVar[frozenset[str]]
+    """Routing options that matter; the others in ``kvrouter.scheduler.request.options.OF_POLICIES`` have no effect."""
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses a candidate. ``rng`` is the only source of randomness."""

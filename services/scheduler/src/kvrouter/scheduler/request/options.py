@@ -11,6 +11,13 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.v1.common_pb2 import RoutingOverrides
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
+DEFAULT_MODE = "forecast"
+
+OF_POLICIES = ("overlap_score_weight", "router_temperature", "max_queued_requests")
+"""Options that matter in some modes only: each policy names its own."""
+
+_OVERRIDES_OF_POLICIES = ("overlap_score_weight", "router_temperature")
+
 MAX_WEIGHT = 1e9
 """Maximum weight: far above any useful value, and low enough that costs stay exact to one block."""
 
@@ -111,7 +118,7 @@ class ThresholdUpdate:
 class RoutingOptions:
     """Options by which a request is routed."""
 
-    mode: str = "kv"
+    mode: str = DEFAULT_MODE
     """Name of the policy."""
     overlap_score_weight: float = 1.0
     """Weight of prefill blocks relative to decode blocks, 0 or more."""
@@ -123,7 +130,17 @@ class RoutingOptions:
     @property
     def queries_indexer(self) -> bool:
         """Returns whether the decision uses overlaps, so that an Indexer is queried."""
-        return POLICIES[self.mode].uses_overlap and self.overlap_score_weight > 0
+        policy = POLICIES[self.mode]
+        is_weightless = "overlap_score_weight" in policy.options and not self.overlap_score_weight
+        return policy.uses_overlap and not is_weightless
+
+
+def ignored_overrides(overrides: RoutingOverrides, mode: str) -> tuple[str, ...]:
+    """Returns the names of a request's overrides that have no effect in a mode."""
+    if not overrides.ByteSize():
+        return ()
+    heeded = POLICIES[mode].options
+    return tuple(name for name in _OVERRIDES_OF_POLICIES if overrides.HasField(name) and name not in heeded)
 
 
 def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingOptions:

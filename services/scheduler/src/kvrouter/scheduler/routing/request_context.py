@@ -10,7 +10,7 @@ from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.request.options import RoutingOptions, overridden
+from kvrouter.scheduler.request.options import RoutingOptions, ignored_overrides, overridden
 from kvrouter.scheduler.request.prompt import Prompt, read_prompt
 from kvrouter.scheduler.routing.affinity import conversation_of
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
@@ -49,6 +49,8 @@ class RequestContext(NamedTuple):
     """Digest of the conversation; empty for none."""
     priority: int = 0
     """Priority among queued requests; higher goes first."""
+    ignored_overrides: tuple[str, ...] = ()
+    """Names of the request's overrides that have no effect in its mode."""
 
 
 class RequestReader:
@@ -103,7 +105,16 @@ class RequestReader:
                 advice="Name the worker, or choose another mode.",
                 known=sorted({candidate.rank[0] for candidate in pool.candidates}),
             )
-        return RequestContext(pool, prompt, constraints, options, booking, conversation_of(request), request.priority)
+        return RequestContext(
+            pool,
+            prompt,
+            constraints,
+            options,
+            booking,
+            conversation_of(request),
+            request.priority,
+            ignored_overrides(request.overrides, options.mode),
+        )
 
 
 def lease_seconds(lease_ms: int) -> float:

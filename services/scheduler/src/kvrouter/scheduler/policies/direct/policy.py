@@ -21,6 +21,7 @@ class Rule:
     name: ClassVar[str] = "direct"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = True
+    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the least loaded rank of the named worker."""

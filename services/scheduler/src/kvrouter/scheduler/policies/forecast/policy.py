@@ -129,6 +129,7 @@ class Rule:
     name: ClassVar[str] = "forecast"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset({"max_queued_requests"})
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank, or returns a Wait for it if it has no room."""

@@ -40,6 +40,7 @@ class Rule:
     name: ClassVar[str] = "kv"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset({"overlap_score_weight", "router_temperature"})
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the cheapest rank, or draws one by cost."""

@@ -22,6 +22,7 @@ class Rule:
     name: ClassVar[str] = "power-of-two"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the less loaded of two ranks."""

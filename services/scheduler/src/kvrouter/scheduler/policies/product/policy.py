@@ -26,6 +26,7 @@ class Rule:
     name: ClassVar[str] = "product"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the rank with the lowest product."""

@@ -14,6 +14,7 @@ class Rule:
     name: ClassVar[str] = "random"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses any rank."""

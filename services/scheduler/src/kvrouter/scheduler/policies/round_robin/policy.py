@@ -21,6 +21,7 @@ class Rule:
     name: ClassVar[str] = "round-robin"
     uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:  # noqa: ARG002 - nothing is left to chance
         """Chooses the next rank."""

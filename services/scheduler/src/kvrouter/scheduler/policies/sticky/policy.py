@@ -30,6 +30,7 @@ class Rule:
     name: ClassVar[str] = "sticky"
     uses_overlap: ClassVar[bool] = True
     needs_worker: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the longest overlap that is not saturated."""
