@@ -24,9 +24,10 @@ _FINISH_REASON = _tag("finish_reason", _VARINT)
 _OUTPUT = b"\x0a"
 """Tag of WorkerServiceGenerateResponse.output."""
 
-_one_token = struct.Struct("<4sI").pack
-_ONE_TOKEN_HEAD = _OUTPUT + b"\x06" + _TOKEN_IDS + b"\x04"
-"""Encoding of a response with one token, up to the token."""
+_one_token = struct.Struct("<2sI").pack
+_ONE_TOKEN_HEAD = _TOKEN_IDS + b"\x04"
+_SHORT_HEADS = [_OUTPUT + bytes((size,)) for size in range(128)]
+"""Encoding of a response up to its output, by the size of the output. Nearly all outputs are short."""
 
 
 @dataclass(slots=True)
@@ -51,10 +52,12 @@ class RequestOutput:
         """
         tokens, finish_reason = self.token_ids, self.finish_reason
         count = len(tokens)
-        plain = finish_reason == _UNFINISHED and self.cached_tokens is None and self.details is None
-        if plain and count == 1:
-            return _one_token(_ONE_TOKEN_HEAD, tokens[0])
-        body = _TOKEN_IDS + encode_varint(4 * count) + struct.pack(f"<{count}I", *tokens) if count else b""
+        if count == 1:
+            body = _one_token(_ONE_TOKEN_HEAD, tokens[0])
+        elif count:
+            body = _TOKEN_IDS + encode_varint(4 * count) + struct.pack(f"<{count}I", *tokens)
+        else:
+            body = b""
         if self.cached_tokens is not None:
             body += _CACHED_TOKENS + encode_varint(self.cached_tokens)
         if finish_reason != _UNFINISHED:
@@ -66,4 +69,5 @@ class RequestOutput:
 
 def encode_response(output: bytes) -> bytes:
     """Returns an encoded GenerateOutput as an encoded WorkerServiceGenerateResponse."""
-    return _OUTPUT + encode_varint(len(output)) + output
+    size = len(output)
+    return (_SHORT_HEADS[size] if size < len(_SHORT_HEADS) else _OUTPUT + encode_varint(size)) + output
