@@ -105,8 +105,8 @@ async def test_schedulers_are_followed_as_they_go_and_come(etcd_endpoint: str, n
 async def test_one_that_is_registered_twice_is_shown_once(etcd_endpoint: str, nats_url: str, namespace: str) -> None:
     component = ComponentName(namespace, "decode")
     async with scheduling(component, etcd_endpoint, nats_url) as stack:
-        first_life = ServiceRegistration(endpoint=stack.server.endpoint(), ready=True)
-        await stack.put(service_key(namespace, "scheduler", "its-first-life"), first_life)
+        first_incarnation = ServiceRegistration(endpoint=stack.server.endpoint(), ready=True)
+        await stack.put(service_key(namespace, "scheduler", "its-first-incarnation"), first_incarnation)
         async with open_sources(Where((), (), etcd_endpoint, namespace)) as sources:
             view = await until(sources, lambda system: bool(system.schedulers))
             assert [each.address for each in view.schedulers] == [stack.server.endpoint()]

@@ -172,7 +172,7 @@ class Parts:
         max_queued_requests: int = 100,
         scheduler: SchedulerIncarnation | None = None,
     ) -> None:
-        """``life`` makes it tell others of its bookings: see ``sync``."""
+        """``scheduler`` lets it announce its bookings as that Scheduler: see ``sync``."""
         self.now = 1000.0
         self.registered = Registered()
         self.registered.register(*views)

@@ -1,4 +1,4 @@
-"""Schedulers tell each other of their bookings over a real NATS, and agree again after whatever came between."""
+"""Schedulers announce bookings to each other over a real NATS, and agree again after every disturbance."""
 
 from __future__ import annotations
 

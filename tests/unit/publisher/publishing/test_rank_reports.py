@@ -57,7 +57,7 @@ def test_a_relay_that_resumes_still_inherits_scopes(tmp_path: Path) -> None:
     scope, head = Scope(cache_salt="salt"), Head(RANK[0], RANK[1], 9, BLOCK, COUNTED, "engine")
     path = tmp_path / "rank.journal"
 
-    async def first_life(found: Any) -> RankPublisher:
+    async def first_incarnation(found: Any) -> RankPublisher:
         rank = publisher(journal=JournalPath(path, head, found))
         writing = asyncio.create_task(rank.keep())
         if found is None:
@@ -72,10 +72,10 @@ def test_a_relay_that_resumes_still_inherits_scopes(tmp_path: Path) -> None:
         writing.cancel()
         return rank
 
-    asyncio.run(first_life(None))
+    asyncio.run(first_incarnation(None))
     found = recover(path, head)
     assert found.partial
-    rank = asyncio.run(first_life(found))
+    rank = asyncio.run(first_incarnation(found))
     assert rank.stats().partial
     rank.stored(token_ids=tokens(4, 1), engine_hashes=[2], parent=1)
     assert overlap(rank, local_hashes(tokens(0, 2), BLOCK, scope)) == 2

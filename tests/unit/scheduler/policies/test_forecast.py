@@ -111,7 +111,7 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block() -> None:
     assert decide("forecast", overlap_blocks=[100, 100]).prefill_tokens == 16
 
 
-def test_the_pace_scales_the_forecast() -> None:
+def test_the_latency_calibration_scales_the_forecast() -> None:
     slow, usual = decide("forecast", latency_calibration=3.0), decide("forecast")
     assert slow.explanation.terms["forecast_ms"][0] == pytest.approx(3 * usual.explanation.terms["forecast_ms"][0])
 
@@ -149,7 +149,7 @@ def test_a_queued_request_expects_the_speed_of_its_rank() -> None:
     assert queued.work_ms == pytest.approx(1.5 * prefill_ms(1600, 8192, 0.0))
 
 
-def test_a_forecast_behind_a_queue_teaches_no_pace() -> None:
+def test_a_forecast_behind_a_queue_is_no_calibration_sample() -> None:
     queue = {"prefill_tokens": [10, 10], "head_prefill_tokens": [10, 10]}
     alone, behind = decide("forecast"), decide("forecast", **queue)
     assert isinstance(alone, Choice)

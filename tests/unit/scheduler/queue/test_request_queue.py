@@ -266,7 +266,7 @@ def test_the_head_of_a_prefill_queue_is_the_oldest_without_a_first_token() -> No
     assert queues.head(rank, 7.0) == Head()
 
 
-def test_the_pace_follows_the_engines_and_one_outlier_moves_it_little() -> None:
+def test_the_latency_calibration_follows_the_engines_and_one_outlier_moves_it_little() -> None:
     latency_calibration = LatencyCalibration()
     for number in range(400):
         latency_calibration.expect(number, (1, 0), 100 * latency_calibration.value, 0.0)

@@ -1,4 +1,4 @@
-"""What Schedulers tell each other: sequences, gaps, digests, states, and who holds a booking where."""
+"""What Schedulers announce to each other: sequences, gaps, digests, states, and the rank on which a booking counts."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Cluster(RuleBasedStateMachine):
         if node in self.alive:
             request = self._new(blocks, seed)
             request.answered(self._select(node, request, ""))
-            self.leases[request.key] = Leased(request, {self._life(node)})
+            self.leases[request.key] = Leased(request, {self._incarnation_of(node)})
 
     @rule(node=nodes, number=numbers)
     def book_leased_again(self, node: str, number: int) -> None:
@@ -162,7 +162,7 @@ class Cluster(RuleBasedStateMachine):
         parts = self.alive.get(node)
         if leased is not None and parts is not None and parts.booking_table.get(leased.request.key) is not None:
             leased.request.answered(self._select(node, leased.request, ""))
-            leased.owners.add(self._life(node))
+            leased.owners.add(self._incarnation_of(node))
 
     @rule(number=numbers, elsewhere=st.none() | nodes)
     def prefill(self, number: int, elsewhere: str | None) -> None:
@@ -211,7 +211,7 @@ class Cluster(RuleBasedStateMachine):
     def kill(self, node: str) -> None:
         if node not in self.alive or len(self.alive) == 1:
             return
-        scheduler = self._life(node)
+        scheduler = self._incarnation_of(node)
         del self.alive[node]
         self.unsure |= self.announced_at.pop(node, set())
         for client in self.clients:
@@ -287,7 +287,7 @@ class Cluster(RuleBasedStateMachine):
         sender = scheduler[1]
         reachable = sender in self.alive and frozenset((sender, to)) not in self.cut
         try:
-            if not reachable or self._life(sender) != scheduler:
+            if not reachable or self._incarnation_of(sender) != scheduler:
                 raise StateBroken("no answer")
             if loses:
                 next(state, None)
@@ -372,7 +372,7 @@ class Cluster(RuleBasedStateMachine):
     def _replicas(self, name: str) -> Replicas:
         return self.alive[name].sync.of(POOL)
 
-    def _life(self, name: str) -> SchedulerIncarnation:
+    def _incarnation_of(self, name: str) -> SchedulerIncarnation:
         return (self.incarnations[name], name)
 
     def _new(self, blocks: int, seed: int) -> Request:

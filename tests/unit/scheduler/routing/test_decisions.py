@@ -1,4 +1,4 @@
-"""Decisions are kept within bounds, and tell all candidates."""
+"""A bounded number of decisions is kept, each with all its candidates."""
 
 from __future__ import annotations
 
