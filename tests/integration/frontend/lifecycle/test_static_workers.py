@@ -217,8 +217,8 @@ async def test_a_listed_worker_that_stops_answering_is_left_by_requests_without_
 def test_a_mode_that_asks_an_indexer_is_refused_at_start() -> None:
     listed: dict[str, Any] = {"static_workers": ["h:1"], "static_model": "m"}
     for wrong, words in (
-        ({}, "mode kv queries an Indexer"),
-        ({"router_mode": "forecast"}, "mode forecast queries an Indexer"),
+        ({"router_mode": "kv"}, "mode kv queries an Indexer"),
+        ({}, "mode forecast queries an Indexer"),
         ({"router_mode": "random", "replica_sync": True}, "leave --replica-sync out"),
     ):
         with pytest.raises(ValidationError, match=words):
