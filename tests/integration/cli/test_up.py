@@ -117,7 +117,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(tmp_path: Path)
         look = re.search(r"^ +(\S*kvrouter top .*)$", system.said, re.MULTILINE)
         assert look is not None
         frame = await run([*shlex.split(look.group(1)), "--once"])
-        assert "kvrouter/workers  model mock-model, mode kv" in frame
+        assert "kvrouter/workers  model mock-model, mode forecast" in frame
         assert re.search(r"^1:0 .* 0 / 16,384 +0 +0 +[\d,]+ .* ok *$", frame, re.MULTILINE)
         assert "round-robin: next in turn" in frame
         children = system.children()
