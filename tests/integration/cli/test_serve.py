@@ -155,6 +155,7 @@ async def test_wrong_roles_and_options_are_one_line_and_status_2() -> None:
         (("--roles", "indexer", "--router-mode", "kv"), "--router-mode"),
         (("--roles", "scheduler", "--router-temperature", "hot"), "--router-temperature"),
         (("--roles", "frontend", *listed), "--static-schedulers"),
+        (("--roles", "frontend", "--processes", "2"), "start kvrouter-frontend on its own"),
         (("--roles", "frontend,scheduler", *listed), "mode forecast queries an Indexer"),
         (("--roles", "indexer,scheduler", "--router-mode", "random", *listed), "leave the role indexer out"),
     ):
