@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bars import ONE_PROCESS, PEER, SPLIT
 from kvrouter.devtools.system.processes import ManagedProcess
-from load import Work, load, response_bytes
+from load import NoLoad, Work, load, response_bytes
 from samples import Samples
 from systems import Engines, System, running_systems
 from usage import cpu_seconds, resident_bytes
@@ -90,6 +90,8 @@ async def _measure(system: System, work: Work, seconds: float) -> dict[str, floa
     router, engines = _pids(system.router), _pids(system.engines)
     before = {name: cpu_seconds(pid) for name, pid in (router | engines).items()}
     result = await load(system.url, work, seconds)
+    if result.failed > result.requests / 100:
+        raise NoLoad(f"{system.name}: {result.failed} of {result.requests} requests failed; its logs have the cause")
     # Streams that were not complete at the end count by their bytes. There are as many as connections.
     whole = await response_bytes(system.url, work) if work.output > 1 else 0
     each = result.bytes / whole if whole else max(1, result.requests)
