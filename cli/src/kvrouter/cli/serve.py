@@ -99,7 +99,13 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
         if own is not None and settings["frontend"].static_workers:
             schedulers: SchedulerSource = LocalScheduler(own[1])
         else:
-            schedulers = await running.enter_async_context(aclosing(RemoteSchedulers(runtime.directory, own)))
+            found = RemoteSchedulers(
+                runtime.directory,
+                own,
+                client_name=runtime.instance_id,
+                counts=runtime.call_streams.client("scheduler"),
+            )
+            schedulers = await running.enter_async_context(aclosing(found))
         service = await running.enter_async_context(frontend.running(settings["frontend"], runtime, schedulers))
         address = await running.enter_async_context(frontend.serving_http(service, settings["frontend"], runtime))
         limits = frontend.request_limits(settings["frontend"])

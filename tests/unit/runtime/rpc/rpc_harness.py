@@ -9,9 +9,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from kvrouter.runtime import errors
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import RpcServer, add_service, open_channel, open_server
+from kvrouter.runtime.rpc import CallConnection, RpcServer, add_service, open_channel, open_server, remote
 from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.scheduler_pb2 import SessionRequest, SessionResponse
 from kvrouter.v1.worker_pb2 import (
@@ -82,6 +83,25 @@ async def serving(
     finally:
         await channel.close()
         await server.drain(0)
+
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["rpc", "call stream"])
+
+
+@asynccontextmanager
+async def called(descriptor: Any, implementation: object, transport: str) -> AsyncIterator[tuple[RpcServer, Any]]:
+    """A server, and a stub whose calls travel as ordinary RPCs or on a call stream."""
+    async with serving(descriptor, implementation) as (server, channel):
+        if transport == "rpc":
+            yield server, remote(descriptor, channel)
+            return
+        connection = CallConnection(server.endpoint(), client_name="tester")
+        running = asyncio.create_task(connection.run())
+        try:
+            yield server, connection.stub(descriptor)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
 
 
 def soon() -> Deadline:

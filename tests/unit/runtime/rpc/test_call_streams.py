@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-from kvrouter.net.calls import CallStreamClient, CallStreamCounts
+from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime import errors
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import RpcServer, remote, remote_on_call_stream
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.v1.worker_pb2 import AbortRequest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from .rpc_harness import WORKER, Worker, serving, soon, until_idle
+from .rpc_harness import TRANSPORTS, WORKER, Worker, called, soon, until_idle
 from .test_errors import TYPED_ERRORS
-
-TRANSPORTS = pytest.mark.parametrize("transport", ["rpc", "call stream"])
-
-
-@asynccontextmanager
-async def stub_of(worker: Worker, transport: str) -> AsyncIterator[tuple[RpcServer, Any]]:
-    async with serving(WORKER, worker) as (server, channel):
-        if transport == "rpc":
-            yield server, remote(WORKER, channel)
-            return
-        client = CallStreamClient(channel, client_name="tester", server_name="server")
-        running = asyncio.create_task(client.run())
-        try:
-            yield server, remote_on_call_stream(WORKER, client)
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
 
 
 @TRANSPORTS
 async def test_a_call_is_answered(transport: str) -> None:
-    async with stub_of(Worker(), transport) as (_, stub):
+    async with called(WORKER, Worker(), transport) as (_, stub):
         answer = await stub.abort(AbortRequest(request_ids=["a", "b"]), deadline=soon())
         assert answer.aborted == 2
 
@@ -49,7 +28,7 @@ async def test_a_call_is_answered(transport: str) -> None:
 async def test_a_typed_error_arrives_as_it_was_raised(error: errors.KvRouterError, transport: str) -> None:
     worker = Worker()
     worker.failure = error
-    async with stub_of(worker, transport) as (_, stub):
+    async with called(WORKER, worker, transport) as (_, stub):
         with pytest.raises(type(error)) as caught:
             await stub.abort(AbortRequest(), deadline=soon())
     assert (caught.value.code, caught.value.info, str(caught.value)) == (error.code, error.info, str(error))
@@ -59,7 +38,7 @@ async def test_a_typed_error_arrives_as_it_was_raised(error: errors.KvRouterErro
 async def test_a_defect_becomes_internal(transport: str) -> None:
     worker = Worker()
     worker.failure = ZeroDivisionError()
-    async with stub_of(worker, transport) as (_, stub):
+    async with called(WORKER, worker, transport) as (_, stub):
         with pytest.raises(errors.Internal):
             await stub.abort(AbortRequest(), deadline=soon())
 
@@ -67,7 +46,7 @@ async def test_a_defect_becomes_internal(transport: str) -> None:
 @TRANSPORTS
 async def test_the_deadline_is_passed_on_and_ends_the_call(transport: str) -> None:
     worker = Worker()
-    async with stub_of(worker, transport) as (server, stub):
+    async with called(WORKER, worker, transport) as (server, stub):
         with pytest.raises(errors.DeadlineExceeded):
             await stub.abort(AbortRequest(), deadline=Deadline.after(0.3))
         (deadline,) = worker.deadlines
@@ -79,7 +58,7 @@ async def test_the_deadline_is_passed_on_and_ends_the_call(transport: str) -> No
 @TRANSPORTS
 async def test_a_cancelled_call_is_cancelled_at_the_server(transport: str) -> None:
     worker = Worker()
-    async with stub_of(worker, transport) as (server, stub):
+    async with called(WORKER, worker, transport) as (server, stub):
         calling = asyncio.create_task(stub.abort(AbortRequest(), deadline=soon()))
         await worker.entered.wait()
         calling.cancel()
@@ -90,7 +69,7 @@ async def test_a_cancelled_call_is_cancelled_at_the_server(transport: str) -> No
 @TRANSPORTS
 async def test_draining_finishes_running_calls_and_refuses_others(transport: str) -> None:
     worker = Worker()
-    async with stub_of(worker, transport) as (server, stub):
+    async with called(WORKER, worker, transport) as (server, stub):
         running = asyncio.create_task(stub.abort(AbortRequest(), deadline=soon()))
         await worker.entered.wait()
         draining = asyncio.create_task(server.drain(10))
@@ -108,7 +87,7 @@ async def test_draining_finishes_running_calls_and_refuses_others(transport: str
 
 @TRANSPORTS
 async def test_methods_that_the_object_lacks_are_refused(transport: str) -> None:
-    async with stub_of(Worker(), transport) as (_, stub):
+    async with called(WORKER, Worker(), transport) as (_, stub):
         with pytest.raises((errors.Unimplemented, errors.DependencyAway)):
             await stub.get_load(AbortRequest(), deadline=soon())
 

@@ -16,10 +16,11 @@ from kvrouter.runtime.rpc import remote
 from kvrouter.v1.indexer_pb2 import LoadRequest, LoadResponse
 from kvrouter.v1.scheduler_pb2 import SessionRequest
 
-from .rpc_harness import INDEXER, SCHEDULER, Sessions, serving, soon
+from .rpc_harness import INDEXER, SCHEDULER, TRANSPORTS, Sessions, called, serving, soon
 
 
-async def test_both_sides_of_a_session_are_streams() -> None:
+@TRANSPORTS
+async def test_both_sides_of_a_session_are_streams(transport: str) -> None:
     turns: asyncio.Queue[int] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[SessionRequest]:
@@ -27,8 +28,8 @@ async def test_both_sides_of_a_session_are_streams() -> None:
             yield SessionRequest(call_id=call_id)
 
     sessions = Sessions()
-    async with serving(SCHEDULER, sessions) as (_, channel):
-        async with aclosing(remote(SCHEDULER, channel).session(requests(), deadline=Deadline.never())) as responses:
+    async with called(SCHEDULER, sessions, transport) as (_, stub):
+        async with aclosing(stub.session(requests(), deadline=Deadline.never())) as responses:
             for call_id in (1, 2, 3):
                 turns.put_nowait(call_id)
                 assert (await anext(responses)).call_id == call_id
@@ -38,7 +39,8 @@ async def test_both_sides_of_a_session_are_streams() -> None:
         await sessions.closed.wait()
 
 
-async def test_a_session_that_fails_raises_at_its_client_and_stops_its_requests() -> None:
+@TRANSPORTS
+async def test_a_session_that_fails_raises_at_its_client_and_stops_its_requests(transport: str) -> None:
     stopped = asyncio.Event()
 
     async def requests() -> AsyncIterator[SessionRequest]:
@@ -48,22 +50,23 @@ async def test_a_session_that_fails_raises_at_its_client_and_stops_its_requests(
         finally:
             stopped.set()
 
-    async with serving(SCHEDULER, Sessions()) as (_, channel):
-        async with aclosing(remote(SCHEDULER, channel).session(requests(), deadline=Deadline.never())) as responses:
+    async with called(SCHEDULER, Sessions(), transport) as (_, stub):
+        async with aclosing(stub.session(requests(), deadline=Deadline.never())) as responses:
             with pytest.raises(errors.SessionLost):
                 await anext(responses)
         await stopped.wait()
 
 
-async def test_an_error_in_the_requests_of_a_session_is_the_callers_own() -> None:
+@TRANSPORTS
+async def test_an_error_in_the_requests_of_a_session_is_the_callers_own(transport: str) -> None:
     async def requests() -> AsyncIterator[SessionRequest]:
         yield SessionRequest(call_id=1)
         raise ZeroDivisionError
 
     sessions = Sessions()
-    async with serving(SCHEDULER, sessions) as (_, channel):
+    async with called(SCHEDULER, sessions, transport) as (_, stub):
         with pytest.raises(ZeroDivisionError):
-            async for _ in remote(SCHEDULER, channel).session(requests(), deadline=Deadline.never()):
+            async for _ in stub.session(requests(), deadline=Deadline.never()):
                 pass
         await sessions.closed.wait()
 
@@ -102,13 +105,14 @@ async def test_a_malformed_message_in_a_session_ends_it_as_a_bad_request() -> No
         await sessions.closed.wait()
 
 
-async def test_draining_ends_sessions_at_once_and_tells_their_clients() -> None:
+@TRANSPORTS
+async def test_draining_ends_sessions_at_once_and_tells_their_clients(transport: str) -> None:
     async def requests() -> AsyncIterator[SessionRequest]:
         yield SessionRequest(call_id=1)
         await asyncio.Event().wait()
 
-    async with serving(SCHEDULER, Sessions()) as (server, channel):
-        async with aclosing(remote(SCHEDULER, channel).session(requests(), deadline=Deadline.never())) as responses:
+    async with called(SCHEDULER, Sessions(), transport) as (server, stub):
+        async with aclosing(stub.session(requests(), deadline=Deadline.never())) as responses:
             await anext(responses)
             drained = asyncio.ensure_future(server.drain(3600))
             with pytest.raises(errors.Draining):

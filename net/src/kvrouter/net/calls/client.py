@@ -119,7 +119,7 @@ class CallStreamClient:
             CallRefused: the server answered with an error.
         """
         if not self.ready:
-            time_left = await self._opening(time_left)
+            time_left = await self.wait_open(time_left)
         answer = _Answer()
         running = self.start(method, request, answer, time_left=time_left, urgent=urgent, trace_context=trace_context)
         try:
@@ -162,8 +162,8 @@ class CallStreamClient:
                 with attempt:
                     await self._keep_stream()
 
-    async def _opening(self, time_left: float | None) -> float | None:
-        """Waits for a stream that is being opened. Returns the time left.
+    async def wait_open(self, time_left: float | None = None) -> float | None:
+        """Waits for a stream that is being opened. Returns the time left of that given.
 
         Raises:
             NotSent: no stream was opened.

@@ -24,6 +24,7 @@ from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse_response
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.v1.calls_pb2 import (
+    CallRequestKind,
     CallResponse,
     CallResponseKind,
     CallStreamServerHello,
@@ -32,6 +33,8 @@ from kvrouter.v1.calls_pb2 import (
 
 log = structlog.get_logger(__name__)
 
+_FURTHER = CallRequestKind.CALL_REQUEST_KIND_FURTHER
+_REQUESTS_ENDED = CallRequestKind.CALL_REQUEST_KIND_ENDED
 _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
 _PART = CallResponseKind.CALL_RESPONSE_KIND_PART
 _ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
@@ -121,14 +124,30 @@ class ClientStream:
         if self.running >= self._max_calls or self._queued_bytes >= self._limits.queued_bytes:
             raise NotSent(f"{self.running} calls are running or waiting: the server answers too slowly")
         call = RunningCall(self, index, request, receiver, time_left, trace_context)
-        call.lane = self._long if size > self._part_bytes else self._urgent if urgent else self._short
-        call.lane[call] = None
-        self._queued_bytes += size
+        self._enter_lane(call, request, urgent=urgent)
         counts = self.counts
         counts.calls += 1
         counts.running += 1
         self._wake()
         return call
+
+    def send(self, call: RunningCall, request: bytes | None) -> None:
+        """Sends a further request of a running call; None ends its requests. Requests of one call keep their order.
+
+        Raises:
+            NotSent: the server accepts no such request, or too much is waiting.
+        """
+        if call.receiver is None:
+            return
+        size = len(request or b"")
+        if size > self._max_request_bytes or self._queued_bytes >= self._limits.queued_bytes:
+            raise NotSent(f"a request of {size} bytes is too long, or the server reads too slowly")
+        if call.lane is not None:
+            call.further.append(request)
+            self._queued_bytes += size
+        else:
+            self._enter_lane(call, request)
+        self._wake()
 
     def cancel(self, call: RunningCall) -> None:
         """Ends a call for its caller. The server is informed if any part of the call was sent."""
@@ -223,8 +242,10 @@ class ClientStream:
         """Ends every call because the stream has ended."""
         self.draining = True
         for call in [*self._urgent, *self._short, *self._long]:
-            self._fail_unsent(call, cause)
+            if not call.sent:
+                self._fail_unsent(call, cause)
         for call in list(self._calls.values()):
+            self._leave_lane(call)
             self._fail(call, OutcomeUnknown(f"the call stream ended before the answer: {cause}"), "unknown")
         self._calls.clear()
         self._parts.clear()
@@ -237,40 +258,67 @@ class ClientStream:
         return f"the server accepts requests of at most {self._max_request_bytes} bytes, this one has {size}"
 
     def _add(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
-        self._number(call)
-        item = message.calls.add(number=call.number, method=call.method, request=call.request)
-        if call.expires:
-            item.time_left_ms = call.time_left_ms()
-        if call.trace:
-            item.trace_context = call.trace
-        self._leave_lane(call)
+        if call.sent:
+            kind = _REQUESTS_ENDED if call.ends_requests else _FURTHER
+            message.calls.add(number=call.number, request=call.request, kind=kind)
+        else:
+            self._number(call)
+            item = message.calls.add(number=call.number, method=call.method, request=call.request)
+            if call.expires:
+                item.time_left_ms = call.time_left_ms()
+            if call.trace:
+                item.trace_context = call.trace
+        self._sent(call)
 
     def _add_part(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
         start = call.sent_bytes
         end = start + self._part_bytes
-        if not start:
+        if not call.number:
             self._number(call)
         item = message.calls.add(number=call.number, request=call.request[start:end])
-        if not start:
+        if call.sent:
+            item.kind = _FURTHER
+        elif not start:
             item.method, item.time_left_ms, item.trace_context = call.method, call.time_left_ms(), call.trace
         call.sent_bytes = end
         if end < len(call.request):
             item.more = True
         else:
-            self._leave_lane(call)
+            self._sent(call)
 
     def _number(self, call: RunningCall) -> None:
         self._last_number += 1
         call.number = self._last_number
         self._calls[call.number] = call
 
-    def _leave_lane(self, call: RunningCall) -> None:
+    def _enter_lane(self, call: RunningCall, request: bytes | None, *, urgent: bool = False) -> None:
+        call.request, call.ends_requests = request or b"", request is None
+        size = len(call.request)
+        call.lane = self._long if size > self._part_bytes else self._urgent if urgent else self._short
+        call.lane[call] = None
+        call.sent_bytes = 0
+        self._queued_bytes += size
+
+    def _sent(self, call: RunningCall) -> None:
+        """Forgets a request that is sent. The call's next one waits, if there is one."""
+        call.sent = True
+        further = call.further
+        self._leave_lane(call, keeps_further=True)
+        if further:
+            request = further.popleft()
+            self._queued_bytes -= len(request or b"")
+            self._enter_lane(call, request)
+
+    def _leave_lane(self, call: RunningCall, *, keeps_further: bool = False) -> None:
         """Forgets the request of a call that is sent or will not be."""
         if call.lane is not None:
             del call.lane[call]
             call.lane = None
             self._queued_bytes -= len(call.request)
             call.request = b""
+        if call.further and not keeps_further:
+            self._queued_bytes -= sum(len(each or b"") for each in call.further)
+            call.further.clear()
 
     def _send_cancel(self, number: int) -> None:
         self._cancelled.append(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc.aio
@@ -109,9 +109,12 @@ class CallStreamServer:
             self._changed.set()
 
     def _run(self, call: ServerCall, answer: Awaitable[bytes]) -> None:
-        """Runs an awaitable in a task, which is cancelled when the call is cancelled or its time is up."""
+        seconds = _UNARY_DEFAULT_SECONDS if call.time_left is None else call.time_left
+        self.run(call, _answer(call, answer), seconds)
+
+    def run(self, call: ServerCall, coroutine: Coroutine[Any, Any, None], seconds: float | None) -> None:
+        """Runs what answers a call in a task, which is cancelled when the call is cancelled or ``seconds`` are over."""
         loop = asyncio.get_running_loop()
-        coroutine = _answer(call, answer)
         if sys.version_info >= (3, 12):
             task = asyncio.Task(coroutine, loop=loop, eager_start=True)
         else:
@@ -120,12 +123,12 @@ class CallStreamServer:
             return
         self._tasks.add(task)
         call.on_cancelled = lambda: _cancel(task)
-        seconds = _UNARY_DEFAULT_SECONDS if call.time_left is None else call.time_left
-        timer = loop.call_later(seconds, _time_out, call)
+        timer = None if seconds is None else loop.call_later(seconds, _time_out, call)
 
         def done(_task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             if not call.ended:
                 # Cancelled by the handler's own code.
                 call.fail(CallRefused(grpc.StatusCode.CANCELLED, "the call was cancelled at the server"))

@@ -39,7 +39,16 @@ class ResponseStream(Protocol):
 class ServerCall:
     """A call that a handler answers."""
 
-    __slots__ = ("_ended", "_stream", "number", "on_cancelled", "time_left", "trace_context", "unread_bytes")
+    __slots__ = (
+        "_ended",
+        "_stream",
+        "number",
+        "on_cancelled",
+        "on_request",
+        "time_left",
+        "trace_context",
+        "unread_bytes",
+    )
 
     def __init__(self, stream: ResponseStream, number: int, time_left: float | None, trace_context: str) -> None:
         self._stream = stream
@@ -54,6 +63,10 @@ class ServerCall:
         self.on_cancelled: Callable[[], None] | None = None
         """Called once if the call ends before its handler ends it: cancelled, lost with its stream, or too much of it
         is unread."""
+
+        self.on_request: Callable[[bytes | None], None] | None = None
+        """Receives further requests, and None at their end. A handler of a method with a stream of requests sets it at
+        once. Must not block."""
 
     @property
     def client(self) -> str:

@@ -151,7 +151,11 @@ async def serve(
     """
     async with (
         open_runtime(settings) as runtime,
-        aclosing(RemoteSchedulers(runtime.directory)) as schedulers,
+        aclosing(
+            RemoteSchedulers(
+                runtime.directory, client_name=runtime.instance_id, counts=runtime.call_streams.client("scheduler")
+            )
+        ) as schedulers,
         running(settings, runtime, schedulers) as service,
     ):
         if shared is not None and shared.waits_until_ready:

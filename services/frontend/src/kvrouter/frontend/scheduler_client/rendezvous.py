@@ -7,10 +7,10 @@ import hashlib
 from collections.abc import Collection, Iterable
 from typing import cast
 
-import grpc.aio
+from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import CallConnection
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.names import ComponentName
 
@@ -66,15 +66,28 @@ class LocalScheduler:
 class RemoteSchedulers:
     """Source of the Schedulers that are registered and ready, which may include one in this process."""
 
-    def __init__(self, directory: Directory, own: tuple[str, Scheduler] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        own: tuple[str, Scheduler] | None = None,
+        *,
+        client_name: str = "frontend",
+        counts: CallStreamCounts | None = None,
+    ) -> None:
         """``own`` is the id and object of a Scheduler in this process.
 
-        It is called without a socket, and it is used while no Scheduler is ready. Otherwise rendezvous hashing decides
-        as for any other Scheduler, so that several processes with a Frontend and a Scheduler agree on one.
+        ``client_name`` names this Frontend in the logs of Schedulers; ``counts`` counts its call streams to them.
+
+        The own Scheduler is called without a socket, and it is used while no Scheduler is ready. Otherwise rendezvous
+        hashing decides as for any other Scheduler, so that several processes with a Frontend and a Scheduler agree on
+        one.
         """
         self._directory = directory
         self._own = own
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._client_name = client_name
+        self._counts = CallStreamCounts() if counts is None else counts
+        self._stubs: dict[str, Scheduler] = {}
+        self._connections: list[asyncio.Task[None]] = []
 
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
@@ -104,16 +117,23 @@ class RemoteSchedulers:
         if self._own is not None and scheduler_id == self._own[0]:
             return self._own[1]
         endpoint = self._directory.services("scheduler")[scheduler_id].endpoint
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = open_channel(endpoint)
-        return cast(Scheduler, remote(_DESCRIPTOR, channel))
+        stub = self._stubs.get(endpoint)
+        if stub is None:
+            # A Scheduler that is silent is left by the sessions, which know whether there is another.
+            connection = CallConnection(
+                endpoint, client_name=self._client_name, counts=self._counts, ends_when_silent=False
+            )
+            self._connections.append(asyncio.create_task(connection.run(), name=f"call stream to {endpoint}"))
+            stub = self._stubs[endpoint] = cast(Scheduler, connection.stub(_DESCRIPTOR))
+        return stub
 
     async def changed(self) -> None:
         """Returns at the next change of the registrations."""
         await self._directory.changed()
 
     async def aclose(self) -> None:
-        """Closes the channels."""
-        for channel in self._channels.values():
-            await channel.close()
+        """Closes the call streams."""
+        for connection in self._connections:
+            connection.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)

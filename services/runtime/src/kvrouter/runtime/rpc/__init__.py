@@ -2,6 +2,7 @@
 
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.rpc.call_connection import CallConnection
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.runtime.rpc.server import RpcServer, add_service, open_server
@@ -12,6 +13,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "SERVER_OPTIONS",
     "BindFailed",
+    "CallConnection",
     "HealthBoard",
     "RpcServer",
     "add_service",

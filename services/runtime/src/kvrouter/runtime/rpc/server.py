@@ -35,7 +35,8 @@ from kvrouter.runtime.errors import (
     to_status,
 )
 from kvrouter.runtime.listening import BindFailed
-from kvrouter.runtime.rpc.call_handlers import call_handler
+from kvrouter.runtime.rpc.call_handlers import call_handler, session_handler
+from kvrouter.runtime.rpc.drainable_session import DrainableSession
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -73,7 +74,7 @@ class RpcServer:
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._sessions: set[_Session] = set()
+        self._sessions: set[DrainableSession] = set()
         self._call_streams = CallStreamServer(counts=call_stream_counts)
         self._port = 0
         self._host = bind.rpartition(":")[0]
@@ -144,7 +145,7 @@ class RpcServer:
     ) -> None:
         """Serves an object under the service's name. Methods that it lacks return UNIMPLEMENTED.
 
-        Its unary methods are served on call streams as well.
+        Its unary and bidirectional methods are served on call streams as well.
 
         Args:
             descriptor: The service.
@@ -158,12 +159,18 @@ class RpcServer:
             if bound is None:
                 continue
             handlers[method.name] = self._handler(method, bound, limits)
-            if not method.client_streaming and not method.server_streaming:
-                parse = request_parser(method, limits)
-                self._call_streams.add_unary(full_path(method)[1:], call_handler(full_path(method), bound, parse))
+            self._add_to_call_streams(method, bound, limits)
         generic = grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
         self._server.add_generic_rpc_handlers((generic,))
         self._names.append(descriptor.full_name)
+
+    def _add_to_call_streams(self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits) -> None:
+        path, streams = full_path(method), self._call_streams
+        if method.client_streaming and method.server_streaming:
+            parse = request_parser(method, replace(limits, elements=None))
+            streams.add_streaming(path[1:], session_handler(path, bound, parse, streams, self._sessions))
+        elif not method.client_streaming and not method.server_streaming:
+            streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits)))
 
     def _handler(
         self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits
@@ -213,41 +220,14 @@ class RpcServer:
 
     async def _answer_session(self, bound: Callable[..., Any], requests: Any, context: _Context) -> None:
         """Runs a bidirectional stream. It does not end by itself, so draining ends it."""
-        session = _Session()
+        session = DrainableSession()
         self._sessions.add(session)
         try:
-            async with session.limit, aclosing(bound(requests, deadline=_deadline_of(context))) as responses:
+            async with session.limited(), aclosing(bound(requests, deadline=_deadline_of(context))) as responses:
                 while (response := await session.next_of(responses)) is not None:
                     await context.write(response)
-        except TimeoutError:
-            if not session.limit.expired():
-                raise
-            raise Draining from None
         finally:
             self._sessions.discard(session)
-
-
-class _Session:
-    """Ends a session, but never during a write, because gRPC cannot send the status then."""
-
-    def __init__(self) -> None:
-        self.limit = asyncio.timeout(None)
-        self._waiting = False
-        self._ended = False
-
-    def end(self) -> None:
-        self._ended = True
-        if self._waiting:
-            self.limit.reschedule(asyncio.get_running_loop().time())
-
-    async def next_of(self, responses: AsyncGenerator[Any, None]) -> Any | None:
-        if not self._ended:
-            self._waiting = True
-            response = await anext(responses, None)
-            self._waiting = False
-        if self._ended:
-            raise Draining
-        return response
 
 
 async def _answer_once(bound: Callable[..., Any], request: Any, context: _Context) -> Any:

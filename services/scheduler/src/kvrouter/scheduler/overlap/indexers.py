@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import cast
 
-from kvrouter.net.calls import CallStreamClient, CallStreamCounts
+from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway, KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote_on_call_stream
+from kvrouter.runtime.rpc import CallConnection
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 
 _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    stub: Indexer
+    running: asyncio.Task[None]
+    """Keeps the call stream open until it is cancelled."""
 
 
 class RemoteIndexers:
@@ -53,8 +61,9 @@ class RemoteIndexers:
         if connection is None:
             if self._group is None:
                 raise DependencyAway("the Scheduler is starting or stopping")
-            connection = self._connections[endpoint] = _Connection(endpoint, self._client_name, self._counts)
-            connection.running = self._group.create_task(connection.run(), name=f"call stream to {endpoint}")
+            opened = CallConnection(endpoint, client_name=self._client_name, counts=self._counts)
+            running = self._group.create_task(opened.run(), name=f"call stream to {endpoint}")
+            connection = self._connections[endpoint] = _Connection(cast(Indexer, opened.stub(_DESCRIPTOR)), running)
         return connection.stub
 
     def preferred(self, endpoints: list[str]) -> list[str]:
@@ -76,36 +85,14 @@ class RemoteIndexers:
                     live = {registration.endpoint for registration in directory.services("indexer").values()}
                     self._avoided &= live
                     for endpoint in self._connections.keys() - live:
-                        self._connections.pop(endpoint).close()
+                        self._connections.pop(endpoint).running.cancel()
                     for endpoint in live:
                         self.stub(endpoint)
             finally:
                 self._group = None
                 for connection in self._connections.values():
-                    connection.close()
+                    connection.running.cancel()
                 self._connections.clear()
-
-
-class _Connection:
-    """The call stream to one Indexer."""
-
-    def __init__(self, endpoint: str, client_name: str, counts: CallStreamCounts) -> None:
-        self._channel = open_channel(endpoint)
-        self._client = CallStreamClient(self._channel, client_name=client_name, server_name=endpoint, counts=counts)
-        self.stub = cast(Indexer, remote_on_call_stream(_DESCRIPTOR, self._client))
-        self.running: asyncio.Task[None] | None = None
-
-    async def run(self) -> None:
-        """Keeps the stream open until cancelled, then closes the channel."""
-        try:
-            await self._client.run()
-        finally:
-            await self._channel.close()
-
-    def close(self) -> None:
-        """Ends ``run``."""
-        if self.running is not None:
-            self.running.cancel()
 
 
 class _Failover:
