@@ -23,8 +23,6 @@ log = structlog.get_logger(__name__)
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a stream is given up: far above a round trip, far below a lease."""
 _PATH = f"/{SERVICE}/OpenCallStream"
-_KEEP_ALIVE_SECONDS = 3.0
-"""Interval of pings that only tell the server that this client lives, seconds: a third of the server's patience."""
 _LASTING_SECONDS = 1.0
 """A stream that lasted this long was healthy: it is opened again without a pause."""
 
@@ -64,7 +62,8 @@ class CallStreamClient:
             limits: What is accepted and stored.
             counts: Counts of this and other clients; new ones by default.
             heartbeat_timeout_seconds: Silence after which the stream is given up, seconds.
-            ends_when_silent: Whether that ends an open stream. If not, its calls wait for as long as it is connected.
+            ends_when_silent: Whether that ends an open stream. If not, no heartbeats are sent: the calls wait for as
+                long as the stream is connected, and the server keeps those of a client that was frozen.
         """
         self.counts = CallStreamCounts() if counts is None else counts
         self._channel = channel
@@ -216,7 +215,8 @@ class CallStreamClient:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_write(rpc, stream, wakeup))
-                group.create_task(self._end_when_silent(stream) if self._ends_when_silent else _keep_alive(stream))
+                if self._ends_when_silent:
+                    group.create_task(self._end_when_silent(stream))
                 await _read(rpc, stream)
         except* _Ended as ended_group:
             ended = ended_group.exceptions[0]
@@ -315,12 +315,6 @@ async def _read(rpc: Any, stream: ClientStream) -> None:
         raise _Ended("draining", "the server has stopped")
     code = await rpc.code()
     raise _Ended("lost", f"{code.name}: {await rpc.details()}")
-
-
-async def _keep_alive(stream: ClientStream) -> None:
-    while True:
-        await asyncio.sleep(_KEEP_ALIVE_SECONDS)
-        stream.ping()
 
 
 async def _write(rpc: Any, stream: ClientStream, wakeup: asyncio.Event) -> None:
