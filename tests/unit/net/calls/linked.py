@@ -77,7 +77,12 @@ class Linked:
             self.executed.append(raw)
             return asyncio.sleep(0, raw)
 
-        methods = [Method(ECHO, unary=echo), Method(TOKENS, streaming=tokens), Method(LATER, unary=later), Method(CHAT, streaming=chat)]
+        methods = [
+            Method(ECHO, unary=echo),
+            Method(TOKENS, streaming=tokens),
+            Method(LATER, unary=later),
+            Method(CHAT, streaming=chat),
+        ]
         self.server = ServerStream(HELLO, methods, limits, CallStreamCounts(), lambda: None, self._run)
         first = self.server.next_message()
         assert first is not None
