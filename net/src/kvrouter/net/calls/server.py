@@ -28,7 +28,7 @@ _OPENING_SECONDS = 10.0
 """Time that a client has to send its hello, seconds."""
 _TICK_SECONDS = 1.0
 _SILENT_TICKS = 10
-"""Consecutive ticks without a message after which a client that sends pings is gone: it sends several in each."""
+"""Consecutive ticks without a message after which a client that sends pings is gone."""
 _LAST_WRITE_SECONDS = 1.0
 """Time for a write to finish before the stream ends with a status, seconds. gRPC cannot send one during the first
 write; a later write that takes so long is cancelled."""
