@@ -55,9 +55,13 @@ fn load_columns(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
 
 /// Returns columns, one after the other, as a buffer of 64-bit integers.
 fn buffer<'py>(py: Python<'py>, columns: [&[i64]; 4]) -> PyResult<Bound<'py, PyAny>> {
+    let [first, ..] = columns;
     let bytes = PyBytes::new_with(py, columns.into_iter().map(size_of_val).sum(), |to| {
-        for (to, word) in to.chunks_exact_mut(8).zip(columns.into_iter().flatten()) {
-            to.copy_from_slice(&word.to_ne_bytes());
+        // Column by column: one loop over all of them takes twice as long.
+        for (to, column) in to.chunks_exact_mut(size_of_val(first).max(1)).zip(columns) {
+            for (to, word) in to.chunks_exact_mut(8).zip(column) {
+                to.copy_from_slice(&word.to_ne_bytes());
+            }
         }
         Ok(())
     })?;
