@@ -12,10 +12,10 @@ from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallError, NotSent, ProtocolViolation
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.net.calls.limits import VERSION, CallLimits
-from kvrouter.net.calls.parsing import parse_response
+from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE
-from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest
+from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = structlog.get_logger(__name__)
@@ -243,7 +243,7 @@ class CallStreamClient:
                 first = await _checked(rpc.read())
             if first is grpc.aio.EOF:
                 raise _Ended("lost", "the server ended the stream at once")
-            message = parse_response(first, self._limits)
+            message = parse(OpenCallStreamResponse, first, self._limits)
             return ClientStream(message.server_hello, self._limits, self.counts, wakeup.set)
         except TimeoutError:
             raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s") from None

@@ -21,7 +21,7 @@ from kvrouter.net.calls.errors import (
     refusal,
 )
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
-from kvrouter.net.calls.parsing import parse_response
+from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.v1.calls_pb2 import (
     CallRequestKind,
@@ -29,6 +29,7 @@ from kvrouter.v1.calls_pb2 import (
     CallResponseKind,
     CallStreamServerHello,
     OpenCallStreamRequest,
+    OpenCallStreamResponse,
 )
 
 log = structlog.get_logger(__name__)
@@ -210,7 +211,7 @@ class ClientStream:
         Raises:
             ProtocolViolation: the message breaks a rule of the protocol.
         """
-        message = parse_response(encoded, self._limits)
+        message = parse(OpenCallStreamResponse, encoded, self._limits)
         if message.HasField("server_hello"):
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         self.heard = True

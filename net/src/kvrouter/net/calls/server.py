@@ -13,10 +13,11 @@ from google.rpc.status_pb2 import Status
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallRefused, ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits
-from kvrouter.net.calls.parsing import parse_request
+from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.v1 import calls_pb2
+from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 log = structlog.get_logger(__name__)
@@ -162,7 +163,9 @@ class _Connection:
         """Why the stream ends."""
         self._half_closed = False
         self._stopping = False
-        self.stream = ServerStream(parse_request(first, limits), methods, limits, counts, self._wakeup.set, run)
+        self.stream = ServerStream(
+            parse(OpenCallStreamRequest, first, limits), methods, limits, counts, self._wakeup.set, run
+        )
         self.stream.on_overflow = self._overflow
 
     async def serve(self) -> None:

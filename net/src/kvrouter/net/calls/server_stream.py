@@ -15,7 +15,7 @@ import structlog
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallRefused, ProtocolViolation, TooMuchUnread, status_code
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
-from kvrouter.net.calls.parsing import parse_request
+from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server_call import PART, Method, ServerCall
 from kvrouter.v1.calls_pb2 import (
     CallFailure,
@@ -137,7 +137,7 @@ class ServerStream:
         Raises:
             ProtocolViolation: the message breaks a rule of the protocol.
         """
-        message = parse_request(encoded, self._limits)
+        message = parse(OpenCallStreamRequest, encoded, self._limits)
         if message.HasField("client_hello"):
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         self.heard = True
