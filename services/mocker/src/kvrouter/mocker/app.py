@@ -19,20 +19,13 @@ from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
 
 Publish = Callable[[Iterable[CacheEvent]], None]
 """Receives the cache events of each step."""
-
-_ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
-_TRANSPORTS = {
-    "default": Transport.TRANSPORT_UNSPECIFIED,
-    "durable": Transport.TRANSPORT_DURABLE,
-    "core-nats": Transport.TRANSPORT_CORE_NATS,
-}
 
 
 def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> EngineConfig:
@@ -69,8 +62,8 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         nats=settings.nats,
         bind=settings.bind,
         advertise=settings.advertise,
-        transport=_TRANSPORTS["core-nats" if settings.enable_local_indexer else settings.transport],
-        role=_ROLES[settings.role],
+        transport=TRANSPORTS["core-nats" if settings.enable_local_indexer else settings.transport],
+        role=ROLES[settings.role],
         labels=settings.labels,
         publishes_events=settings.events,
         max_batched_tokens=settings.max_batched_tokens,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from kvrouter.runtime.config.settings import Name, ServiceSettings
+from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from pydantic import Field, model_validator
 
 
@@ -40,8 +39,8 @@ class MockerSettings(ServiceSettings):
         ge=1,
         description="Tokens in each piece of a response, except for the first token, which is sent at once.",
     )
-    role: Literal["both", "prefill", "decode"] = Field(default="both", description="Role of the worker.")
-    transport: Literal["default", "durable", "core-nats"] = Field(
+    role: RoleOption = Field(default="both", description="Role of the worker.")
+    transport: TransportOption = Field(
         default="default", description="Transport of the events; default is the component's."
     )
     enable_local_indexer: bool = Field(

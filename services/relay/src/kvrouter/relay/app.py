@@ -18,20 +18,15 @@ from kvrouter.relay.engine_sockets import EndpointRefused, Endpoints, EngineSock
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.relay.rank_relay import RankRelay, Start, read_start
 from kvrouter.relay.settings import RelaySettings
+from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.v1.common_pb2 import CopyCounting, Role, Transport
+from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="relay")
 
 _NO_POSITION = -1
-_ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
-_TRANSPORTS = {
-    "default": Transport.TRANSPORT_UNSPECIFIED,
-    "durable": Transport.TRANSPORT_DURABLE,
-    "core-nats": Transport.TRANSPORT_CORE_NATS,
-}
 _COPY_COUNTING = {"counted": CopyCounting.COPY_COUNTING_COUNTED, "set": CopyCounting.COPY_COUNTING_SET}
 
 
@@ -51,9 +46,9 @@ def worker_config(settings: RelaySettings, worker_id: int) -> WorkerConfig:
         nats=settings.nats,
         bind=settings.bind,
         advertise=settings.advertise,
-        transport=_TRANSPORTS[settings.transport],
+        transport=TRANSPORTS[settings.transport],
         copy_counting=_COPY_COUNTING[settings.copy_counting],
-        role=_ROLES[settings.role],
+        role=ROLES[settings.role],
         labels=settings.labels,
         lora_names=tuple(settings.lora_ids.values()),
         max_model_len=settings.max_model_len,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvrouter.publisher.adapters.zmq_events import Dialect
 from kvrouter.runtime.config.settings import Name, ServiceSettings
+from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from pydantic import Field, field_validator
 
 
@@ -43,8 +44,8 @@ class RelaySettings(ServiceSettings):
     max_model_len: int = Field(
         default=0, ge=0, lt=1 << 32, description="Most prompt and output tokens together; 0 for no limit."
     )
-    role: Literal["both", "prefill", "decode"] = Field(default="both", description="Role of the engine.")
-    transport: Literal["default", "durable", "core-nats"] = Field(
+    role: RoleOption = Field(default="both", description="Role of the engine.")
+    transport: TransportOption = Field(
         default="default", description="Transport of the events; default is the component's."
     )
     labels: dict[str, str] = Field(default_factory=dict, description="Labels for routing constraints.")

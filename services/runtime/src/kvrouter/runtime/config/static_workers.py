@@ -6,9 +6,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kvrouter.runtime.config.addresses import Address, Name
+from kvrouter.runtime.config.worker_options import RoleOption
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
@@ -49,7 +50,7 @@ class StaticComponent(_Entry):
     """Tokens per KV block."""
     max_model_len: int = Field(default=0, ge=0, lt=1 << 32)
     """Maximum number of prompt and output tokens together; 0 for no limit."""
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: RoleOption = "both"
     """Role of the workers."""
     workers: tuple[StaticWorker, ...] = Field(min_length=1)
 

@@ -18,12 +18,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.net.etcd import Snapshot
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, StaticWorker
+from kvrouter.runtime.config.worker_options import ROLES
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.v1 import scheduler_pb2, worker_pb2
-from kvrouter.v1.common_pb2 import Component, Role
+from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName, services_prefix
 from kvrouter.v1.registry_pb2 import (
@@ -44,7 +45,6 @@ _PROBE_SECONDS = 2.0
 """Deadline of a probe."""
 _FAILURES = 2
 """Consecutive failed probes after which a worker is left out; a single one may be late on a busy machine."""
-_ROLES = {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ def _descriptor(name: ComponentName, component: StaticComponent) -> ComponentDes
         component=Component(namespace=name.namespace, name=name.name),
         model=component.model,
         block_size=component.block_size,
-        role=_ROLES[component.role],
+        role=ROLES[component.role],
         max_model_len=component.max_model_len,
     )
 
@@ -245,7 +245,7 @@ def _registration(
         model=component.model,
         endpoint=worker.endpoint,
         block_size=component.block_size,
-        role=_ROLES[component.role],
+        role=ROLES[component.role],
         ranks=ranks,
         labels=worker.labels,
         lora_names=worker.lora_names,
