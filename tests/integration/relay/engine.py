@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from kvrouter.core import Scope, local_hashes
+from kvrouter.devtools.system.servers import free_port
 from kvrouter.publisher.adapters.zmq_messages import END_OF_REPLAY, encode_sequence, read_replay_request
 from kvrouter.publisher.worker import Worker
 from kvrouter.relay.app import running
@@ -20,13 +19,6 @@ from kvrouter.relay.settings import RelaySettings
 from prometheus_client import CollectorRegistry
 
 BLOCK = 4
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def tokens(first: int, blocks: int) -> list[int]:

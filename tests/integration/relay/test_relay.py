@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 from kvrouter.core import Scope
+from kvrouter.devtools.system.servers import free_port
 from kvrouter.net.etcd import connect
 from kvrouter.publisher.adapters.zmq_messages import encode_sequence, read_published
 from kvrouter.publisher.zmq_publisher import ZmqPublisher
@@ -27,7 +28,6 @@ from .engine import (
     CLEARED,
     Engine,
     Relay,
-    free_port,
     hashes_of,
     relaying,
     removed,
