@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import grpc
 import pytest
 from kvrouter.net.calls import CallRefused, TooMuchUnread
+from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.publisher.serving.generate_call import MAX_UNREAD_BYTES, GenerateCall
+from kvrouter.publisher.serving.generate_call import GenerateCall
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import RunningRequests
 from kvrouter.v1.events_pb2 import LoadReport

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from kvrouter.net.calls import CallRefused, TooMuchUnread
-
-MAX_UNREAD_BYTES = 4 << 20
-"""Unread responses at which a call ends."""
-_RESPONSE_BYTES = 64
-"""Memory of a response besides its content."""
+from kvrouter.net.response_buffer import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
 
 
 class GenerateCall:
@@ -19,9 +14,7 @@ class GenerateCall:
     def __init__(self) -> None:
         self.on_cancelled: Callable[[], None] | None = None
         """Called once if the call ends before it is ended here."""
-        self._responses: list[bytes] = []
-        self._unread_bytes = 0
-        self._changed = asyncio.Event()
+        self._buffer = ResponseBuffer()
         self._ended = False
         self._error: CallRefused | None = None
 
@@ -29,29 +22,26 @@ class GenerateCall:
         """Queues a response. If too much is unread, the call ends instead."""
         if self._ended:
             return
-        self._unread_bytes += len(encoded) + _RESPONSE_BYTES
-        if self._unread_bytes > MAX_UNREAD_BYTES:
-            self._responses.clear()
-            unread = f"the caller has not read {self._unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}"
+        try:
+            self._buffer.append(encoded)
+        except BufferFull as full:
+            unread = f"the caller has not read {full.unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}"
             self.fail(TooMuchUnread(unread))
             self.cancel()
-            return
-        self._responses.append(encoded)
-        self._changed.set()
 
     def end(self, encoded: bytes | None = None) -> None:
         """Ends the call, with a last response if there is one."""
         if encoded is not None:
             self.respond(encoded)
         self._ended = True
-        self._changed.set()
+        self._buffer.end()
 
     def fail(self, error: CallRefused) -> None:
         """Ends the call with an error."""
         if not self._ended:
             self._error = error
             self._ended = True
-            self._changed.set()
+            self._buffer.end()
 
     def cancel(self) -> None:
         """Calls ``on_cancelled``, once."""
@@ -66,15 +56,9 @@ class GenerateCall:
         Raises:
             CallRefused: the call has failed.
         """
-        while True:
-            while not self._responses and not self._ended:
-                self._changed.clear()
-                await self._changed.wait()
-            taken, self._responses, self._unread_bytes = self._responses, [], 0
+        while taken := await self._buffer.take():
             for response in taken:
                 yield response
-            if self._ended and not self._responses:
-                break
         error, self._error = self._error, None
         if error is not None:
             try:
