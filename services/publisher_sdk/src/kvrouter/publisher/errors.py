@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import grpc
+from kvrouter.net.calls import CallRefused
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 
@@ -96,3 +97,7 @@ class RequestRefused(PublisherError):
             known_values=[str(value) for value in known][:16],
             retry_elsewhere=retry_elsewhere,
         )
+
+    def to_call_error(self) -> CallRefused:
+        """Returns the same refusal as an error of a call."""
+        return CallRefused(self.code, str(self), self.info)

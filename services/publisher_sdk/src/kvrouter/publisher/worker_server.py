@@ -133,13 +133,13 @@ class WorkerServer:
         try:
             self._start(data, call)
         except RequestRefused as refusal:
-            raise CallRefused(refusal.code, str(refusal), refusal.info) from None
+            raise refusal.to_call_error() from None
 
     async def _abort_on_stream(self, data: bytes, _call: ServerCall) -> bytes:
         try:
             request = _parse(AbortRequest, data)
         except RequestRefused as refusal:
-            raise CallRefused(refusal.code, str(refusal), refusal.info) from None
+            raise refusal.to_call_error() from None
         return AbortResponse(aborted=await self._requests.abort(list(request.request_ids))).SerializeToString()
 
     def _start(self, data: bytes, call: OutputCall) -> None:

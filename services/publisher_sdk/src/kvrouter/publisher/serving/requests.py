@@ -135,7 +135,7 @@ class RunningRequests:
         run = self._by_engine_id.get(engine_id)
         if run is not None:
             self._forget(run)
-            run.call.fail(CallRefused(refusal.code, str(refusal), refusal.info))
+            run.call.fail(refusal.to_call_error())
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests, whose callers get that as their finish reason, and returns how many ran at the engine."""
