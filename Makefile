@@ -68,10 +68,10 @@ unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
 	$(BIN)/pytest -n auto tests/unit
 
-integration: setup ## tests over real NATS and etcd, and with processes that are killed
+integration: setup ## tests over real NATS and etcd, with processes that are killed, and the commands of guides
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n auto tests/integration tests/faults
+	$(BIN)/pytest -n auto tests/integration tests/faults tests/guides
 
 test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
