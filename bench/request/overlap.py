@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.stack import service_environment
 from kvrouter.net.calls import CallStreamClient
 from kvrouter.runtime.contracts import Indexer

@@ -13,8 +13,9 @@ from typing import cast
 
 import aiohttp
 from bars import ONE_PROCESS, PEER, SPLIT
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess
-from kvrouter.devtools.system.servers import EtcdServer, NatsServer, free_port
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.devtools.system.stack import service_environment
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline

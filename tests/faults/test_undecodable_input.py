@@ -6,14 +6,10 @@ import asyncio
 import os
 import random
 from collections.abc import Iterator
-from typing import cast
 
 from google.protobuf.message import Message
 from kvrouter.net.etcd import connect
-from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsRequest
@@ -35,7 +31,6 @@ from ..raw_nats import raw_nats
 from .processes import MODEL, PATIENCE_SECONDS, Processes, start_system, streamed
 from .rig import FULL
 
-_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 LARGEST = (1 << 64) - 1
 ROUNDS = 20 if FULL else 2
 SYNC = ("--replica-sync", "--replica-heartbeat-seconds", "0.2")
@@ -200,11 +195,10 @@ async def all_serve(processes: Processes, pool: ComponentName, generation: int, 
 
 
 async def stats(processes: Processes, pool: ComponentName, generation: int) -> ComponentStats:
-    registration = processes.directory.services("indexer")[f"indexer-{2 * generation}"]
-    async with open_channel(registration.endpoint) as channel:
-        indexer = cast(Indexer, remote(_INDEXER, channel))
-        named_ = Component(namespace=pool.namespace, name=pool.name)
-        answer = await indexer.get_stats(GetStatsRequest(component=named_), deadline=Deadline.after(10))
+    # The stub of `ready` stays valid while the registration in etcd is overwritten.
+    named_ = Component(namespace=pool.namespace, name=pool.name)
+    indexer = processes.indexer(f"indexer-{2 * generation}")
+    answer = await indexer.get_stats(GetStatsRequest(component=named_), deadline=Deadline.after(10))
     return answer.components[0]
 
 

@@ -16,8 +16,8 @@ import pytest
 from kvrouter.devtools.replay.open_loop import ReplayOptions
 from kvrouter.devtools.replay.sequential import sequential_replay
 from kvrouter.devtools.replay.statistics import expected_cached_tokens
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess
-from kvrouter.devtools.system.servers import free_port
 from kvrouter.devtools.system.stack import until_serving
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend, Indexer

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 from kvrouter.core import Scope
-from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.net.etcd import connect
 from kvrouter.publisher.adapters.zmq_messages import encode_sequence, read_published
 from kvrouter.publisher.zmq_publisher import ZmqPublisher
@@ -300,7 +300,7 @@ async def test_a_relay_begins_anew_if_the_engine_forgot_what_it_missed(
 
 
 async def test_every_rank_has_sockets_of_its_own(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
-    first = free_port()
+    first = free_ports(4).start
     base = Engine()
     base.events_endpoint, base.replay_endpoint = f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + 2}"
     publishers = [

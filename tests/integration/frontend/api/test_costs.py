@@ -25,7 +25,7 @@ import aiohttp
 import grpc
 import grpc.aio
 import pytest
-from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import RoutingRequest

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import grpc.aio
 import pytest
-from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 
 pytestmark = pytest.mark.timeout(120)

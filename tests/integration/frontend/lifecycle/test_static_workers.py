@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
-from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.frontend import app as frontend_app
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import grpc.aio
 import pytest
-from kvrouter.devtools.system.servers import free_port
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client.parser import text_string_to_metric_families

@@ -13,7 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from kvrouter.devtools.system.servers import die_with_parent, free_port
+from kvrouter.devtools.system.ports import free_port
+from kvrouter.devtools.system.servers import die_with_parent
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Self
 
 import aiohttp
+
+from .ports import free_port
 
 START_SECONDS = 30.0
 """Maximum time for a server to answer after its start."""
@@ -41,13 +42,6 @@ class BinaryMissing(Exception):
 
 class StartFailed(Exception):
     """A server ended during its start, or did not answer in time. The message has the last lines of its log."""
-
-
-def free_port() -> int:
-    """Returns a loopback port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def die_with_parent() -> None:

@@ -15,8 +15,9 @@ from typing import cast
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess, ProcessDied
-from kvrouter.devtools.system.servers import EtcdServer, NatsServer, ServerProcess, StartFailed, free_port
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer, ServerProcess, StartFailed
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
