@@ -8,6 +8,7 @@ import pytest
 from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidConfig
+from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
 
 
@@ -44,6 +45,7 @@ def config(**settings: Any) -> WorkerConfig:
         ("block_size", "16"),
         ("worker_id", 1.5),
         ("heartbeat_seconds", None),
+        ("openai_endpoint", None),
         ("labels", ["zone"]),
         ("lora_names", "adapter"),
         ("nats", None),
@@ -66,6 +68,16 @@ def test_a_wrong_value_is_named(name: str, value: object) -> None:
 )
 def test_the_endpoint_is_what_others_reach(bind: str, advertise: str, endpoint: str) -> None:
     assert config(bind=bind, advertise=advertise).endpoint(7) == endpoint
+
+
+def test_a_registration_says_where_the_engine_itself_is_reached() -> None:
+    chosen = config(openai_endpoint="http://e:8000", bootstrap_endpoint="e:8998", tokenizer="org/model")
+    registration = chosen.registration(
+        endpoint="h:1", incarnation=1, transport=Transport.TRANSPORT_DURABLE, registered_unix_ns=1
+    )
+    assert registration.openai_endpoint == "http://e:8000"
+    assert registration.bootstrap_endpoint == "e:8998"
+    assert registration.tokenizer == "org/model"
 
 
 def test_drawn_ids_differ_and_fit_in_json() -> None:

@@ -79,6 +79,15 @@ class WorkerConfig:
     lora_names: tuple[str, ...] = ()
     """Names of the LoRA adapters that the worker serves."""
 
+    openai_endpoint: str = ""
+    """URL of the engine's own OpenAI API, such as "http://10.0.0.7:8000"; empty if it has none."""
+
+    bootstrap_endpoint: str = ""
+    """Address at which decode workers meet this prefill worker, ``host:port``; empty for none."""
+
+    tokenizer: str = ""
+    """Path or name of the model's tokenizer; empty if unknown."""
+
     publishes_events: bool = True
     """Whether the worker reports its cache."""
 
@@ -175,6 +184,7 @@ class WorkerConfig:
             ("labels", Mapping, '{"zone": "a"}'),
             ("lora_names", tuple, '("adapter",)'),
             *((name, str, '"127.0.0.1:9000"') for name in ("etcd", "nats", "bind", "advertise", "engine_incarnation")),
+            *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
             *((name, int, "an integer") for name in _INTEGERS),
             *((name, int | float, "a number of seconds") for name in _SECONDS),
         ):
@@ -227,4 +237,7 @@ class WorkerConfig:
             max_model_len=self.max_model_len,
             registered_unix_ns=registered_unix_ns,
             heartbeat_ms=max(1, round(self.heartbeat_seconds * 1000)),
+            openai_endpoint=self.openai_endpoint,
+            bootstrap_endpoint=self.bootstrap_endpoint,
+            tokenizer=self.tokenizer,
         )
