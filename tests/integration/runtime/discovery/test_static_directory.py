@@ -24,6 +24,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GetLoadRequest, GetLoadResponse
 
+from ....hostile_worker import HostileWorker, hangs
+
 POOL = ComponentName("ns", "workers")
 SILENT = "127.0.0.1:1"
 
@@ -69,6 +71,16 @@ async def test_a_worker_tells_its_id_its_ranks_and_its_blocks() -> None:
         assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 300), (1, 300)]
         assert all(rank.incarnation for rank in found.ranks)
         assert (found.endpoint, found.model, found.draining) == (one, "m", False)
+
+
+async def test_a_worker_tells_whether_it_serves_call_streams() -> None:
+    async with (
+        mocker(7) as one,
+        HostileWorker(hangs).serving() as plain,
+        discovery({"endpoint": one}, {"endpoint": plain.endpoint, "worker_id": 8}) as directory,
+    ):
+        await until(directory, lambda seen: len(registered(seen)) == 2)
+        assert {key: found.serves_call_stream for key, found in registered(directory).items()} == {7: True, 8: False}
 
 
 async def test_the_list_overrides_the_report_of_a_worker() -> None:

@@ -322,7 +322,7 @@ def load_reports(
 
 def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoadResponse:
     """Returns the response of GetLoad, which also says what the worker serves."""
-    return GetLoadResponse(reports=reports, model=config.model, block_size=config.block_size)
+    return GetLoadResponse(reports=reports, model=config.model, block_size=config.block_size, serves_call_stream=True)
 
 
 @asynccontextmanager

@@ -141,17 +141,15 @@ class StaticDiscovery:
     async def _probe(self, component: StaticComponent, worker: StaticWorker, place: int) -> None:
         known = self._known.setdefault(worker.endpoint, _Known())
         service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint)))
-        reports: Sequence[LoadReport] = ()
-        failure = mismatch = ""
+        answer, failure, mismatch = GetLoadResponse(), "", ""
         serving = await self._serving(_WORKER, worker.endpoint)
         try:
             answer = await service.get_load(GetLoadRequest(), deadline=Deadline.after(_PROBE_SECONDS))
-            reports = answer.reports
             mismatch = _mismatch(component, answer)
         except KvRouterError as error:
             # An engine without load reports is usable.
             failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
-        known.reports = [] if mismatch else [_as_listed(report, worker) for report in reports]
+        known.reports = [] if mismatch else [_as_listed(report, worker) for report in answer.reports]
         if mismatch:
             if mismatch != known.mismatch:
                 log.error("static_worker.mismatched", endpoint=worker.endpoint, cause=mismatch)
@@ -172,6 +170,7 @@ class StaticDiscovery:
             ComponentName(self._namespace, component.name), component, worker, place, known.reports
         )
         known.registration.draining = serving is False
+        known.registration.serves_call_stream = answer.serves_call_stream
 
     async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
         """Returns whether a service is ready by grpc.health; None if it does not report it."""
