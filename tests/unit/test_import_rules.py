@@ -126,6 +126,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "engine_sockets": (),
         "settings": (),
         "rank_relay": ("engine_sockets", "sequence"),
+        "relaying": ("engine_sockets", "rank_relay"),
         "metrics": ("rank_relay",),
     },
     "mocker": {

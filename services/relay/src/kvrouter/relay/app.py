@@ -9,14 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 from kvrouter.publisher import worker as sdk
-from kvrouter.publisher.adapters.translation import EventTranslator, TranslationOptions
+from kvrouter.publisher.adapters.translation import TranslationOptions
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
-from kvrouter.publisher.journal.resume import discard, positions
-from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.relay.engine_sockets import EndpointRefused, Endpoints, EngineSockets
+from kvrouter.relay.engine_sockets import EndpointRefused, Endpoints
 from kvrouter.relay.metrics import RelayMetrics
-from kvrouter.relay.rank_relay import RankRelay, Start, read_start
+from kvrouter.relay.relaying import EventSource, RelayedRanks, relaying
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
@@ -26,7 +24,6 @@ from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="relay")
 
-_NO_POSITION = -1
 _COPY_COUNTING = {"counted": CopyCounting.COPY_COUNTING_COUNTED, "set": CopyCounting.COPY_COUNTING_SET}
 
 
@@ -71,68 +68,38 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
     """
     worker_id = settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
     config = worker_config(settings, worker_id)
-    parts: dict[int, tuple[RankRelay, EventTranslator, RankPublisher]] = {}
+    parts: RelayedRanks = {}
     RelayMetrics(registry, parts)
+    changed = asyncio.Event()
+    source = EventSource(
+        {
+            dp_rank: Endpoints.of_rank(settings.kv_events, settings.kv_replay, settings.kv_topic, dp_rank)
+            for dp_rank in config.ranks
+        },
+        settings.engine,
+        settings.queued_messages,
+        settings.replay_seconds,
+    )
+    options = TranslationOptions(
+        settings.block_size,
+        {int(number): name for number, name in settings.lora_ids.items()},
+        settings.full_reports,
+    )
     async with AsyncExitStack() as stack:
+        log.info("relay.waiting_for_engine", kv_events=settings.kv_events, kv_replay=settings.kv_replay)
         try:
-            sockets = {
-                dp_rank: await stack.enter_async_context(
-                    EngineSockets(
-                        Endpoints.of_rank(settings.kv_events, settings.kv_replay, settings.kv_topic, dp_rank),
-                        high_water_mark=settings.queued_messages,
-                        replay_seconds=settings.replay_seconds,
-                    )
-                )
-                for dp_rank in config.ranks
-            }
+            worker = await stack.enter_async_context(relaying(config, source, options, parts, changed.set))
         except EndpointRefused as error:
             raise StartRefused(f"--kv-events: {error}") from error
-        log.info("relay.waiting_for_engine", kv_events=settings.kv_events, kv_replay=settings.kv_replay)
-        starts = await _read_starts(sockets, positions(config))
-        if not all(start.resumes for start in starts.values()):
-            discard(config)
-        try:
-            worker = await stack.enter_async_context(sdk.running(config))
         except DescriptorMismatch as error:
             raise StartRefused(str(error)) from error
-        if not worker.resumed:
-            starts = await _read_starts(sockets, {}, starts)
-        availability = _Availability(worker, parts, settings.engine_grace_seconds)
-        options = TranslationOptions(
-            settings.block_size,
-            {int(number): name for number, name in settings.lora_ids.items()},
-            settings.full_reports,
-        )
-        for dp_rank in config.ranks:
-            translator = EventTranslator(worker.rank(dp_rank), options)
-            relay = RankRelay(dp_rank, sockets[dp_rank], translator, settings.engine, availability.changed.set)
-            parts[dp_rank] = relay, translator, worker.rank(dp_rank)
+        availability = _Availability(worker, parts, changed, settings.engine_grace_seconds)
         async with asyncio.TaskGroup() as tasks:
-            following = [tasks.create_task(relay.run(starts[rank])) for rank, (relay, _, _) in parts.items()]
-            following.append(tasks.create_task(availability.run()))
+            announcing = tasks.create_task(availability.run())
             try:
                 yield worker
             finally:
-                for task in following:
-                    task.cancel()
-
-
-async def _read_starts(
-    sockets: dict[int, EngineSockets], known: dict[int, int], former: dict[int, Start] | None = None
-) -> dict[int, Start]:
-    """Returns the start of each rank, from its journal's position if it is known.
-
-    Starts in ``former`` that begin with the engine's oldest message are kept.
-    """
-    starts = {}
-    for dp_rank, each in sockets.items():
-        start = former.get(dp_rank) if former else None
-        if start is not None and start.position >= 0:
-            if start.rest is not None:
-                await start.rest.aclose()
-            start = None
-        starts[dp_rank] = start or await read_start(each, known.get(dp_rank, _NO_POSITION))
-    return starts
+                announcing.cancel()
 
 
 class _Availability:
@@ -141,27 +108,28 @@ class _Availability:
     def __init__(
         self,
         worker: sdk.Worker,
-        parts: dict[int, tuple[RankRelay, EventTranslator, RankPublisher]],
+        parts: RelayedRanks,
+        changed: asyncio.Event,
         grace_seconds: float,
     ) -> None:
-        self.changed = asyncio.Event()
-        """Set when a rank's connection changes."""
+        """``changed`` is set when a rank's connection changes."""
+        self._changed = changed
         self._worker = worker
         self._parts = parts
         self._grace_seconds = grace_seconds
 
     async def run(self) -> None:
         """Announces until cancelled."""
-        self.changed.set()
+        self._changed.set()
         while True:
-            await self.changed.wait()
-            self.changed.clear()
+            await self._changed.wait()
+            self._changed.clear()
             if self._is_connected() == self._worker.is_accepting:
                 continue
             if not self._is_connected():
                 try:
                     async with asyncio.timeout(self._grace_seconds):
-                        await self.changed.wait()
+                        await self._changed.wait()
                     continue
                 except TimeoutError:
                     log.warning("relay.engine_away", worker_id=self._worker.config.worker_id)

@@ -1,0 +1,103 @@
+"""Publishes the events of an engine as those of a worker, whatever serves the worker's requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvrouter.publisher import worker as sdk
+from kvrouter.publisher.adapters.translation import EventTranslator, TranslationOptions
+from kvrouter.publisher.adapters.zmq_events import Dialect
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.journal.resume import discard, positions
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.relay.engine_sockets import Endpoints, EngineSockets
+from kvrouter.relay.rank_relay import RankRelay, Start, read_start
+
+_NO_POSITION = -1
+
+RelayedRanks: TypeAlias = dict[int, tuple[RankRelay, EventTranslator, RankPublisher]]
+"""The parts of each rank that is relayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where and how an engine publishes."""
+
+    endpoints: Mapping[int, Endpoints]
+    """By data-parallel rank."""
+    dialect: Dialect
+    """Whose event format the engine has."""
+    queued_messages: int
+    """Messages that wait in each subscription; further ones are replayed."""
+    replay_seconds: float
+    """Longest time between two messages of a replay."""
+
+
+@asynccontextmanager
+async def relaying(
+    config: WorkerConfig,
+    source: EventSource,
+    options: TranslationOptions,
+    parts: RelayedRanks,
+    on_connection: Callable[[], None],
+) -> AsyncIterator[sdk.Worker]:
+    """Runs a worker with the engine's events while the context lasts. Waits for the engine's replay sockets first.
+
+    Args:
+        config: The worker.
+        source: Where its engine publishes.
+        options: What the events do not say.
+        parts: Filled with the parts of each rank.
+        on_connection: Called when a rank's publisher connected or disconnected.
+
+    Raises:
+        DescriptorMismatch: the worker does not match its component.
+        EndpointRefused: an endpoint cannot be used.
+    """
+    async with AsyncExitStack() as stack:
+        sockets = {
+            dp_rank: await stack.enter_async_context(
+                EngineSockets(endpoints, high_water_mark=source.queued_messages, replay_seconds=source.replay_seconds)
+            )
+            for dp_rank, endpoints in source.endpoints.items()
+        }
+        starts = await _read_starts(sockets, positions(config))
+        if not all(start.resumes for start in starts.values()):
+            discard(config)
+        worker = await stack.enter_async_context(sdk.running(config))
+        if not worker.resumed:
+            starts = await _read_starts(sockets, {}, starts)
+        for dp_rank in source.endpoints:
+            publisher = worker.rank(dp_rank)
+            translator = EventTranslator(publisher, options)
+            relay = RankRelay(dp_rank, sockets[dp_rank], translator, source.dialect, on_connection)
+            parts[dp_rank] = relay, translator, publisher
+        async with asyncio.TaskGroup() as tasks:
+            following = [tasks.create_task(relay.run(starts[rank])) for rank, (relay, _, _) in parts.items()]
+            try:
+                yield worker
+            finally:
+                for task in following:
+                    task.cancel()
+
+
+async def _read_starts(
+    sockets: dict[int, EngineSockets], known: dict[int, int], former: dict[int, Start] | None = None
+) -> dict[int, Start]:
+    """Returns the start of each rank, from its journal's position if it is known.
+
+    Starts in ``former`` that begin with the engine's oldest message are kept.
+    """
+    starts = {}
+    for dp_rank, each in sockets.items():
+        start = former.get(dp_rank) if former else None
+        if start is not None and start.position >= 0:
+            if start.rest is not None:
+                await start.rest.aclose()
+            start = None
+        starts[dp_rank] = start or await read_start(each, known.get(dp_rank, _NO_POSITION))
+    return starts
