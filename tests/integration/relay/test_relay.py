@@ -217,6 +217,21 @@ async def test_what_is_malformed_costs_little(engine: Engine, beside: Beside) ->
         assert relay.count("left_out_total", reason="undecodable_batch") == 1
 
 
+async def test_wrong_copy_counting_is_reported(engine: Engine, beside: Beside) -> None:
+    async with beside(engine, copy_counting="set") as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0), stored([1], 0), removed(1), removed(1))
+        await until(lambda: relay.count("copy_counting_doubts_total") == 1)
+
+
+async def test_chunks_that_are_offloaded_by_their_last_hash(engine: Engine, beside: Beside) -> None:
+    async with beside(engine, offloaded_blocks=2) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1, 2, 3, 4], 0))
+        await engine.publish(stored([4], 0, token_ids=[], block_size=0, medium="CPU"), removed(4, 3, 2, 1))
+        await relay.holds(3, 4)
+
+
 async def test_another_topic_is_ignored(engine: Engine, beside: Beside) -> None:
     async with beside(engine, kv_topic="kv") as relay:
         await relay.is_connected()
@@ -430,9 +445,9 @@ async def test_a_relay_that_listens_for_engines(engine: Engine, beside: Beside) 
     engine.replay_endpoint = ""
     context = zmq.asyncio.Context()
     async with beside(engine) as relay:
-        publisher = context.socket(zmq.PUB)
+        publisher = context.socket(zmq.XPUB)
         publisher.connect(f"tcp://127.0.0.1:{port}")
-        await relay.is_connected()
+        assert await publisher.recv() == b"\x01"  # the subscription, without which a message is lost
         payload = msgspec.msgpack.encode([1.0, [stored([1], 0)], 0])
         await publisher.send_multipart([b"kv", encode_sequence(0), payload])
         await relay.holds(1)

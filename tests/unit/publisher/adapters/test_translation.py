@@ -110,6 +110,14 @@ def test_of_groups_without_a_kind_the_first_is_kept() -> None:
     assert engine.overlap(tokens(0, 1)) == 1
 
 
+def test_a_removal_from_a_group_without_a_store_yet_counts() -> None:
+    engine = Engine()
+    # As in a relay that resumed: what its rank holds is known, but not which groups there are.
+    engine.publish(stored([1, 2], 0), stored([1], 0, group_idx=1, kv_cache_spec_kind="sliding_window"))
+    engine.publish(removed([2], group_idx=0))
+    assert engine.overlap(tokens(0, 2)) == 1
+
+
 def test_masked_blocks_are_not_matched_by_position() -> None:
     engine = Engine()
     engine.publish(stored([5], 0, token_ids=tokens(0, 3)))
@@ -159,6 +167,39 @@ def test_offloading_by_hash_alone() -> None:
     assert engine.rank.stats().blocks == 0
 
 
+def test_a_chunk_offloaded_by_its_last_hash_is_all_of_its_blocks() -> None:
+    engine = Engine(offloaded_blocks=2)
+    engine.publish(stored([1, 2, 3, 4], 0), stored([5, 6], 40, parent=2))
+    # Two chunks that begin with the same block, and one that does not.
+    engine.publish(stored([2, 4], 0, token_ids=[], block_size=0, medium="CPU"), removed([4, 3, 2, 1]))
+    assert engine.overlap(tokens(0, 4), tier=Tier.TIER_HOST) == 4
+    assert engine.left_out == {}
+    engine.publish(removed([4], medium="CPU"))
+    assert engine.overlap(tokens(0, 4), tier=Tier.TIER_HOST) == 2
+    engine.publish(removed([2], medium="CPU"), removed([6, 5]))
+    assert engine.rank.stats().blocks == 0
+    assert engine.rank.stats().unknown_removals == 0
+
+
+def test_chunks_that_share_a_block_are_offloaded_and_removed_apart() -> None:
+    engine = Engine(offloaded_blocks=2)
+    engine.publish(stored([1, 2], 0), stored([3], 40, parent=1))
+    engine.publish(stored([2, 3], 0, token_ids=[], block_size=0, medium="CPU"), removed([3, 2, 1]))
+    engine.publish(removed([2], medium="CPU"))
+    assert engine.overlap(tokens(0, 1) + tokens(40, 1), tier=Tier.TIER_HOST) == 2
+    engine.publish(removed([3], medium="CPU"))
+    assert engine.rank.stats().blocks == 0
+
+
+@pytest.mark.parametrize("counting", [SET, CopyCounting.COPY_COUNTING_COUNTED])
+def test_offloading_known_blocks_again_leaves_nothing_out(counting: CopyCounting) -> None:
+    engine = Engine(copy_counting=counting)
+    engine.publish(stored([9], 0, token_ids=tokens(0, 3), block_size=3 * BLOCK))
+    engine.publish(*2 * [stored([9], 0, token_ids=[], block_size=0, medium="CPU")])
+    assert engine.left_out == {}
+    assert engine.overlap(tokens(0, 3), tier=Tier.TIER_HOST) == 3
+
+
 def test_offloading_that_describes_itself() -> None:
     engine = Engine()
     engine.publish(stored([1, 2], 0), *2 * [stored([1, 2], 0, medium="CPU")], removed([1, 2]))
@@ -175,6 +216,13 @@ def test_a_block_moves_through_the_tiers_and_back() -> None:
     assert engine.overlap(tokens(0, 1)) == 1
     engine.publish(removed([-1]))
     assert engine.rank.stats().blocks == 0
+
+
+def test_pairs_of_speculative_decoding_are_the_tokens_of_the_prompt() -> None:
+    engine = Engine("sglang")
+    pairs = [[token, token + 1] for token in tokens(0, 2)]
+    engine.publish(stored([1, 2], 0, token_ids=pairs))
+    assert engine.overlap(tokens(0, 2)) == 2
 
 
 def test_blocks_in_another_engine_are_left_out() -> None:

@@ -69,11 +69,16 @@ def test_a_store_in_array_form_has_as_many_fields_as_its_engine_knew(fields: int
     assert event.is_report == (fields > 13)
 
 
-def test_a_store_of_the_other_engine_in_array_form() -> None:
-    event = only(["BlockStored", [-7], None, [1], 1, None, "CPU_PINNED", "salt", "session", "adapter"], "sglang")
+@pytest.mark.parametrize("fields", range(4, 11))
+def test_a_store_of_the_other_engine_in_array_form(fields: int) -> None:
+    values = [[-7], None, [1], 1, None, "CPU_PINNED", "salt", "session", "adapter", "later"]
+    event = only(["BlockStored", *values[:fields]], "sglang")
     assert isinstance(event, Stored)
-    assert (event.block_hashes, event.tier) == ([(1 << 64) - 7], Tier.TIER_HOST)
-    assert (event.cache_salt, event.lora_name, event.is_report) == ("salt", "adapter", False)
+    assert event.block_hashes == [(1 << 64) - 7]
+    assert event.tier == (Tier.TIER_HOST if fields > 5 else Tier.TIER_DEVICE)
+    assert event.cache_salt == ("salt" if fields > 6 else "")
+    assert event.lora_name == ("adapter" if fields > 8 else "")
+    assert not event.is_report
 
 
 @pytest.mark.parametrize("fields", range(1, 7))

@@ -84,6 +84,7 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
         settings.block_size,
         {int(number): name for number, name in settings.lora_ids.items()},
         settings.full_reports,
+        settings.offloaded_blocks,
     )
     async with AsyncExitStack() as stack:
         log.info("relay.waiting_for_engine", kv_events=settings.kv_events, kv_replay=settings.kv_replay)

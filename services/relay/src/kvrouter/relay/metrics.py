@@ -47,6 +47,14 @@ class RelayMetrics(Collector):
             for dp_rank, (relay, _, _) in self._ranks.items():
                 counter.add_metric([str(dp_rank)], getattr(relay.counts, name))
             yield counter
+        doubts = CounterMetricFamily(
+            "kvrouter_relay_copy_counting_doubts",
+            "Reports that contradict the configured copy counting.",
+            labels=["dp_rank"],
+        )
+        for dp_rank, (_, _, publisher) in self._ranks.items():
+            doubts.add_metric([str(dp_rank)], publisher.stats().copy_counting_doubts)
+        yield doubts
         left_out = CounterMetricFamily(
             "kvrouter_relay_left_out", "Events that were left out, by reason.", labels=["dp_rank", "reason"]
         )

@@ -38,6 +38,12 @@ class RelaySettings(ServiceSettings):
         default=False,
         description="Whether requests make the engine report their hits too (kv_cache_report_mode: full).",
     )
+    offloaded_blocks: int = Field(
+        default=1,
+        ge=1,
+        le=1 << 20,
+        description="Blocks in a chunk that the engine offloads and reports by its last hash alone.",
+    )
     lora_ids: dict[str, str] = Field(
         default_factory=dict, description="Names of LoRA adapters by number, for engines that report numbers only."
     )

@@ -11,6 +11,7 @@ from kvrouter.core import Scope
 from kvrouter.publisher.adapters.zmq_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.v1.common_pb2 import Tier
 
 _PREFIX_GROUPS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups whose blocks decide how much of a prefix can be reused."""
@@ -29,6 +30,8 @@ class TranslationOptions:
     """Name of each LoRA adapter by the number that older engines report. A number without a name becomes its digits."""
     full_reports: bool = False
     """Whether stores from the start of a sequence, of blocks that are all resident, repeat the hits of a request."""
+    offloaded_blocks: int = 1
+    """Blocks in a chunk that the engine offloads, and reports by the hash of its last block alone."""
 
 
 class EventTranslator:
@@ -123,20 +126,31 @@ class EventTranslator:
 
     def _store_known(self, event: Stored) -> None:
         """Stores blocks that are reported by their hashes alone, as offloading does."""
-        missing = len(event.block_hashes) - self._rank.stored_known(event.block_hashes, tier=event.tier)
+        hashes = self._offloaded(event.block_hashes)
+        missing = len(hashes) - self._rank.stored_known(hashes, tier=event.tier)
         if missing:
             self._leave_out("unknown_block", missing)
+
+    def _offloaded(self, hashes: Sequence[int]) -> list[int]:
+        """Returns the hashes of all blocks in chunks of which the last ones are given."""
+        size = self._options.offloaded_blocks
+        if size == 1:
+            return list(hashes)
+        return [each for last in hashes for each in self._rank.chunk(last, size) or (last,)]
 
     def _remove(self, event: Removed) -> None:
         if event.malformed:
             self._leave_out("malformed", event.malformed)
         if event.is_remote:
             raise UndecodableEvent("remote", "the blocks are in another engine")
-        if event.group is not None and not self._groups.get(event.group, not self._groups):
-            # A hash is the same in all groups, so the removal from one must not touch the others.
+        if event.group is not None and not self._groups.get(event.group, True):
+            # A hash is the same in all groups, so the removal from one must not touch the others. Of a group without a
+            # store yet, as in a resumed relay, the removal counts: better to know less than the engine holds than more.
             raise UndecodableEvent("other_group", f"group {event.group} does not decide about prefixes")
         hashes = [each for each in event.block_hashes if each not in self._partial_blocks]
         self._partial_blocks.difference_update(event.block_hashes)
+        if event.tier != Tier.TIER_DEVICE:
+            hashes = self._offloaded(hashes)
         self._rank.removed(hashes, tier=event.tier)
 
     def _is_prefix_group(self, event: Stored) -> bool:

@@ -66,6 +66,21 @@ class RankState:
         block = self._blocks.get(engine_hash_of(engine_hash))
         return None if block is None else block.scope
 
+    def chunk(self, engine_hash: EngineHash, blocks: int) -> list[int]:
+        """Returns the engine hashes of a chunk of blocks that ends with this one, in order.
+
+        Blocks that are not resident, and those before them, are missing. A block that consists of parts is a chunk by
+        itself.
+        """
+        found: list[int] = []
+        place = engine_hash_of(engine_hash)
+        while (block := self._blocks.get(place)) is not None and len(found) < blocks:
+            found.append(place)
+            if block.parent is None or block.parts > 1 or not self._has_parent(block):
+                break
+            place = block.parent
+        return found[::-1]
+
     @property
     def digest(self) -> int:
         """Sum of the digest terms of all blocks, as KvEventBatch.digest defines it."""

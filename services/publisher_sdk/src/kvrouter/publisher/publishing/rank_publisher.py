@@ -160,16 +160,16 @@ class RankPublisher:
     def stored_known(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> int:
         """Reports that resident blocks are now in another tier too, for engines that do not repeat the tokens.
 
-        Returns the number of blocks that were recorded. Blocks that are not resident, or whose parents are not, cannot
-        be placed; they are counted in the statistics.
+        Returns the number of these hashes that were recorded. Blocks that are not resident, or whose parents are not,
+        cannot be placed; they are counted in the statistics.
 
         Raises:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
         """
         with self._lock:
-            before = self._state.copies_in(tier)
+            before = self._state.unplaced_blocks
             self._append(self._state.stored_known(engine_hashes, tier))
-            return self._state.copies_in(tier) - before
+            return max(0, len(engine_hashes) - (self._state.unplaced_blocks - before))
 
     def is_resident(self, engine_hash: EngineHash, *, tier: Tier = Tier.TIER_DEVICE) -> bool:
         """Returns whether a block is resident in a tier, by what was reported.
@@ -179,6 +179,14 @@ class RankPublisher:
         """
         with self._lock:
             return self._state.is_resident(engine_hash, tier)
+
+    def chunk(self, engine_hash: EngineHash, blocks: int) -> list[int]:
+        """Returns the engine hashes of the ``blocks`` resident blocks that end with this one; see ``RankState.chunk``.
+
+        For engines that name a chunk of blocks by its last one.
+        """
+        with self._lock:
+            return self._state.chunk(engine_hash, blocks)
 
     @property
     def is_partial(self) -> bool:
