@@ -127,7 +127,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": (),
         "rank_relay": ("engine_sockets", "sequence"),
         "relaying": ("engine_sockets", "rank_relay"),
-        "metrics": ("rank_relay",),
+        "metrics": ("relaying",),
     },
     "mocker": {
         "engine": (),

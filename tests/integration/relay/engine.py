@@ -115,7 +115,8 @@ class Relay:
         self._registry = registry
 
     def count(self, name: str, dp_rank: int = 0, **labels: str) -> float:
-        value = self._registry.get_sample_value(f"kvrouter_relay_{name}", {"dp_rank": str(dp_rank)} | labels)
+        rank = {"worker_id": str(self.worker.config.worker_id), "dp_rank": str(dp_rank)}
+        value = self._registry.get_sample_value(f"kvrouter_relay_{name}", rank | labels)
         return 0 if value is None else value
 
     def blocks(self, dp_rank: int = 0) -> set[int]:

@@ -69,7 +69,7 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
     worker_id = settings.worker_id if settings.worker_id is not None else secrets.randbits(53) | 1
     config = worker_config(settings, worker_id)
     parts: RelayedRanks = {}
-    RelayMetrics(registry, parts)
+    RelayMetrics(registry, {worker_id: parts})
     changed = asyncio.Event()
     source = EventSource(
         {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvrouter.publisher.adapters.translation import EventTranslator
-from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.relay.rank_relay import RankRelay
+from kvrouter.relay.relaying import RelayedRank, RelayedRanks
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -28,48 +26,51 @@ _LEVELS = {
 }
 
 
+_RANK = ("worker_id", "dp_rank")
+
+
 class RelayMetrics(Collector):
     """Counters and gauges of each rank."""
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        ranks: Mapping[int, tuple[RankRelay, EventTranslator, RankPublisher]],
-    ) -> None:
-        """``ranks`` may be filled later."""
-        self._ranks = ranks
+    def __init__(self, registry: CollectorRegistry, workers: Mapping[int, RelayedRanks]) -> None:
+        """``workers`` has the ranks of each worker by its id, and may be filled later."""
+        self._workers = workers
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """Implements Collector."""
         for name, text in _COUNTS.items():
-            counter = CounterMetricFamily(f"kvrouter_relay_{name}", text, labels=["dp_rank"])
-            for dp_rank, (relay, _, _) in self._ranks.items():
-                counter.add_metric([str(dp_rank)], getattr(relay.counts, name))
+            counter = CounterMetricFamily(f"kvrouter_relay_{name}", text, labels=_RANK)
+            for label, (relay, _, _) in self._ranks():
+                counter.add_metric(label, getattr(relay.counts, name))
             yield counter
         doubts = CounterMetricFamily(
             "kvrouter_relay_copy_counting_doubts",
             "Reports that contradict the configured copy counting.",
-            labels=["dp_rank"],
+            labels=_RANK,
         )
-        for dp_rank, (_, _, publisher) in self._ranks.items():
-            doubts.add_metric([str(dp_rank)], publisher.stats().copy_counting_doubts)
+        for label, (_, _, publisher) in self._ranks():
+            doubts.add_metric(label, publisher.stats().copy_counting_doubts)
         yield doubts
         left_out = CounterMetricFamily(
-            "kvrouter_relay_left_out", "Events that were left out, by reason.", labels=["dp_rank", "reason"]
+            "kvrouter_relay_left_out", "Events that were left out, by reason.", labels=(*_RANK, "reason")
         )
-        for dp_rank, (_, translator, _) in self._ranks.items():
+        for label, (_, translator, _) in self._ranks():
             for reason, count in sorted(translator.left_out.items()):
-                left_out.add_metric([str(dp_rank), reason], count)
+                left_out.add_metric([*label, reason], count)
         yield left_out
         levels = {
-            name: GaugeMetricFamily(f"kvrouter_relay_{name}", text, labels=["dp_rank"])
-            for name, text in _LEVELS.items()
+            name: GaugeMetricFamily(f"kvrouter_relay_{name}", text, labels=_RANK) for name, text in _LEVELS.items()
         }
-        for dp_rank, (relay, _, publisher) in self._ranks.items():
-            stats, label = publisher.stats(), [str(dp_rank)]
+        for label, (relay, _, publisher) in self._ranks():
+            stats = publisher.stats()
             levels["connected"].add_metric(label, relay.counts.is_connected)
             levels["blocks"].add_metric(label, stats.blocks)
             levels["partial"].add_metric(label, stats.partial)
             levels["unsent_events"].add_metric(label, stats.unsent_events)
         yield from levels.values()
+
+    def _ranks(self) -> Iterator[tuple[list[str], RelayedRank]]:
+        for worker_id, ranks in self._workers.items():
+            for dp_rank, parts in ranks.items():
+                yield [str(worker_id), str(dp_rank)], parts

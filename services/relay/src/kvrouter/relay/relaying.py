@@ -19,8 +19,10 @@ from kvrouter.relay.rank_relay import RankRelay, Start, read_start
 
 _NO_POSITION = -1
 
-RelayedRanks: TypeAlias = dict[int, tuple[RankRelay, EventTranslator, RankPublisher]]
-"""The parts of each rank that is relayed."""
+RelayedRank: TypeAlias = tuple[RankRelay, EventTranslator, RankPublisher]
+"""The parts of a rank that is relayed."""
+RelayedRanks: TypeAlias = dict[int, RelayedRank]
+"""Those of each rank of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
