@@ -1,4 +1,8 @@
 //! The native core of kvrouter, as the Python module `kvrouter.core._native`.
+//!
+//! Without the feature `python` it is a library for other crates, of which only the public modules are used.
+
+#![cfg_attr(not(feature = "python"), allow(dead_code))]
 
 pub mod fair_lock;
 pub mod hash;
@@ -6,12 +10,16 @@ pub mod index;
 mod json_tokens;
 mod load;
 mod predicted;
+pub mod publisher;
+#[cfg(feature = "python")]
 mod python;
 mod storage;
 mod wire;
 
+#[cfg(feature = "python")]
 use pyo3::prelude::*;
 
+#[cfg(feature = "python")]
 #[pymodule]
 mod _native {
     #[pymodule_export]
