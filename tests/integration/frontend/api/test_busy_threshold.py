@@ -73,7 +73,7 @@ async def test_a_wrong_body_is_refused_and_changes_nothing(
     assert await posted(system, model=MODEL) == {"status": 200, "model": MODEL} | dict.fromkeys(BOTH)
 
 
-async def test_all_busy_is_503_with_retry_after_until_one_is_free(system: System) -> None:
+async def test_all_busy_is_429_with_retry_after_until_one_is_free(system: System) -> None:
     worker = await system.start_worker(1, clock_factor=0.01)
     await posted(system, model=MODEL, active_decode_blocks_threshold=0.0)
     body = {"model": MODEL, "prompt": list(range(40)), "max_tokens": 5}
@@ -81,7 +81,7 @@ async def test_all_busy_is_503_with_retry_after_until_one_is_free(system: System
         running = asyncio.create_task(http.post("/v1/completions", json=body | {"max_tokens": 1000}).__aenter__())
         await until(lambda: worker.stats().requests == 1)
         async with http.post("/v1/completions", json=body) as refused:
-            assert refused.status == 503
+            assert refused.status == 429
             assert int(refused.headers["Retry-After"]) >= 1
             assert (await refused.json())["error"]["code"] == "resource_exhausted"
         running.cancel()

@@ -19,7 +19,7 @@ from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import AllBusy, KvRouterError
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -42,16 +42,18 @@ _HTTP_STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
     grpc.StatusCode.UNIMPLEMENTED: 501,
 }
+_BUSY_STATUS = 429
+"""Status when every worker is busy, unlike 503 when there is none: clients of the OpenAI API retry it."""
 _INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 
 
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns HTTP status, JSON body and headers of an error response."""
-    status = _HTTP_STATUS.get(error.code, 500)
+    status = _BUSY_STATUS if isinstance(error, AllBusy) else _HTTP_STATUS.get(error.code, 500)
     body = {
         "error": {
             "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
-            "type": "invalid_request_error" if status < 500 else "server_error",
+            "type": _error_type(status),
             # The contract nests the stop conditions in a message; in the HTTP body they are top-level fields.
             "param": error.info.field.removeprefix("stop_conditions.") or None,
             "code": error.code.name.lower(),
@@ -61,6 +63,12 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
     if error.info.HasField("retry_after_ms"):
         headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
     return status, body, headers
+
+
+def _error_type(status: int) -> str:
+    if status == _BUSY_STATUS:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
 
 
 @web.middleware
