@@ -56,7 +56,7 @@ class StaticIndexer:
     """Answers every query alike, at once."""
 
     def __init__(self, ranks: int, blocks: int, rng: random.Random) -> None:
-        self._answer = FindMatchesResponse(
+        answer = FindMatchesResponse(
             prompt_blocks=blocks,
             worker_ids=range(ranks),
             dp_ranks=[0] * ranks,
@@ -64,9 +64,10 @@ class StaticIndexer:
             incarnations=[1] * ranks,
             next_event_ids=[9] * ranks,
         )
+        self._encoded = answer.SerializeToString()
 
-    async def find_matches(self, request: object, *, deadline: Deadline) -> FindMatchesResponse:  # noqa: ARG002
-        return self._answer
+    async def find_matches_of_hashes(self, *_: object, **__: object) -> bytes:
+        return self._encoded
 
 
 def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random) -> tuple[Selector, BookingUpdates]:
@@ -92,7 +93,7 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
         leases,
         Decisions(1000),
         ThresholdBoard(Thresholds()),
-        lambda _: cast(Any, indexer),
+        lambda _: indexer,
         RoutingOptions(mode),
         metrics,
         indexer_timeout_seconds=1.0,

@@ -136,7 +136,7 @@ def whole_decisions(case: Case, ranks: int, blocks: int, *, rounds: int = 5) -> 
         device_blocks=[rng.randrange(blocks) for _ in range(ranks)],
         incarnations=[1] * ranks,
         next_event_ids=[9] * ranks,
-    )
+    ).SerializeToString()
     overlaps = read_answer(answer, blocks)
 
     def decide(options: RoutingOptions) -> Callable[[bytes], None]:

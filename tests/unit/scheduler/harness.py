@@ -7,12 +7,12 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from kvrouter.core import Rank, local_hashes, sequence_hashes
-from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import DeadlineExceeded
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
@@ -32,7 +32,7 @@ from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, LocalHashes, TokenIds
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse, LocalHashes, TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
@@ -135,24 +135,31 @@ class ResidentBlocks:
     incarnation: int = 1
     failure: Exception | None = None
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-    queries: list[FindMatchesRequest] = field(default_factory=list)
+    queries: list[bytes] = field(default_factory=list)
+    """Local hashes of each query."""
 
     def __post_init__(self) -> None:
         self.may_answer.set()
 
-    async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
-        self.queries.append(request)
-        await self.may_answer.wait()
+    async def find_matches_of_hashes(
+        self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline
+    ) -> bytes:
+        self.queries.append(local_hashes)
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self.may_answer.wait()
+        except TimeoutError:
+            raise DeadlineExceeded from None
         if self.failure is not None:
             raise self.failure
-        answer = FindMatchesResponse(prompt_blocks=len(request.local_hashes.hashes))
+        answer = FindMatchesResponse(prompt_blocks=len(local_hashes) // 8)
         for (worker_id, dp_rank), blocks in self.queued.items():
             answer.worker_ids.append(worker_id)
             answer.dp_ranks.append(dp_rank)
             answer.device_blocks.append(blocks)
             answer.incarnations.append(self.incarnation)
             answer.next_event_ids.append(7)
-        return answer
+        return answer.SerializeToString()
 
 
 class Parts:
@@ -199,7 +206,7 @@ class Parts:
             self.booking_leases,
             self.decisions,
             self.board,
-            lambda _: cast("Indexer | None", self.indexer),
+            lambda _: self.indexer,
             self.options,
             self.metrics,
             indexer_timeout_seconds=indexer_timeout,

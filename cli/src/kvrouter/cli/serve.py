@@ -15,12 +15,12 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings, load_all
-from kvrouter.runtime.contracts import Indexer, Scheduler
+from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.process import lifecycle
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.scheduler import app as scheduler
-from kvrouter.scheduler.overlap.indexer_query import IndexerSource
+from kvrouter.scheduler.overlap.indexer_query import IndexerSource, OverlapIndex
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.message_limits import MessageLimits
@@ -88,7 +88,7 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
         hosted.append(
             Hosted("indexer", _INDEXER, indexing, lambda: indexing.ready, limits=_limits(settings["indexer"]))
         )
-        indexers = _OneIndexer(cast(Indexer, indexing))
+        indexers = _OneIndexer(indexing)
     if "scheduler" in settings:
         scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
         hosted.append(
@@ -120,8 +120,8 @@ def _limits(settings: IndexerSettings | SchedulerSettings) -> MessageLimits:
 class _OneIndexer:
     """Uses the Indexer in this process for every component."""
 
-    def __init__(self, indexing: Indexer) -> None:
+    def __init__(self, indexing: OverlapIndex) -> None:
         self._indexing = indexing
 
-    def __call__(self, component: ComponentName) -> Indexer | None:  # noqa: ARG002 - it serves them all
+    def __call__(self, component: ComponentName) -> OverlapIndex | None:  # noqa: ARG002 - it serves them all
         return self._indexing

@@ -15,6 +15,8 @@ from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
 from kvrouter.indexer.index.state import IndexState
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse, RankState
@@ -225,6 +227,14 @@ async def test_a_query_waits_for_a_change_without_holding_up_the_loop() -> None:
     assert not query.done()
     changing.go_on.set()
     assert await query == b"answer"
+
+
+async def test_a_query_that_waits_for_a_change_ends_at_its_deadline() -> None:
+    changing = ChangingIndex()
+    index = IndexState("c", 4, cast(PrefixIndex, changing))
+    with pytest.raises(DeadlineExceeded):
+        await index.find_matches(b"", Deadline.after(0))
+    changing.go_on.set()
 
 
 async def test_queries_wait_neither_for_reads_nor_for_the_work_around_a_change() -> None:

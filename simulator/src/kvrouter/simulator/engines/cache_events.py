@@ -12,6 +12,7 @@ import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.workers.worker_set import ListedRanks
 from kvrouter.simulator.engines.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
@@ -32,15 +33,13 @@ class CacheEvents:
         self._under_way: deque[tuple[float, bytes]] = deque()
         for rank in ranks:
             self.index.reset_rank(rank, 1, 0, partial=False)
-        self._worker_ids = np.array([worker_id for worker_id, _ in ranks], np.uint64)
-        self._dp_ranks = np.array([dp_rank for _, dp_rank in ranks], np.uint32)
         # The index fences older incarnations itself; simulated workers stay registered with their first one.
-        self._registered = np.ones(len(ranks), np.uint64)
+        self._listed = ListedRanks(ranks, np.ones(len(ranks), np.uint64))
 
     def overlaps(self, prompt: Prompt) -> Overlaps:
         """Returns the leading blocks of a prompt that the index shows for each rank, in the order of the ranks."""
         blocks = np.frombuffer(self.index.overlaps(prompt.local_hashes), np.uint32).astype(np.int64)
-        return Overlaps(self._worker_ids, self._dp_ranks, blocks, self._registered)
+        return Overlaps(self._listed, blocks)
 
     def restarted(self, engine: int) -> None:
         """Begins a new incarnation of an engine; its former blocks go with the first event of the new one."""

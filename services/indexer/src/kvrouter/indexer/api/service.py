@@ -20,7 +20,14 @@ from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, NotReady, UnknownComponent
+from kvrouter.runtime.errors import (
+    BadRequest,
+    BlockSizeMismatch,
+    DeadlineExceeded,
+    DependencyAway,
+    NotReady,
+    UnknownComponent,
+)
 from kvrouter.runtime.packed_hashes import pack_local_hashes
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.common_pb2 import Rank as RankMessage
@@ -43,6 +50,7 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyRequest,
     VerifyResponse,
 )
+from kvrouter.v1.names import ComponentName
 
 _LONG_PROMPT_TOKENS = 16_384  # longer prompts are hashed in a thread
 _DUMP_CHUNK_BLOCKS = 1024  # bounds the work between two awaits
@@ -78,10 +86,26 @@ class IndexerService:
         began = time.perf_counter()
         if deadline.expired:
             raise DeadlineExceeded
-        component = self._ready(request.component)
+        component = self._ready(component_name(request.component))
         check_prompt(request, component.block_size, self._max_prompt_tokens)
-        hashes = await self._hashes(request, component.block_size)
-        answer = await component.state.find_matches(hashes)
+        return await self._find(component, await self._hashes(request, component.block_size), deadline, began)
+
+    async def find_matches_of_hashes(
+        self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline
+    ) -> bytes:
+        """Returns the encoded response of ``find_matches`` for packed local hashes, to a caller in this process.
+
+        Raises:
+            UnknownComponent, NotReady, BlockSizeMismatch, DeadlineExceeded.
+        """
+        began = time.perf_counter()
+        found = self._ready(component)
+        if block_size != found.block_size:
+            raise BlockSizeMismatch(block_size, found.block_size)
+        return await self._find(found, local_hashes, deadline, began)
+
+    async def _find(self, component: ComponentIndex, local_hashes: bytes, deadline: Deadline, began: float) -> bytes:
+        answer = await component.state.find_matches(local_hashes, deadline)
         self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
         return answer
 
@@ -202,7 +226,7 @@ class IndexerService:
             NotReady: the index is not restored, or another replica is taking a snapshot.
             DependencyAway: etcd or NATS is unreachable.
         """
-        component = self._ready(request.component)
+        component = self._ready(component_name(request.component))
         if component.snapshots is None:
             raise NotReady("this replica takes no snapshots")
         try:
@@ -242,7 +266,9 @@ class IndexerService:
         return ResetStatesResponse(messages=messages, snapshots=snapshots)
 
     def _component(self, component: Component) -> ComponentIndex:
-        name = component_name(component)
+        return self._named(component_name(component))
+
+    def _named(self, name: ComponentName) -> ComponentIndex:
         found = self._replica.components.get(name)
         if found is None:
             if not self._replica.known:
@@ -250,8 +276,8 @@ class IndexerService:
             raise UnknownComponent(name, self._replica.components)
         return found
 
-    def _ready(self, component: Component) -> ComponentIndex:
-        found = self._component(component)
+    def _ready(self, name: ComponentName) -> ComponentIndex:
+        found = self._named(name)
         if not found.ready:
             raise NotReady(f"the index of {found.name} is being restored")
         return found

@@ -17,10 +17,13 @@ from threading import Lock
 from typing import TypeVar
 
 from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded
 
 _T = TypeVar("_T")
 
 _STEP_BACK_SECONDS = 0.0005
+_NEVER = Deadline.never()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +83,24 @@ class SharedIndex:
         """Runs a task that only reads the index in a thread, concurrently with other reads. Returns its result."""
         return await asyncio.to_thread(task, self._index)
 
-    async def find_matches(self, local_hashes: bytes) -> bytes:
+    async def find_matches(self, local_hashes: bytes, deadline: Deadline = _NEVER) -> bytes:
         """Returns the encoded FindMatchesResponse for a prompt; uses a thread only while the index is being changed.
 
-        ``local_hashes`` are packed: one little-endian u64 per block.
+        Args:
+            local_hashes: Packed: one little-endian u64 per block.
+            deadline: Limits the wait for the thread.
+
+        Raises:
+            DeadlineExceeded: the thread had no answer in time.
         """
         answer = self._index.try_find_matches(local_hashes)
-        return await asyncio.to_thread(self._index.find_matches, local_hashes) if answer is None else answer
+        if answer is not None:
+            return answer
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                return await asyncio.to_thread(self._index.find_matches, local_hashes)
+        except TimeoutError:
+            raise DeadlineExceeded from None
 
     async def ranks(self) -> list[RankInfo]:
         """Returns the ranks of the index. Cheaper than ``size``, whose cost may grow with the number of blocks."""

@@ -19,7 +19,8 @@ def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClien
     """Returns a stub of a service, to be cast to its protocol in ``kvrouter.runtime.contracts``.
 
     It has the service's unary and bidirectional methods, and behaves like ``kvrouter.runtime.rpc.remote``. A call that
-    was not sent, or whose outcome is unknown, raises ``DependencyAway``.
+    was not sent, or whose outcome is unknown, raises ``DependencyAway``. A unary method whose name has the suffix
+    ``_encoded`` returns the encoded response.
     """
     return _Stub(descriptor, client)
 
@@ -30,27 +31,41 @@ class _Stub:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        method = self._methods.get(name)
+        plain = name.removesuffix("_encoded")
+        method = self._methods.get(plain)
         if method is None or method.client_streaming != method.server_streaming:
             raise AttributeError(name)
-        adapt = _session if method.client_streaming else _unary
+        if plain == name:
+            adapt = _session if method.client_streaming else _unary
+        elif not method.client_streaming:
+            adapt = _encoded
+        else:
+            raise AttributeError(name)
         call = adapt(method, self._client)
         setattr(self, name, call)
         return call
 
 
-def _unary(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
+def _encoded(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
     path = full_path(method)[1:]
-    parse = GetMessageClass(method.output_type).FromString
 
-    async def call(request: Message, *, deadline: Deadline) -> Any:
+    async def call(request: Message, *, deadline: Deadline) -> bytes:
         if deadline.expired:
             raise DeadlineExceeded
         try:
-            encoded = await client.call(path, request.SerializeToString(), time_left=deadline.remaining())
+            return await client.call(path, request.SerializeToString(), time_left=deadline.remaining())
         except CallError as error:
             raise from_call_error(error) from None
-        return _parsed(parse, encoded)
+
+    return call
+
+
+def _unary(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
+    encoded = _encoded(method, client)
+    parse = GetMessageClass(method.output_type).FromString
+
+    async def call(request: Message, *, deadline: Deadline) -> Any:
+        return _parsed(parse, await encoded(request, deadline=deadline))
 
     return call
 

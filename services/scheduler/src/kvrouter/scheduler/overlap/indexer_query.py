@@ -5,43 +5,58 @@ The time is bounded. If no Indexer answers in time, the request is routed by loa
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import structlog
+from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
-from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError
-from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.scheduler.identifiers import component_message
+from kvrouter.runtime.errors import DeadlineExceeded, Internal, KvRouterError
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.workers.worker_set import WorkerSet
+from kvrouter.scheduler.workers.worker_set import ListedRanks, WorkerSet
 from kvrouter.v1.common_pb2 import Cursor
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
-from numpy.typing import NDArray
+from kvrouter.v1.packed_pb2 import PackedFindMatchesResponse
 
 log = structlog.get_logger(component="scheduler")
 
-IndexerSource = Callable[[ComponentName], Indexer | None]
+_LISTS = 64
+"""Lists of ranks to keep decoded: one for each component and Indexer, and those of ranks that come and go."""
+
+
+class OverlapIndex(Protocol):
+    """An Indexer, as a Scheduler queries it."""
+
+    async def find_matches_of_hashes(
+        self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline
+    ) -> bytes:
+        """Returns the encoded FindMatchesResponse for packed local hashes, before the deadline.
+
+        Raises:
+            KvRouterError: the query failed, or the deadline has passed.
+        """
+        ...
+
+
+IndexerSource = Callable[[ComponentName], OverlapIndex | None]
 """Returns the Indexer to query for a component; None if none is live."""
 
+_NO_RANKS = ListedRanks((), np.zeros(0, np.uint64))
 
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """Overlaps by rank, or the reason why there are none. Entry i of each column belongs to the i-th rank."""
 
-    worker_ids: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    dp_ranks: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
-    blocks: Column = field(default_factory=lambda: np.zeros(0, np.int64))
+class Overlaps(NamedTuple):
+    """Overlaps by rank, or the reason why there are none. Entry i of each column belongs to the i-th listed rank."""
+
+    listed: ListedRanks = _NO_RANKS
+    """The ranks, and the incarnation of the cache that the blocks of each belong to."""
+    blocks: Column = np.zeros(0, np.int64)
     """Leading blocks in device memory, at most those of the prompt."""
-    incarnations: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """Incarnation of the cache that the blocks belong to."""
     next_event_ids: Sequence[int] = ()
     """Id of the next event that the Indexer expects from the rank; empty if the blocks are predicted."""
     failure: str = ""
@@ -50,12 +65,8 @@ class Overlaps:
     @classmethod
     def of(cls, held: Mapping[Rank, tuple[int, int]]) -> Overlaps:
         """Returns the overlaps of ranks, from (blocks, incarnation) by rank."""
-        return cls(
-            np.array([worker_id for worker_id, _ in held], np.uint64),
-            np.array([dp_rank for _, dp_rank in held], np.uint32),
-            np.array([blocks for blocks, _ in held.values()], np.int64),
-            np.array([incarnation for _, incarnation in held.values()], np.uint64),
-        )
+        incarnations = tuple(incarnation for _, incarnation in held.values())
+        return cls(_listed(tuple(held), incarnations), np.array([blocks for blocks, _ in held.values()], np.int64))
 
     def on(self, worker_set: WorkerSet) -> Column:
         """Returns the leading blocks that each candidate holds, of its registered incarnation where that is known.
@@ -65,16 +76,15 @@ class Overlaps:
         """
         if not len(self.blocks):
             return worker_set.zeros
-        places, current = worker_set.sources(self.worker_ids, self.dp_ranks, self.incarnations)
-        return self.blocks[places] * current
+        sources = worker_set.sources(self.listed)
+        return self.blocks if sources.equal else self.blocks[sources.places] * sources.current
 
     def cursor(self, rank: Rank) -> Cursor | None:
         """Returns how far a rank's events were applied; None if the rank is not in the answer."""
-        if not self.next_event_ids:
+        source = self.listed.place_of.get(rank)
+        if source is None or not self.next_event_ids:
             return None
-        for source in np.flatnonzero((self.worker_ids == rank[0]) & (self.dp_ranks == rank[1])).tolist():
-            return Cursor(incarnation=int(self.incarnations[source]), next_event_id=self.next_event_ids[source])
-        return None
+        return Cursor(incarnation=int(self.listed.incarnations[source]), next_event_id=self.next_event_ids[source])
 
 
 NOT_QUERIED = Overlaps()
@@ -105,16 +115,12 @@ async def ask(
     indexer = indexers(component)
     if indexer is None:
         return Overlaps(failure="no_indexer")
-    request = FindMatchesRequest(
-        component=component_message(component),
-        local_hashes=local_hashes_message(prompt.local_hashes),
-        block_size=block_size,
-    )
-    bounded = deadline.within(timeout_seconds)
     try:
-        async with asyncio.timeout(bounded.remaining()):
-            response = await indexer.find_matches(request, deadline=bounded)
-    except (TimeoutError, DeadlineExceeded):
+        answer = await indexer.find_matches_of_hashes(
+            component, prompt.local_hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
+        )
+        return read_answer(answer, prompt.blocks)
+    except DeadlineExceeded:
         return Overlaps(failure="timeout")
     except KvRouterError as error:
         return Overlaps(failure=error.code.name.lower())
@@ -122,19 +128,41 @@ async def ask(
         # The Indexer may be an object in this process. Its defects must not fail a request either.
         log.exception("indexer.failed", component_name=str(component))
         return Overlaps(failure="internal")
-    return read_answer(response, prompt.blocks)
 
 
-def read_answer(response: FindMatchesResponse, prompt_blocks: int) -> Overlaps:
-    """Returns the overlaps in an Indexer's answer, at most ``prompt_blocks`` for each rank."""
-    worker_ids, dp_ranks, blocks = response.worker_ids, response.dp_ranks, response.device_blocks
-    incarnations, event_ids = response.incarnations, response.next_event_ids
-    count = min(map(len, (worker_ids, dp_ranks, blocks, incarnations, event_ids)))
-    # By way of arrays, which takes half as long as from the message's own sequences.
-    return Overlaps(
-        np.asarray(array("Q", worker_ids[:count])),
-        np.asarray(array("I", dp_ranks[:count])),
-        np.minimum(np.asarray(array("q", blocks[:count])), prompt_blocks),
-        np.asarray(array("Q", incarnations[:count])),
-        event_ids,
-    )
+def read_answer(answer: bytes, prompt_blocks: int) -> Overlaps:
+    """Returns the overlaps in an encoded FindMatchesResponse, at most ``prompt_blocks`` for each rank.
+
+    Raises:
+        Internal: it is not such a response, or its columns differ in length.
+    """
+    try:
+        response = PackedFindMatchesResponse.FromString(answer)
+        listed = _decoded(response.worker_ids, response.dp_ranks, response.incarnations)
+    except DecodeError:
+        raise Internal("the Indexer sent a response that cannot be parsed") from None
+    # By way of an array, which takes half as long as from the message's own sequence.
+    blocks = np.asarray(array("q", response.device_blocks))
+    event_ids = response.next_event_ids
+    if not len(listed.incarnations) == len(blocks) == len(event_ids):
+        raise Internal(
+            f"expected columns of one length, received {len(listed.incarnations)} ranks, {len(blocks)} overlaps and "
+            f"{len(event_ids)} event ids"
+        )
+    return Overlaps(listed, np.minimum(blocks, prompt_blocks), event_ids)
+
+
+@lru_cache(maxsize=_LISTS)
+def _decoded(worker_ids: bytes, dp_ranks: bytes, incarnations: bytes) -> ListedRanks:
+    """Returns the ranks in encoded columns, which hardly ever change."""
+    columns = PackedFindMatchesResponse(worker_ids=worker_ids, dp_ranks=dp_ranks, incarnations=incarnations)
+    message = FindMatchesResponse.FromString(columns.SerializeToString())
+    if not len(message.worker_ids) == len(message.dp_ranks) == len(message.incarnations):
+        raise DecodeError("the columns differ in length")
+    return _listed(tuple(zip(message.worker_ids, message.dp_ranks, strict=True)), tuple(message.incarnations))
+
+
+@lru_cache(maxsize=_LISTS)
+def _listed(ranks: tuple[Rank, ...], incarnations: tuple[int, ...]) -> ListedRanks:
+    """Returns a list of ranks; the same object for the same ranks, so that what follows from it is kept."""
+    return ListedRanks(ranks, np.array(incarnations, np.uint64))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import cast
+from functools import lru_cache
+from typing import Any
 
 from kvrouter.net.calls import CallStreamCounts
-from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import CallConnection
+from kvrouter.scheduler.identifiers import component_message
+from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
+from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.packed_pb2 import PackedFindMatchesRequest, PackedLocalHashes
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 
 _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
@@ -22,7 +25,8 @@ _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    stub: Indexer
+    stub: Any
+    """Has the calls of the Indexer in encoded form."""
     running: asyncio.Task[None]
     """Keeps the call stream open until it is cancelled."""
 
@@ -42,16 +46,16 @@ class RemoteIndexers:
         self._avoided: set[str] = set()
         self._group: asyncio.TaskGroup | None = None
 
-    def __call__(self, component: ComponentName) -> Indexer | None:
+    def __call__(self, component: ComponentName) -> OverlapIndex | None:
         """Returns the ready Indexers of a component as one; None if there are none."""
         endpoints = [
             registration.endpoint
             for _, registration in sorted(self._directory.services("indexer").items())
             if registration.ready and _covers(registration, component)
         ]
-        return cast(Indexer, _Failover(self, endpoints)) if endpoints else None
+        return _Failover(self, endpoints) if endpoints else None
 
-    def stub(self, endpoint: str) -> Indexer:
+    def stub(self, endpoint: str) -> Any:
         """Returns a stub of the Indexer at an address.
 
         Raises:
@@ -63,7 +67,7 @@ class RemoteIndexers:
                 raise DependencyAway("the Scheduler is starting or stopping")
             opened = CallConnection(endpoint, client_name=self._client_name, counts=self._counts)
             running = self._group.create_task(opened.run(), name=f"call stream to {endpoint}")
-            connection = self._connections[endpoint] = _Connection(cast(Indexer, opened.stub(_DESCRIPTOR)), running)
+            connection = self._connections[endpoint] = _Connection(opened.stub(_DESCRIPTOR), running)
         return connection.stub
 
     def preferred(self, endpoints: list[str]) -> list[str]:
@@ -102,27 +106,39 @@ class _Failover:
         self._indexers = indexers
         self._endpoints = endpoints
 
-    async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
+    async def find_matches_of_hashes(
+        self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline
+    ) -> bytes:
         """Returns the first answer.
 
         Raises:
             KvRouterError: every Indexer failed; this is the last one's error.
         """
+        request = PackedFindMatchesRequest(
+            component=_component(component),
+            local_hashes=PackedLocalHashes(hashes=local_hashes),
+            block_size=block_size,
+        )
         last: KvRouterError | None = None
         for endpoint in self._indexers.preferred(self._endpoints):
             answered = False
             try:
-                response = await self._indexers.stub(endpoint).find_matches(request, deadline=deadline)
+                response: bytes = await self._indexers.stub(endpoint).find_matches_encoded(request, deadline=deadline)
                 answered = True
             except KvRouterError as error:
                 last = error.untraced()
             else:
                 return response
             finally:
-                # Also if the caller's timeout cancels the call.
+                # Also if the caller cancels the call.
                 self._indexers.note(endpoint, answered=answered)
         assert last is not None  # noqa: S101 - there is one endpoint at least
         raise last.untraced()
+
+
+@lru_cache(maxsize=64)
+def _component(name: ComponentName) -> Component:
+    return component_message(name)
 
 
 def _covers(registration: ServiceRegistration, component: ComponentName) -> bool:

@@ -20,6 +20,16 @@ Places = NDArray[np.intp]
 """Indexes of candidates in the worker set, ascending."""
 
 
+class ListedRanks:
+    """Immutable list of ranks, each with the incarnation of its cache."""
+
+    def __init__(self, ranks: Sequence[Rank], incarnations: NDArray[np.uint64]) -> None:
+        """Entry i of ``incarnations`` belongs to rank i."""
+        self.incarnations = incarnations
+        self.place_of = {rank: place for place, rank in enumerate(ranks)}
+        """Index of each rank."""
+
+
 class Sources(NamedTuple):
     """Where another list of ranks has each candidate."""
 
@@ -27,6 +37,8 @@ class Sources(NamedTuple):
     """Index in the list; -1 if the candidate is not listed."""
     current: Mask
     """Whether it is listed, with its registered incarnation where that is known."""
+    equal: bool
+    """Whether the list has the candidates in their order, with these incarnations, and nothing else."""
 
 
 class WorkerSet:
@@ -52,7 +64,7 @@ class WorkerSet:
             for lora_name in candidate.lora_names:
                 self._adapted[lora_name].append(place)
         self._serving: dict[Stage, tuple[Mask, Places]] = {}
-        self._sources: tuple[tuple[bytes, bytes, bytes], Sources] | None = None
+        self._sources: tuple[ListedRanks, Sources] | None = None
 
     def __len__(self) -> int:
         """Returns the number of candidates."""
@@ -94,20 +106,17 @@ class WorkerSet:
         others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
         return others if len(others) else places
 
-    def sources(
-        self, worker_ids: NDArray[np.uint64], dp_ranks: NDArray[np.uint32], incarnations: NDArray[np.uint64]
-    ) -> Sources:
+    def sources(self, listed: ListedRanks) -> Sources:
         """Returns where another list of ranks has each candidate.
 
         The last result is cached: an Indexer lists the same ranks until one joins, restarts or leaves.
         """
-        key = (worker_ids.tobytes(), dp_ranks.tobytes(), incarnations.tobytes())
-        if self._sources is None or self._sources[0] != key:
-            listed = zip(worker_ids.tolist(), dp_ranks.tolist(), strict=True)
-            place_of = {rank: place for place, rank in enumerate(listed)}
-            places = np.array([place_of.get(rank, -1) for rank in self.ranks], np.intp)
-            is_same = (incarnations[places] == self.incarnations) | (self.incarnations == 0)
-            self._sources = (key, Sources(places, (places >= 0) & is_same))
+        if self._sources is None or self._sources[0] is not listed:
+            places = np.array([listed.place_of.get(rank, -1) for rank in self.ranks], np.intp)
+            is_same = (listed.incarnations[places] == self.incarnations) | (self.incarnations == 0)
+            current = (places >= 0) & is_same
+            in_order = np.array_equal(places, np.arange(len(listed.incarnations)))
+            self._sources = (listed, Sources(places, current, in_order and bool(current.all())))
         return self._sources[1]
 
     def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
