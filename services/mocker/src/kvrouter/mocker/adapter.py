@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import grpc
 from kvrouter.core import Scope as CoreScope
-from kvrouter.mocker.driver import Emit, EngineDriver, Tokens
+from kvrouter.mocker.driver import Emit, EngineDriver, Publish, Tokens
 from kvrouter.mocker.engine.types import (
     CacheEvent,
     Cleared,
@@ -36,7 +36,7 @@ _FINISH = {
 }
 
 
-def publish_to(rank: Callable[[], RankPublisher]) -> Callable[[Iterable[CacheEvent]], None]:
+def publish_to(rank: Callable[[], RankPublisher]) -> Publish:
     """Returns the receiver of cache events. ``rank`` is called late, because the SDK creates it after the engine."""
 
     def publish(events: Iterable[CacheEvent]) -> None:

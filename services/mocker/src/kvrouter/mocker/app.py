@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvrouter.mocker.adapter import MockEngine, emit_to, publish_to
 from kvrouter.mocker.clock import EngineClock
-from kvrouter.mocker.driver import EngineDriver
+from kvrouter.mocker.driver import Emit, EngineDriver, Publish
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import make_engine
-from kvrouter.mocker.engine.types import CacheEvent
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
-from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
-
-Publish = Callable[[Iterable[CacheEvent]], None]
-"""Receives the cache events of each step."""
 
 
 def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> EngineConfig:
@@ -86,7 +81,7 @@ def make_drivers(
     worker_id: int,
     registry: CollectorRegistry,
     publishing: Callable[[int], Publish],
-    emit: Callable[[Iterable[RequestOutput]], None],
+    emit: Emit,
 ) -> dict[int, EngineDriver]:
     """Creates each rank's engine with its metrics.
 
@@ -104,7 +99,7 @@ def make_drivers(
             make_engine(engine_config(settings, worker_id, dp_rank)),
             clock,
             publishing(dp_rank),
-            emit_to(emit),
+            emit,
             stream_interval=settings.stream_interval,
             observe_lateness=lateness.observe,
         )
@@ -130,7 +125,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         worker_id,
         registry,
         lambda dp_rank: publish_to(lambda: publishers[dp_rank]),
-        lambda outputs: worker.emit(outputs),
+        emit_to(lambda outputs: worker.emit(outputs)),
     )
     async with asyncio.TaskGroup() as group:
         stepping: list[asyncio.Task[None]] = []

@@ -30,6 +30,8 @@ class Tokens:
     finish_reason: FinishReason | None = None
 
 
+Publish = Callable[[Iterable[CacheEvent]], None]
+"""Receives the cache events of each step."""
 Emit = Callable[[list[tuple[str, Tokens]]], None]
 """Receives the output of all requests of a step, with their ids."""
 
@@ -49,7 +51,7 @@ class EngineDriver:
         self,
         engine: EngineModel,
         clock: EngineClock,
-        publish: Callable[[Iterable[CacheEvent]], None],
+        publish: Publish,
         emit: Emit,
         *,
         observe_lateness: Callable[[float], None] = lambda _: None,

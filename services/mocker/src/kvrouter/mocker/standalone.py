@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import structlog
-from kvrouter.mocker.adapter import MockEngine
+from kvrouter.mocker.adapter import MockEngine, emit_to
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -34,7 +34,7 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
     worker_id, incarnation = worker_id_of(settings), time.time_ns()
     config = worker_config(settings, worker_id)
     drivers = make_drivers(
-        settings, worker_id, registry, lambda _: lambda _: None, lambda outputs: server.emit(outputs)
+        settings, worker_id, registry, lambda _: lambda _: None, emit_to(lambda outputs: server.emit(outputs))
     )
     engine = MockEngine(drivers)
     ranks = {
