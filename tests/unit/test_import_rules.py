@@ -136,6 +136,10 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "adapter": ("driver", "engine"),
         "metrics": ("driver",),
         "standalone": ("adapter", "app", "settings"),
+        "serving": ("driver", "engine"),
+        "openai": ("serving",),
+        "vllm": ("app", "driver", "engine", "openai", "serving", "settings"),
+        "settings": ("serving",),
     },
     "devtools": {
         "system": (),

@@ -1,4 +1,4 @@
-"""Entry point of ``kvrouter-mocker``, a simulated engine as a worker."""
+"""Entry point of ``kvrouter-mocker``, a simulated engine as a worker or as an HTTP server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from kvrouter.mocker.app import engine_config, running, worker_config
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.standalone import serving_alone
+from kvrouter.mocker.vllm.app import serving_vllm
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.process.lifecycle import run
@@ -19,7 +20,7 @@ _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 def main() -> None:
-    """Runs the worker until SIGTERM."""
+    """Runs the worker or the server until SIGTERM."""
     settings = load(MockerSettings, prog="kvrouter-mocker")
     try:
         engine_config(settings, 0, 0)
@@ -34,7 +35,9 @@ def main() -> None:
             serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
             AsyncExitStack() as stack,
         ):
-            if settings.registration:
+            if settings.openai:
+                await stack.enter_async_context(serving_vllm(settings, registry))
+            elif settings.registration:
                 worker = await stack.enter_async_context(running(settings, registry))
                 await worker.registered()
             else:

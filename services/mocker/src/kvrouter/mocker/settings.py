@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvrouter.runtime.config.settings import Name, ServiceSettings
+from kvrouter.mocker.serving.settings import EngineServerSettings
+from kvrouter.runtime.config.settings import Name
 from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from pydantic import Field, model_validator
 
 
-class MockerSettings(ServiceSettings):
+class MockerSettings(EngineServerSettings):
     """Options of ``kvrouter-mocker``; each is a flag, an environment variable and a key of the file."""
 
     component: Name = Field(default="workers", description="Name of the component that the worker joins.")

@@ -1,0 +1,97 @@
+"""Serves an engine's HTTP API, and answers 503 while the engine is loading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from aiohttp import web
+from kvrouter.mocker.driver import EngineDriver
+from kvrouter.mocker.serving.errors import ApiError
+from kvrouter.mocker.serving.http_responses import json_response
+from kvrouter.mocker.serving.service import EngineService
+from kvrouter.mocker.serving.settings import EngineServerSettings
+from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
+from prometheus_client import CollectorRegistry
+
+log = structlog.get_logger(component="mocker")
+
+_MAX_BODY_BYTES = 64 << 20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorBody = Callable[[ApiError], dict[str, Any]]
+"""Returns the body of an error response, in the engine's format."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """A running server."""
+
+    url: str
+    """URL without a path, http://host:port."""
+    service: EngineService
+    """The engines behind it."""
+
+
+def address_of(bind: str) -> tuple[str, int]:
+    """Returns host and port of an address."""
+    host, _, port = bind.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+@asynccontextmanager
+async def stepping(drivers: Mapping[int, EngineDriver]) -> AsyncIterator[None]:
+    """Steps the engines of all ranks while the context lasts."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+@asynccontextmanager
+async def serving_engine_api(
+    settings: EngineServerSettings, routes: Sequence[web.RouteDef], error_body: ErrorBody, registry: CollectorRegistry
+) -> AsyncIterator[str]:
+    """Serves the routes while the context lasts; yields the address, host:port.
+
+    Raises:
+        BindFailed: the address cannot be listened on.
+    """
+    loop = asyncio.get_running_loop()
+    loaded_at = loop.time() + settings.loading_seconds
+
+    @web.middleware
+    async def loading(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if loop.time() < loaded_at:
+            raise ApiError(503, "the model is loading")
+        return await handler(request)
+
+    @web.middleware
+    async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return json_response(error_body(error), error.status)
+        except web.HTTPException as error:
+            return json_response({"detail": error.reason}, error.status)
+
+    application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors, loading])
+    application.add_routes(routes)
+    limits = HttpLimits(share_of_descriptors(1 / 2), settings.http_header_seconds)
+    async with serving_http(
+        application,
+        *address_of(settings.bind),
+        limits,
+        registry,
+        name="mocker",
+        handler_cancellation=True,
+        shutdown_timeout=settings.drain_seconds,
+    ) as (host, port):
+        log.info("http.listening", address=f"{host}:{port}")
+        yield f"{host}:{port}"

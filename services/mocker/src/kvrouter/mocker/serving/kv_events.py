@@ -1,0 +1,47 @@
+"""Configuration of the sockets for KV events, with the keys of ``--kv-events-config`` of vLLM and SGLang."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class KvEventsConfig(BaseModel):
+    """Where and how the ranks publish. Each rank adds its number to the ports; port 0 takes a free one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = Field(default=10_000, ge=1)
+    hwm: int = Field(default=100_000, ge=0)
+    max_queue_size: int = Field(default=100_000, ge=0)
+    topic: str = ""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether events are published. SGLang has no ``enable_kv_cache_events``, so either key enables them."""
+        return self.publisher == "zmq" or (self.publisher is None and self.enable_kv_cache_events)
+
+    def events_endpoint(self, dp_rank: int, host: str) -> str:
+        """Returns the address on which a rank publishes.
+
+        Args:
+            dp_rank: The rank.
+            host: Host of the server, on which a free port is taken.
+        """
+        return _of_rank(self.endpoint, dp_rank, host)
+
+    def replays_endpoint(self, dp_rank: int, host: str) -> str:
+        """Returns the address on which a rank answers replay requests; empty for none."""
+        return _of_rank(self.replay_endpoint, dp_rank, host) if self.replay_endpoint else ""
+
+
+def _of_rank(endpoint: str, dp_rank: int, host: str) -> str:
+    if endpoint == "tcp://*:0":
+        return f"tcp://{host}:*"
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + dp_rank}" if port.isdigit() and int(port) else endpoint

@@ -1,0 +1,61 @@
+"""Options of the mocker as an HTTP server of an engine."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from kvrouter.mocker.serving.kv_events import KvEventsConfig
+from kvrouter.runtime.config.settings import ServiceSettings
+from pydantic import Field, model_validator
+
+
+class EngineServerSettings(ServiceSettings):
+    """Options that say which server the mocker is, and how that behaves."""
+
+    openai: bool = Field(
+        default=False,
+        description="Behave like a vLLM server, on --bind, instead of a worker; without etcd and NATS.",
+    )
+    kv_events_config: str = Field(
+        default="",
+        description="Sockets of the KV events of a vLLM or SGLang server, as JSON with that engine's keys; none "
+        "publishes nothing.",
+    )
+    lora_modules: dict[str, str] = Field(
+        default_factory=dict, description="LoRA adapters that a vLLM or SGLang server has, and their paths."
+    )
+    model_path: str = Field(
+        default="", description="Path that a vLLM or SGLang server names for the model; empty for its name."
+    )
+    enable_prompt_tokens_details: bool = Field(
+        default=False, description="Whether a vLLM server reports cached tokens in the usage."
+    )
+    priority_scheduling: bool = Field(
+        default=False,
+        description="Whether a vLLM server accepts priorities; they do not change the order of the simulation.",
+    )
+    loading_seconds: float = Field(
+        default=0.0, ge=0, description="Time in which a vLLM or SGLang server answers 503 after its start, in seconds."
+    )
+
+    @model_validator(mode="after")
+    def _reads_kv_events_config(self) -> EngineServerSettings:
+        _ = self.kv_events
+        return self
+
+    @property
+    def serves_engine_api(self) -> bool:
+        """Whether the mocker is an HTTP server of an engine instead of a worker."""
+        return self.openai
+
+    @cached_property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Sockets of the KV events; None for none.
+
+        Raises:
+            ValueError: the option is not JSON, or has unknown keys.
+        """
+        if not self.kv_events_config:
+            return None
+        config = KvEventsConfig.model_validate_json(self.kv_events_config)
+        return config if config.publishes else None

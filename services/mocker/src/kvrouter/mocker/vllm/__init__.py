@@ -1,0 +1,1 @@
+"""The simulated engine as a vLLM 0.33 server."""

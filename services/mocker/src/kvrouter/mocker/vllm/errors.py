@@ -1,0 +1,12 @@
+"""Errors in vLLM's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrouter.mocker.serving.errors import ApiError
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Returns the body of an error response."""
+    return {"error": {"message": str(error), "type": error.type, "param": error.param, "code": error.status}}

@@ -1,0 +1,189 @@
+"""The HTTP API of a vLLM server."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from kvrouter.mocker.engine.types import Scope
+from kvrouter.mocker.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
+from kvrouter.mocker.openai.handler import streamed, whole
+from kvrouter.mocker.openai.responses import Responses
+from kvrouter.mocker.serving.errors import ApiError
+from kvrouter.mocker.serving.generations import Generations, Sampling, Sequenced
+from kvrouter.mocker.serving.http_responses import json_response
+from kvrouter.mocker.serving.service import EngineService
+from kvrouter.mocker.vllm.metrics import VllmMetrics
+from kvrouter.mocker.vllm.transfers import KvTransfers
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+VERSION = "0.33.0"
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """What the server says of itself and accepts."""
+
+    model: str
+    model_path: str
+    max_model_len: int
+    lora_modules: Mapping[str, str]
+    enable_prompt_tokens_details: bool
+    priority_scheduling: bool
+    kv_event_sources: Mapping[int, Mapping[str, Any]]
+
+
+class VllmServer:
+    """The handlers."""
+
+    def __init__(self, options: VllmOptions, service: EngineService, transfers: KvTransfers) -> None:
+        self._options = options
+        self._service = service
+        self._transfers = transfers
+        self._started = int(time.time())
+        self._registry = CollectorRegistry()
+        self._registry.register(VllmMetrics(options.model, service.drivers))
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Returns the routes."""
+        return [
+            web.get("/health", self.health),
+            web.get("/version", self.version),
+            web.get("/load", self.load),
+            web.get("/metrics", self.metrics),
+            web.get("/kv_event_sources", self.kv_event_sources),
+            web.get("/v1/models", self.models),
+            web.post("/v1/completions", self.completions),
+            web.post("/v1/chat/completions", self.chat_completions),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
+        ]
+
+    async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns 200 with an empty body."""
+        return web.Response()
+
+    async def version(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns vLLM's version."""
+        return json_response({"version": VERSION})
+
+    async def load(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns the number of requests that have not ended."""
+        return json_response({"server_load": self._service.running})
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns the metrics."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def kv_event_sources(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns the sockets of each rank, by rank."""
+        return json_response({str(rank): source for rank, source in self._options.kv_event_sources.items()})
+
+    async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Lists the model and its adapters."""
+        options = self._options
+        card = {"object": "model", "created": self._started, "owned_by": "vllm"}
+        base = {"root": options.model_path, "parent": None, "max_model_len": options.max_model_len}
+        data = [{"id": options.model} | card | base]
+        for name, path in options.lora_modules.items():
+            data.append({"id": name} | card | {"root": path, "parent": options.model, "max_model_len": None})
+        return json_response({"object": "list", "data": data})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Empties the cache of every rank."""
+        for driver in self._service.drivers.values():
+            driver.clear_cache()
+        return web.Response()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Completes one or several prompts."""
+        return await self._generate(request, parse(await request.read(), CompletionBody), chat=False)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """Completes a chat."""
+        return await self._generate(request, parse(await request.read(), ChatBody), chat=True)
+
+    async def _generate(self, request: web.Request, body: GenerationBody, *, chat: bool) -> web.StreamResponse:
+        scope = self._scope(body)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "Stream options can only be defined when `stream=True`.", param="stream_options")
+        if body.priority and not self._options.priority_scheduling:
+            raise ApiError(400, f"Got priority {body.priority} but Priority scheduling is not enabled.")
+        prompts = body.prompts()
+        base_id = request.headers.get("X-Request-Id") or body.request_id or uuid.uuid4().hex
+        response_id = f"{'chatcmpl' if chat else 'cmpl'}-{base_id}"
+        sequences = [
+            Sequenced(
+                f"{choice}_{response_id}-{number}", prompt, self._sampling(body, len(prompt)), scope, choice=choice
+            )
+            for number, prompt in enumerate(prompts)
+            for choice in range(body.choices)
+        ]
+        generations = Generations(self._service, sequences, _requested_rank(request))
+        responses = Responses(
+            body,
+            response_id,
+            body.model or self._options.model,
+            prompts,
+            chat=chat,
+            reports_cached_tokens=self._options.enable_prompt_tokens_details,
+        )
+        self._transfers.begin(body.kv_transfer_params)
+        if body.stream:
+            return await streamed(request, generations, responses)
+
+        def complete(response: dict[str, Any], ended: Generations) -> dict[str, Any]:
+            returned = self._transfers.end(body.kv_transfer_params, sequences[0], ended.dp_rank)
+            return response | {"kv_transfer_params": returned}
+
+        return await whole(generations, responses, complete)
+
+    def _scope(self, body: GenerationBody) -> Scope:
+        """Returns the scope of the prompt's blocks.
+
+        Raises:
+            ApiError: the model does not exist, or the salt is invalid.
+        """
+        model, options = body.model, self._options
+        if model and model != options.model and model not in options.lora_modules:
+            raise ApiError(404, f"The model `{model}` does not exist. Valid aliases: {options.model}.", param="model")
+        if body.cache_salt == "":
+            raise ApiError(400, "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
+        return Scope(lora_name=model if model and model != options.model else "", cache_salt=body.cache_salt or "")
+
+    def _sampling(self, body: GenerationBody, prompt_tokens: int) -> Sampling:
+        """Returns what is asked of the output.
+
+        Raises:
+            ApiError: prompt and output exceed the context, or a number is out of range.
+        """
+        limit, requested = self._options.max_model_len, body.output_tokens()
+        if requested is not None and requested < 1:
+            raise ApiError(400, f"max_tokens must be at least 1, got {requested}.", param="max_tokens")
+        if prompt_tokens + (requested or 1) > limit:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, you requested {requested or 1} "
+                f"output tokens and your prompt contains {prompt_tokens} input tokens. Please reduce the length of "
+                "the input prompt or the number of requested output tokens.",
+                param="input_tokens",
+            )
+        return Sampling(
+            max_tokens=limit - prompt_tokens if requested is None else requested,
+            stop=body.stop_strings(),
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            include_stop=body.include_stop_str_in_output,
+            seed=body.seed,
+            greedy=body.temperature == 0,
+        )
+
+
+def _requested_rank(request: web.Request) -> int | None:
+    """Returns the rank in the header; None if it is absent or no number, which vLLM ignores."""
+    try:
+        return int(request.headers.get("X-data-parallel-rank", ""))
+    except ValueError:
+        return None
