@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvrouter.frontend.api.http_server import _HTTP_STATUS
+from kvrouter.frontend.api.http_server import _HTTP_STATUS, http_status
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.runtime.errors import KvRouterError
@@ -66,7 +66,7 @@ def as_described(kind: type[KvRouterError]) -> Iterator[str]:
     yield kind.status.name
     reason = ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_")
     yield "-" if reason == "UNSPECIFIED" else reason
-    yield str(_HTTP_STATUS.get(kind.status, 500))
+    yield str(http_status(kind.status, kind.reason))
     values = {"str": "x", "int": 1, "object": "x"}
     parameters = inspect.signature(kind).parameters.values()
     needed = [values[str(each.annotation)] for each in parameters if each.default is inspect.Parameter.empty]

@@ -19,7 +19,8 @@ from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, KvRouterError
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -47,9 +48,14 @@ _BUSY_STATUS = 429
 _INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 
 
+def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
+    """Returns the HTTP status of an error."""
+    return _BUSY_STATUS if reason == ErrorReason.ERROR_REASON_ALL_BUSY else _HTTP_STATUS.get(code, 500)
+
+
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns HTTP status, JSON body and headers of an error response."""
-    status = _BUSY_STATUS if isinstance(error, AllBusy) else _HTTP_STATUS.get(error.code, 500)
+    status = http_status(error.code, error.info.reason)
     body = {
         "error": {
             "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
