@@ -9,7 +9,7 @@ import msgspec
 from kvrouter.core import find_json_value
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
 from kvrouter.frontend.api.token_list import Prompt, TokenId
-from kvrouter.frontend.lifecycle.packed_prompt import add_packed_prompt
+from kvrouter.frontend.packed_prompt import add_packed_prompt
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

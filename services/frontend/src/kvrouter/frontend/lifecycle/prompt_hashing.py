@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.core import Scope, local_hashes
-from kvrouter.frontend.lifecycle.packed_prompt import packed_prompt
+from kvrouter.frontend.packed_prompt import packed_prompt
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 
