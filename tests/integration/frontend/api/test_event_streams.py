@@ -39,6 +39,7 @@ class Engine:
     async def run(
         self,
         request: FrontendServiceGenerateRequest,
+        prompt: bytes,
         receiver: OutputReceiver,
         *,
         deadline: Deadline,

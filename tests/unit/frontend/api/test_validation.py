@@ -34,7 +34,6 @@ def by_name(*views: ComponentView) -> dict[ComponentName, ComponentView]:
 def request(**fields: Any) -> FrontendServiceGenerateRequest:
     defaults: dict[str, Any] = {
         "model": "m",
-        "token_ids": [1, 2, 3],
         "stop_conditions": StopConditions(max_tokens=10),
     }
     return FrontendServiceGenerateRequest(**(defaults | fields))
@@ -61,44 +60,45 @@ def test_models_are_described_in_order() -> None:
 
 
 def test_a_good_request_passes() -> None:
-    check_request(request(), view("a", "m", longest=13), LIMITS)
+    check_request(request(), 3, view("a", "m", longest=13), LIMITS)
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"),
+    ("fields", "tokens", "field"),
     [
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [1] * 101}, "token_ids"),
-        ({"request_id": "é" * 57}, "request_id"),
-        ({"stop_conditions": StopConditions(max_tokens=0)}, "stop_conditions.max_tokens"),
-        ({"stop_conditions": StopConditions(max_tokens=1001)}, "stop_conditions.max_tokens"),
-        ({"stop_conditions": StopConditions(max_tokens=1, min_tokens=2)}, "stop_conditions.min_tokens"),
-        ({"stop_conditions": StopConditions(max_tokens=1, stop=["\n"])}, "stop_conditions.stop"),
-        ({"sampling_options": SamplingOptions(temperature=-1)}, "sampling_options.temperature"),
-        ({"sampling_options": SamplingOptions(top_p=0)}, "sampling_options.top_p"),
-        ({"sampling_options": SamplingOptions(min_p=2)}, "sampling_options.min_p"),
-        ({"sampling_options": SamplingOptions(n=2)}, "sampling_options.n"),
-        ({"overrides": RoutingOverrides(router_temperature=-0.1)}, "overrides.router_temperature"),
-        ({"overrides": RoutingOverrides(router_temperature=float("nan"))}, "overrides.router_temperature"),
-        ({"overrides": RoutingOverrides(overlap_score_weight=-1)}, "overrides.overlap_score_weight"),
+        ({}, 0, "token_ids"),
+        ({}, 101, "token_ids"),
+        ({"request_id": "é" * 57}, 3, "request_id"),
+        ({"stop_conditions": StopConditions(max_tokens=0)}, 3, "stop_conditions.max_tokens"),
+        ({"stop_conditions": StopConditions(max_tokens=1001)}, 3, "stop_conditions.max_tokens"),
+        ({"stop_conditions": StopConditions(max_tokens=1, min_tokens=2)}, 3, "stop_conditions.min_tokens"),
+        ({"stop_conditions": StopConditions(max_tokens=1, stop=["\n"])}, 3, "stop_conditions.stop"),
+        ({"sampling_options": SamplingOptions(temperature=-1)}, 3, "sampling_options.temperature"),
+        ({"sampling_options": SamplingOptions(top_p=0)}, 3, "sampling_options.top_p"),
+        ({"sampling_options": SamplingOptions(min_p=2)}, 3, "sampling_options.min_p"),
+        ({"sampling_options": SamplingOptions(n=2)}, 3, "sampling_options.n"),
+        ({"overrides": RoutingOverrides(router_temperature=-0.1)}, 3, "overrides.router_temperature"),
+        ({"overrides": RoutingOverrides(router_temperature=float("nan"))}, 3, "overrides.router_temperature"),
+        ({"overrides": RoutingOverrides(overlap_score_weight=-1)}, 3, "overrides.overlap_score_weight"),
         (
             {"overrides": RoutingOverrides(active_decode_blocks_threshold=1.5)},
+            3,
             "overrides.active_decode_blocks_threshold",
         ),
     ],
 )
-def test_an_error_names_the_fault_and_gives_advice(fields: dict[str, Any], field: str) -> None:
+def test_an_error_names_the_fault_and_gives_advice(fields: dict[str, Any], tokens: int, field: str) -> None:
     with pytest.raises(KvRouterError) as caught:
-        check_request(request(**fields), view("a", "m"), LIMITS)
+        check_request(request(**fields), tokens, view("a", "m"), LIMITS)
     assert caught.value.info.field == field
     assert caught.value.info.advice
 
 
 def test_the_models_length_bounds_prompt_and_output() -> None:
     with pytest.raises(PromptTooLong):
-        check_request(request(token_ids=[1] * 13), view("a", "m", longest=13), LIMITS)
+        check_request(request(), 13, view("a", "m", longest=13), LIMITS)
     with pytest.raises(BadRequest) as caught:
-        check_request(request(), view("a", "m", longest=12), LIMITS)
+        check_request(request(), 3, view("a", "m", longest=12), LIMITS)
     assert "at most 9" in caught.value.info.advice
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any, cast
@@ -34,6 +35,7 @@ from prometheus_client import CollectorRegistry
 
 POOL = ComponentName("ns", "pool")
 SILENT, SOUND = 1, 2
+PROMPT = struct.pack("<20I", *range(20))
 ENDPOINTS = {SILENT: "silent:1", SOUND: "sound:1"}
 
 
@@ -115,10 +117,10 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
     health.missed(ENDPOINTS[SILENT])
     link = Link(chain(repeat(SILENT, 6), repeat(SOUND)))
     request: Any = FrontendServiceGenerateRequest(
-        model="m", request_id="r", token_ids=range(20), stop_conditions=StopConditions(max_tokens=1)
+        model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1)
     )
     client = WorkerClient(cast(WorkerPool, Pool()), health, metrics)
-    generation = Generation(request, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
+    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
     collecting = asyncio.create_task(collected(generation))
     async with asyncio.timeout(30):
         for requested in range(2, 7):
@@ -142,11 +144,9 @@ async def test_a_request_whose_outcome_is_unknown_is_aborted_before_it_is_retrie
     health = WorkerHealth(BackOff(), max_missed=2)
     health.update({POOL: view})
     link, pool = Link(iter([SILENT, SOUND])), Pool(breaks=True)
-    request = FrontendServiceGenerateRequest(
-        model="m", request_id="r", token_ids=range(20), stop_conditions=StopConditions(max_tokens=1)
-    )
+    request = FrontendServiceGenerateRequest(model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1))
     client = WorkerClient(cast(WorkerPool, pool), health, metrics)
-    generation = Generation(request, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
+    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
     assert await collected(generation) == [SOUND]
     assert pool.events == ["start at silent:1", "abort r at silent:1", "start at sound:1"]
     assert link.live == 0

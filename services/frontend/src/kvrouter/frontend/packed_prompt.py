@@ -1,20 +1,26 @@
 """Converts prompts between requests and packed buffers, without a Python number for each token.
 
 A packed buffer has 4 bytes for each token, little-endian, which is the packed encoding of ``repeated fixed32``. So the
-encoding of a request is decoded as its twin (``packed.proto``), and the other way round.
+encoding of a request is decoded as its twin (``packed.proto``), and the other way round. Inside the Frontend a prompt
+is a packed buffer, and its request has no token ids.
 """
 
 from __future__ import annotations
 
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.packed_pb2 import PackedPrompt
+from kvrouter.v1.packed_pb2 import PackedPrompt, PackedWorkerPrompt
+from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
+
+TOKEN_BYTES = 4
 
 
-def packed_prompt(request: FrontendServiceGenerateRequest) -> bytes:
-    """Returns the prompt of a request as a packed buffer."""
-    return PackedPrompt.FromString(request.SerializeToString()).token_ids
+def take_prompt(request: FrontendServiceGenerateRequest) -> bytes:
+    """Removes the prompt from a request and returns it as a packed buffer."""
+    prompt = PackedPrompt.FromString(request.SerializeToString()).token_ids
+    request.ClearField("token_ids")
+    return prompt
 
 
-def add_packed_prompt(request: FrontendServiceGenerateRequest, tokens: bytes) -> None:
-    """Appends the tokens of a packed buffer to the prompt of a request."""
-    request.MergeFromString(PackedPrompt(token_ids=tokens).SerializeToString())
+def encode_with_prompt(request: WorkerServiceGenerateRequest, prompt: bytes) -> bytes:
+    """Returns the encoding of a request that has no token ids with those of a packed buffer."""
+    return request.SerializeToString() + PackedWorkerPrompt(token_ids=prompt).SerializeToString()

@@ -9,7 +9,6 @@ import msgspec
 from kvrouter.core import find_json_value
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
 from kvrouter.frontend.api.token_list import Prompt, TokenId
-from kvrouter.frontend.packed_prompt import add_packed_prompt
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -113,10 +112,10 @@ class CompletionRequest:
         return cls(fields, prompt)
 
     def to_generate(self) -> FrontendServiceGenerateRequest:
-        """Returns the request as the Frontend's gRPC contract defines it."""
+        """Returns the request as the Frontend's gRPC contract defines it, without the prompt."""
         fields = self.fields
         override = fields.router_config_override
-        request = FrontendServiceGenerateRequest(
+        return FrontendServiceGenerateRequest(
             request_id=fields.request_id,
             model=fields.model,
             stop_conditions=StopConditions(
@@ -147,5 +146,3 @@ class CompletionRequest:
             priority=fields.priority,
             conversation_id=fields.conversation_id,
         )
-        add_packed_prompt(request, self.prompt.token_ids)
-        return request

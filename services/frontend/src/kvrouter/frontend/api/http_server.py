@@ -195,7 +195,12 @@ class HttpApi:
         if completion_request.fields.stream:
             return await self._stream(request, completion_request)
         completion = WholeCompletion(completion_request)
-        await self._frontend.run(completion_request.to_generate(), completion, deadline=Deadline.never())
+        await self._frontend.run(
+            completion_request.to_generate(),
+            completion_request.prompt.token_ids,
+            completion,
+            deadline=Deadline.never(),
+        )
         return web.Response(body=completion.body(), content_type="application/json", charset="utf-8")
 
     async def _parsed(self, request: web.Request) -> CompletionRequest:
@@ -212,7 +217,12 @@ class HttpApi:
         events = EventStream(request)
         stream = CompletionStream(completion_request, events)
         try:
-            await self._frontend.run(completion_request.to_generate(), stream, deadline=Deadline.never())
+            await self._frontend.run(
+                completion_request.to_generate(),
+                completion_request.prompt.token_ids,
+                stream,
+                deadline=Deadline.never(),
+            )
             await stream.end()
         except KvRouterError as error:
             if not events.begun:

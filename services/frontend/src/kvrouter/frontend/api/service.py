@@ -13,6 +13,7 @@ from kvrouter.frontend.api.validation import Limits, check_request, check_routin
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES, take_prompt
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
@@ -115,7 +116,8 @@ class FrontendService:
     ) -> AsyncGenerator[bytes, None]:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         buffer = OutputBuffer()
-        running = asyncio.create_task(self.run(request, buffer, deadline=deadline))
+        prompt = take_prompt(request)
+        running = asyncio.create_task(self.run(request, prompt, buffer, deadline=deadline))
         running.add_done_callback(lambda _: buffer.end())
         try:
             while responses := await buffer.take():
@@ -128,9 +130,15 @@ class FrontendService:
             del running  # Its exception's traceback refers to this frame.
 
     async def run(
-        self, request: FrontendServiceGenerateRequest, receiver: OutputReceiver, *, deadline: Deadline
+        self, request: FrontendServiceGenerateRequest, prompt: bytes, receiver: OutputReceiver, *, deadline: Deadline
     ) -> None:
         """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
+
+        Args:
+            request: The request, without token ids.
+            prompt: Its prompt, as a packed buffer.
+            receiver: Receives the output.
+            deadline: Deadline of the request.
 
         Raises:
             KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
@@ -142,9 +150,10 @@ class FrontendService:
         try:
             view = self._view(request.model)
             known_model = view.descriptor.model
-            check_request(request, view, self.options.limits)
+            check_request(request, len(prompt) // TOKEN_BYTES, view, self.options.limits)
             generation = Generation(
                 request,
+                prompt,
                 view,
                 self._links,
                 self._workers,

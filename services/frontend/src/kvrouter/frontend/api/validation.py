@@ -65,8 +65,8 @@ def describe_models(components: dict[ComponentName, ComponentView]) -> list[Mode
     return sorted(models, key=lambda model: (model.name, model.component.name))
 
 
-def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, limits: Limits) -> None:
-    """Checks a generation request.
+def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: ComponentView, limits: Limits) -> None:
+    """Checks a generation request whose prompt has that many tokens.
 
     Raises:
         BadRequest: a field is missing or out of range; the error names the field.
@@ -76,7 +76,6 @@ def check_request(request: FrontendServiceGenerateRequest, view: ComponentView, 
         raise BadRequest(
             f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", field="request_id", advice="Send a shorter id."
         )
-    tokens = len(request.token_ids)
     if tokens == 0:
         raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
     if tokens > limits.max_prompt_tokens:

@@ -18,6 +18,7 @@ from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.file import Outline
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
@@ -51,6 +52,7 @@ class Generation:
     def __init__(
         self,
         request: FrontendServiceGenerateRequest,
+        prompt: bytes,
         view: ComponentView,
         links: SchedulerLinks,
         workers: WorkerClient,
@@ -58,7 +60,9 @@ class Generation:
         *,
         max_attempts: int,
     ) -> None:
+        """``prompt`` is a packed buffer; the request has no token ids."""
         self._request = request
+        self._prompt = prompt
         self._block_size = view.descriptor.block_size
         self._component = view.name
         self._workers = workers
@@ -66,7 +70,7 @@ class Generation:
         self._max_attempts = max_attempts
         self._arrived_ns = time.perf_counter_ns()
         self._arrived_unix_ns = time.time_ns()
-        self._prompt_tokens = len(request.token_ids)
+        self._prompt_tokens = len(prompt) // TOKEN_BYTES
         self._output_tokens = 0
         self._failed_attempts = 0
         """Failed attempts. A repeated return to the same silent worker does not count: the Scheduler may discover
@@ -77,7 +81,7 @@ class Generation:
         """Worker that the previous attempt left because it stopped answering."""
         self._request_id = request.request_id or uuid.uuid4().hex
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{secrets.token_hex(4)}"
-        self._local_hashes = hash_prompt(request, self._block_size)
+        self._local_hashes = hash_prompt(prompt, request, self._block_size)
         self._link = links.link(view.name, self._local_hashes, request.conversation_id)
         self._routing = RoutingRequest(
             model=request.model,
@@ -198,6 +202,7 @@ class Generation:
             worker_id,
             self._endpoint,
             self._worker_request(booking),
+            self._prompt,
             progress.pass_on,
             deadline=deadline,
             has_alternative=lambda: self._has_alternative(worker_id),
@@ -226,7 +231,6 @@ class Generation:
         request = self._request
         return WorkerServiceGenerateRequest(
             request_id=self._booked_id,
-            token_ids=request.token_ids,
             stop_conditions=request.stop_conditions,
             sampling_options=request.sampling_options,
             dp_rank=booking.rank.dp_rank,

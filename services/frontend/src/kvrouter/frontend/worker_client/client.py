@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import encode_with_prompt
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
@@ -25,6 +26,7 @@ class WorkerClient:
         worker_id: int,
         endpoint: str,
         request: WorkerServiceGenerateRequest,
+        prompt: bytes,
         on_output: Callable[[bytes, GenerateOutput], None],
         *,
         deadline: Deadline,
@@ -33,6 +35,7 @@ class WorkerClient:
     ) -> WorkerAttempt:
         """Starts a request at a worker. The caller waits for ``ended``, or cancels the attempt.
 
+        ``prompt`` is a packed buffer; the request has no token ids.
         ``on_output`` is called with each piece of the output, encoded as a WorkerServiceGenerateResponse and parsed;
         the last one has a finish reason. While there is no output, the attempt leaves a worker that stops answering
         probes as soon as ``has_alternative`` returns True. With ``stays_a_probe`` it waits for one more missed probe
@@ -49,8 +52,7 @@ class WorkerClient:
             has_alternative=has_alternative,
             stays_a_probe=stays_a_probe,
         )
-        # The encoding alone is kept while the call runs, since a prompt may be long.
-        encoded = request.SerializeToString()
+        encoded = encode_with_prompt(request, prompt)
         attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=deadline))
         return attempt
 
