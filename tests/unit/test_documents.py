@@ -12,6 +12,7 @@ from kvrouter.cli.main import app
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.publisher.check.__main__ import parser as check_parser
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.sources import _parser
 from kvrouter.scheduler.settings import SchedulerSettings
@@ -99,6 +100,7 @@ def options() -> set[str]:
     return {
         *(name for names in COMMANDS for name in names),
         *(option for kind in SERVICES for option in _parser((kind,), None)._option_string_actions),
+        *check_parser()._option_string_actions,
         *(
             option
             for path in (ROOT / "bench").rglob("*.py")

@@ -73,6 +73,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "adapters": ("errors", "events", "publishing"),
         "zmq_publisher": ("adapters", "errors", "events"),
         "serving": ("errors",),
+        # Checks a worker from outside.
+        "check": ("config", "errors", "events"),
         "worker_server": ("errors", "publishing", "serving"),
         "worker": (
             "config",
