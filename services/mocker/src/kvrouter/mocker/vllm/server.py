@@ -34,7 +34,7 @@ class VllmOptions:
     lora_modules: Mapping[str, str]
     enable_prompt_tokens_details: bool
     priority_scheduling: bool
-    kv_event_sources: Mapping[int, Mapping[str, Any]]
+    kv_event_sources: Mapping[int, dict[str, Any]]
 
 
 class VllmServer:
@@ -79,8 +79,9 @@ class VllmServer:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def kv_event_sources(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Returns the sockets of each rank, by rank."""
-        return json_response({str(rank): source for rank, source in self._options.kv_event_sources.items()})
+        """Returns the sockets of each rank."""
+        sources = self._options.kv_event_sources
+        return json_response([{"data_parallel_rank": rank} | source for rank, source in sources.items()])
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Lists the model and its adapters."""
