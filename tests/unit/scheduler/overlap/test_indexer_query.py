@@ -8,6 +8,7 @@ from kvrouter.scheduler.overlap.indexer_query import read_answer
 from kvrouter.scheduler.workers.candidates import candidates_of
 from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 from ..harness import worker
 
@@ -45,10 +46,12 @@ def test_overlaps_belong_to_the_ranks_that_the_answer_names(ranks: list[tuple[in
         overlaps = read_answer(answer(*ranks), prompt_blocks=8)
         assert overlaps.on(registered).tolist() == blocks
     for worker_id, _ in ranks:
-        cursor = overlaps.cursor((worker_id, 0))
-        assert cursor is not None
-        assert (cursor.incarnation, cursor.next_event_id) == (1, 100 + worker_id)
-    assert overlaps.cursor((77, 0)) is None
+        response = SelectWorkerResponse()
+        overlaps.write_cursor((worker_id, 0), response)
+        assert (response.cursor.incarnation, response.cursor.next_event_id) == (1, 100 + worker_id)
+    response = SelectWorkerResponse()
+    overlaps.write_cursor((77, 0), response)
+    assert not response.HasField("cursor")
 
 
 def test_blocks_of_another_incarnation_count_as_none() -> None:

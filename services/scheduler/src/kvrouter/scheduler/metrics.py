@@ -20,6 +20,7 @@ class SchedulerMetrics:
             ["mode", "code"],
             registry=registry,
         )
+        self._selected: dict[tuple[str, str], Counter] = {}
         self.repeated = Counter(
             "kvrouter_scheduler_repeated_selections",
             "Repeated selections, answered with the first outcome.",
@@ -116,6 +117,14 @@ class SchedulerMetrics:
             ["verdict"],
             registry=registry,
         )
+        self._verdicts: dict[str, Counter] = {}
+
+    def selected(self, mode: str, code: str) -> Counter:
+        """Returns the counter of selections with a mode and an outcome. To look it up by its labels takes longer."""
+        counter = self._selected.get((mode, code))
+        if counter is None:
+            counter = self._selected[mode, code] = self.selections.labels(mode, code)
+        return counter
 
     def audit(self, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the number that the worker reported."""
@@ -123,4 +132,7 @@ class SchedulerMetrics:
         self.actual_blocks.inc(actual)
         self.blocks_off.observe(actual - predicted)
         verdict = "exact" if actual == predicted else "low" if actual > predicted else "high"
-        self.predictions.labels(verdict).inc()
+        counter = self._verdicts.get(verdict)
+        if counter is None:
+            counter = self._verdicts[verdict] = self.predictions.labels(verdict)
+        counter.inc()

@@ -32,7 +32,8 @@ class RepeatedSelections:
         self._booking_leases = booking_leases
         self._metrics = metrics
         self._clock = clock
-        self._under_way: dict[Key, asyncio.Event] = {}
+        self._under_way: dict[Key, list[asyncio.Event]] = {}
+        """Selections that run, each with the events of the callers that wait for it."""
 
     async def once(
         self, context: RequestContext, key: Key, select: Callable[[], Awaitable[SelectWorkerResponse]]
@@ -51,13 +52,15 @@ class RepeatedSelections:
             under_way = self._under_way.get(key)
             if under_way is None:
                 break
-            await under_way.wait()
-        done = self._under_way[key] = asyncio.Event()
+            ended = asyncio.Event()
+            under_way.append(ended)
+            await ended.wait()
+        self._under_way[key] = []
         try:
             return await select()
         finally:
-            del self._under_way[key]
-            done.set()
+            for ended in self._under_way.pop(key):
+                ended.set()
 
     def booked_meanwhile(self, context: RequestContext, key: Key) -> SelectWorkerResponse:
         """Returns the outcome at another Scheduler that announced it while the request was decided here.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import structlog
@@ -131,7 +130,7 @@ class Selector:
             code = error.code.name
             raise
         finally:
-            self._metrics.selections.labels(mode, code).inc()
+            self._metrics.selected(mode, code).inc()
             self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool) -> Overlaps:
@@ -186,7 +185,8 @@ class Selector:
         pool, key = context.pool, context.booking.key
         response = selection_response(decision, overlaps)
         response.sharding_advised = self._is_behind()
-        response.ignored_overrides.extend(context.ignored_overrides)
+        if context.ignored_overrides:
+            response.ignored_overrides.extend(context.ignored_overrides)
         if key is not None:
             response.prefill_tokens = decision.prefill_tokens
             if not self._book(context, key, decision, response):
@@ -201,7 +201,7 @@ class Selector:
         booking = Booking(
             key,
             context.pool,
-            context.prompt if self._predictions is not None else replace(context.prompt, local_hashes=b""),
+            context.prompt if self._predictions is not None else context.prompt._replace(local_hashes=b""),
             Placement(decision.rank, decision.prefill_tokens),
             response,
             audited=queried_indexer and context.constraints.stage != Stage.STAGE_DECODE,

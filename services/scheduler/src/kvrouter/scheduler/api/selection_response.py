@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.routing.decision import Decision
+from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+
+_TEMPLATES = 4096
+"""Responses to keep encoded: one for each rank and mode in use."""
 
 
 def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerResponse:
     """Returns the response for a decision that was made from ``overlaps``."""
     candidate = decision.candidate
-    return SelectWorkerResponse(
-        rank=rank_message(candidate.rank),
-        endpoint=candidate.endpoint,
-        overlap_blocks=decision.overlap_blocks,
-        prompt_blocks=decision.prompt_blocks,
-        decision_id=decision.decision_id,
-        load_only=decision.load_only,
-        component=component_message(decision.component),
-        mode=decision.mode,
-        queued_us=int(decision.queued_seconds * 1e6),
-        role=candidate.role,
-        cursor=overlaps.cursor(candidate.rank),
+    # To parse what is the same for each request of a rank takes a fifth of the time of building it from its parts.
+    response = SelectWorkerResponse.FromString(
+        _template(candidate.rank, candidate.endpoint, candidate.role, decision.component, decision.mode)
     )
+    response.overlap_blocks = decision.overlap_blocks
+    response.prompt_blocks = decision.prompt_blocks
+    response.decision_id = decision.decision_id
+    response.load_only = decision.load_only
+    response.queued_us = int(decision.queued_seconds * 1e6)
+    overlaps.write_cursor(candidate.rank, response)
+    return response
+
+
+@lru_cache(maxsize=_TEMPLATES)
+def _template(rank: Rank, endpoint: str, role: Role, component: ComponentName, mode: str) -> bytes:
+    return SelectWorkerResponse(
+        rank=rank_message(rank), endpoint=endpoint, role=role, component=component_message(component), mode=mode
+    ).SerializeToString()

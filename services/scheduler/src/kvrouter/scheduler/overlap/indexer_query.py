@@ -19,10 +19,10 @@ from kvrouter.runtime.errors import DeadlineExceeded, Internal, KvRouterError
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.workers.worker_set import ListedRanks, WorkerSet
-from kvrouter.v1.common_pb2 import Cursor
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.packed_pb2 import PackedFindMatchesResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 log = structlog.get_logger(component="scheduler")
 
@@ -79,12 +79,13 @@ class Overlaps(NamedTuple):
         sources = worker_set.sources(self.listed)
         return self.blocks if sources.equal else self.blocks[sources.places] * sources.current
 
-    def cursor(self, rank: Rank) -> Cursor | None:
-        """Returns how far a rank's events were applied; None if the rank is not in the answer."""
+    def write_cursor(self, rank: Rank, response: SelectWorkerResponse) -> None:
+        """Sets how far a rank's events were applied; leaves it unset if the rank is not in the answer."""
         source = self.listed.place_of.get(rank)
-        if source is None or not self.next_event_ids:
-            return None
-        return Cursor(incarnation=int(self.listed.incarnations[source]), next_event_id=self.next_event_ids[source])
+        if source is not None and self.next_event_ids:
+            cursor = response.cursor
+            cursor.incarnation = int(self.listed.incarnations[source])
+            cursor.next_event_id = self.next_event_ids[source]
 
 
 NOT_QUERIED = Overlaps()

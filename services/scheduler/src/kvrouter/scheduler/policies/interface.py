@@ -67,10 +67,32 @@ class SchedulingContext(NamedTuple):
     latency_calibration: float = 1.0
     """Ratio of measured to forecast prefill times in the component."""
 
+    def at(self, places: NDArray[np.intp]) -> SchedulingContext:
+        """Returns the context of some of the candidates."""
+        ranks = tuple(map(self.ranks.__getitem__, places.tolist()))
+        return self._replace(ranks=ranks, **{name: getattr(self, name)[places] for name in _COLUMNS})
+
     @property
     def head_prefill_seconds(self) -> Amounts:
         """Seconds since the oldest request without a first token became the oldest; 0 without one."""
         return np.maximum(self.now - self.head_prefill_since, 0.0)
+
+
+_COLUMNS = (
+    "overlap_blocks",
+    "new_prefill_tokens",
+    "prefill_tokens",
+    "active_blocks",
+    "leading_active_blocks",
+    "active_requests",
+    "total_blocks",
+    "max_batched_tokens",
+    "head_prefill_tokens",
+    "head_prefill_since",
+    "prefill_requests",
+    "relative_latency",
+)
+"""Fields of a context that have an entry for each candidate, besides the ranks."""
 
 
 def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
@@ -13,16 +13,19 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt as blocks."""
 
     tokens: int
     """Number of tokens, at least 1."""
-    local_hashes: bytes = field(repr=False)
+    local_hashes: bytes
     """Packed little-endian u64, one for each full block."""
-    sequence_hashes: bytes = field(repr=False)
+    sequence_hashes: bytes
     """Packed little-endian u64: the sequence hash of each full block."""
+
+    def __repr__(self) -> str:
+        """Returns the size only: hashes are long."""
+        return f"Prompt(tokens={self.tokens})"
 
     @property
     def blocks(self) -> int:

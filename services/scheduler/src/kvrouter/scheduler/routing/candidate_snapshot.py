@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.busy import Load
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
-from kvrouter.scheduler.policies.interface import Amounts, Column, SchedulingContext
+from kvrouter.scheduler.policies.interface import Column, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
-
-_Numbers = TypeVar("_Numbers", Column, Amounts)
 
 RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
@@ -98,31 +96,27 @@ def context_of(
     ``calibration_error`` multiplies the latency calibration, so that a simulation can study a wrong time model.
     """
     pool, options = request.pool, request.options
-    worker_set, loads, ranks = found.worker_set, found.loads, found.worker_set.ranks
-    every = len(places) == len(worker_set)
-
-    def take(column: _Numbers) -> _Numbers:
-        return column if every else column[places]
-
-    return SchedulingContext(
+    worker_set, loads, heads = found.worker_set, found.loads, found.loads.heads
+    every = SchedulingContext(
         prompt_tokens=request.prompt.tokens,
         block_size=pool.booked_load.block_size,
         overlap_score_weight=options.overlap_score_weight,
         temperature=options.temperature,
         previous=pool.previous.get(options.mode),
-        ranks=ranks if every else tuple(map(ranks.__getitem__, places.tolist())),
-        overlap_blocks=take(found.overlap_blocks),
-        new_prefill_tokens=take(found.new_prefill_tokens),
-        prefill_tokens=take(loads.prefill_tokens),
-        active_blocks=take(loads.active_blocks),
-        leading_active_blocks=take(loads.leading_active_blocks),
-        active_requests=take(loads.requests),
-        total_blocks=take(worker_set.total_blocks),
-        max_batched_tokens=take(worker_set.max_batched_tokens),
-        head_prefill_tokens=take(loads.heads.tokens),
-        head_prefill_since=take(loads.heads.since),
-        prefill_requests=take(loads.heads.requests),
-        now=loads.heads.now,
+        ranks=worker_set.ranks,
+        overlap_blocks=found.overlap_blocks,
+        new_prefill_tokens=found.new_prefill_tokens,
+        prefill_tokens=loads.prefill_tokens,
+        active_blocks=loads.active_blocks,
+        leading_active_blocks=loads.leading_active_blocks,
+        active_requests=loads.requests,
+        total_blocks=worker_set.total_blocks,
+        max_batched_tokens=worker_set.max_batched_tokens,
+        head_prefill_tokens=heads.tokens,
+        head_prefill_since=heads.since,
+        prefill_requests=heads.requests,
+        now=heads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
-        relative_latency=take(pool.booked_load.latency_calibration.relative.column(loads.heads.now)),
+        relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),
     )
+    return every if len(places) == len(worker_set) else every.at(places)

@@ -21,8 +21,6 @@ class Decisions:
         """Most decisions that are kept."""
         self._max_rows = max_rows
         self._ring: deque[Decision] = deque()
-        self._by_id: dict[int, Decision] = {}
-        self._by_request: dict[str, Decision] = {}
         self._rows = 0
         # Starting at the time keeps ids of a Scheduler's earlier life apart from those of this one.
         self._ids = itertools.count(time.time_ns())
@@ -38,35 +36,29 @@ class Decisions:
         """Keeps a decision, at the expense of the oldest ones."""
         self._ring.append(decision)
         self._rows += len(decision.snapshot.worker_set)
-        self._by_id[decision.decision_id] = decision
-        for request_id in _names(decision.request_id):
-            self._by_request[request_id] = decision
         while self._ring and (len(self._ring) > self.capacity or self._rows > self._max_rows):
-            self._drop_oldest()
+            self._rows -= len(self._ring.popleft().snapshot.worker_set)
 
     def by_id(self, decision_id: int) -> Decision | None:
-        """A decision by its id."""
-        return self._by_id.get(decision_id)
+        """Returns a decision by its id. It searches them all, because that is rare and decisions are not."""
+        return next((each for each in reversed(self._ring) if each.decision_id == decision_id), None)
 
     def by_request(self, request_id: str) -> Decision | None:
-        """The newest decision on a request, by the id that it was booked under or by the one that its client gave."""
-        return self._by_request.get(request_id)
+        """Returns the newest decision on a request.
+
+        ``request_id`` is the id that it was booked under, or the one that its client gave: a Frontend books under the
+        client's id, ``~`` and a random part.
+        """
+        if not request_id:
+            return None
+        return next((each for each in reversed(self._ring) if _names(each.request_id, request_id)), None)
 
     def newest(self, count: int, component: ComponentName | None = None) -> list[Decision]:
         """So many of the last ones, newest first; those of one component, or of all."""
         constraints = (each for each in reversed(self._ring) if component in (None, each.component))
         return list(itertools.islice(constraints, count))
 
-    def _drop_oldest(self) -> None:
-        oldest = self._ring.popleft()
-        self._rows -= len(oldest.snapshot.worker_set)
-        del self._by_id[oldest.decision_id]
-        for request_id in _names(oldest.request_id):
-            if self._by_request.get(request_id) is oldest:
-                del self._by_request[request_id]
 
-
-def _names(request_id: str) -> tuple[str, ...]:
-    """The ids that a booked request goes by: a Frontend books under the client's id, ``~`` and a random part."""
-    clients = request_id.rpartition("~")[0]
-    return (request_id, clients) if clients else (request_id,) if request_id else ()
+def _names(booked_id: str, request_id: str) -> bool:
+    """Returns whether a request id names a booked request."""
+    return booked_id.startswith(request_id) and request_id in (booked_id, booked_id.rpartition("~")[0])

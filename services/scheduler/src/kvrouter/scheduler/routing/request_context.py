@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvrouter.runtime.errors import BadRequest
@@ -22,8 +22,7 @@ MAX_LEASE_SECONDS = 24 * 3600.0
 """Maximum lease. It bounds the load of bookings that a caller never frees."""
 
 
-@dataclass(frozen=True, slots=True)
-class BookingOptions:
+class BookingOptions(NamedTuple):
     """The booking that a request requests."""
 
     key: Key | None = None
@@ -36,6 +35,9 @@ class BookingOptions:
     """Lifetime of a booking without a session."""
 
 
+_NOT_BOOKED = BookingOptions()
+
+
 class RequestContext(NamedTuple):
     """A checked request, ready for a decision."""
 
@@ -44,7 +46,7 @@ class RequestContext(NamedTuple):
     prompt: Prompt
     constraints: WorkerConstraints
     options: RoutingOptions
-    booking: BookingOptions = BookingOptions()
+    booking: BookingOptions = _NOT_BOOKED
     conversation: bytes = b""
     """Digest of the conversation; empty for none."""
     priority: int = 0
@@ -69,7 +71,7 @@ class RequestReader:
         self,
         request: RoutingRequest,
         stage: Stage | None,
-        booking: BookingOptions = BookingOptions(),
+        booking: BookingOptions = _NOT_BOOKED,
         *,
         needs_worker: bool = True,
     ) -> RequestContext:

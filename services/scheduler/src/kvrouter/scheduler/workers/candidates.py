@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import UnknownWorker
@@ -96,7 +97,7 @@ class WorkerConstraints:
         """Returns the constraints of a request."""
         constraints, lora_name = request.constraints, request.scope.lora_name
         if not (lora_name or constraints.ByteSize()):
-            return cls(stage)
+            return _unconstrained(stage)
         return cls(
             stage=stage,
             worker_id=constraints.worker_id if constraints.HasField("worker_id") else None,
@@ -107,6 +108,11 @@ class WorkerConstraints:
             labels=dict(constraints.required_labels),
             lora_name=lora_name,
         )
+
+
+@lru_cache(maxsize=16)
+def _unconstrained(stage: Stage) -> WorkerConstraints:
+    return WorkerConstraints(stage)
 
 
 def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints) -> None:
