@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.worker import RankPublisher, WorkerConfig, running
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
@@ -26,6 +27,8 @@ class SmallEngine:
 
     async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """Runs a request."""
+        if request.scope.lora_name:
+            raise RequestRefused("this engine has no LoRA adapters", field="scope.lora_name")
         # Only full blocks can be reused, and only from the start of the prompt on.
         prompt = tuple(request.token_ids)
         prefixes = [prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)]

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +136,13 @@ class Guide:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         assert process.returncode == 0, output
+        return output
+
+    async def until(self, containing: str, condition: Callable[[str], bool]) -> str:
+        """Runs a command again until its output meets a condition, and returns that output."""
+        async with asyncio.timeout(_SECONDS):
+            while not condition(output := await self.run(containing)):
+                await asyncio.sleep(0.1)
         return output
 
     @asynccontextmanager
