@@ -28,6 +28,7 @@ from kvrouter.runtime import http_server
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
+from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from prometheus_client import CollectorRegistry
@@ -74,13 +75,45 @@ async def running(
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            yield service
+            async with _serving_endpoint_picker(settings, runtime, links, health):
+                yield service
         finally:
             linking.cancel()
             probing.cancel()
             if recorder is not None:
                 recorder.stop()
             await pool.close()
+
+
+@asynccontextmanager
+async def _serving_endpoint_picker(
+    settings: FrontendSettings, runtime: Runtime, links: SchedulerLinks, health: WorkerHealth
+) -> AsyncIterator[None]:
+    """Serves the endpoint picker while the context lasts, if its address is set.
+
+    Raises:
+        StartRefused: the messages of external processing are not installed.
+        BindFailed: the address cannot be listened on.
+    """
+    if not settings.endpoint_picker_bind:
+        yield
+        return
+    # Imported only here, since its messages are an extra.
+    try:
+        from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
+        from kvrouter.frontend.endpoint_picker.picker import Picker
+        from kvrouter.frontend.endpoint_picker.server import serving_picker
+    except ModuleNotFoundError as error:
+        raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
+    limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
+    async with serving_picker(
+        Picker(runtime.directory, links, health, limits),
+        PickerMetrics(runtime.registry),
+        settings.endpoint_picker_bind,
+        timeout_seconds=settings.request_timeout_seconds,
+        drain_seconds=settings.drain_seconds,
+    ):
+        yield
 
 
 def request_limits(settings: FrontendSettings) -> MessageLimits:

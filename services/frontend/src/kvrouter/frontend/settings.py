@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, Field, model_validator
 
 
 def _checked_file(text: str) -> str:
@@ -88,6 +88,10 @@ class FrontendSettings(RoutingSettings):
     worker_back_off_max_seconds: float = Field(
         default=60.0, gt=0, le=86_400, description="Longest back-off of a failing worker, in seconds."
     )
+    endpoint_picker_bind: str = Field(
+        default="",
+        description="Address of the endpoint picker for gateways such as Envoy, host:port; empty for none.",
+    )
     record: Annotated[str, AfterValidator(_checked_file)] = Field(
         default="",
         description="File to record requests in, as lengths and block ids; empty records nothing.",
@@ -101,6 +105,12 @@ class FrontendSettings(RoutingSettings):
         default=(),
         description="gRPC addresses of the Schedulers of a system without etcd, host:port, separated by commas.",
     )
+
+    @model_validator(mode="after")
+    def _one_endpoint_picker(self) -> Self:
+        if self.endpoint_picker_bind and self.processes > 1:
+            raise ValueError("endpoint_picker_bind needs a Frontend of one process: set processes to 1")
+        return self
 
     def static_endpoints(self) -> StaticEndpoints | None:
         """Returns the listed workers, Indexers and Schedulers; None if workers are discovered in etcd."""

@@ -1,0 +1,217 @@
+"""One HTTP request at a gateway, from its headers to the end of its response: one stream of external processing.
+
+The gateway sends the request's headers and body, and waits. The picker holds them until the body is complete, books a
+rank, and returns headers that name its endpoint, then the body. The response passes through piece by piece. The stream
+ends early if the client disconnects or the gateway dies; the booking is freed whenever it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import grpc
+import structlog
+from envoy.config.core.v3.base_pb2 import HeaderMap
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.frontend.endpoint_picker import responses
+from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served_endpoint
+from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.endpoint_picker.pick import Pick
+from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.frontend.endpoint_picker.routed_body import RoutedBody
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import BadRequest, KvRouterError, TooLarge
+
+log = structlog.get_logger(component="endpoint-picker")
+
+_MAX_BODY_BYTES = 64 << 20
+_FOLLOW_SECONDS = 2.0
+"""Deadline for booking the load of a request that a fallback served."""
+_STREAM_TYPE = "text/event-stream"
+
+Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
+
+
+class _GatewayLeft(Exception):
+    """The gateway ended the stream: the client disconnected."""
+
+
+class Exchange:
+    """One request and its response. Call ``run`` once."""
+
+    def __init__(self, context: Context, picker: Picker, metrics: PickerMetrics, *, timeout_seconds: float) -> None:
+        self._context = context
+        self._picker = picker
+        self._metrics = metrics
+        self._timeout_seconds = timeout_seconds
+        self._request_id = ""
+        self._body = bytearray()
+        self._allowed: frozenset[str] | None = None
+        self._routed = RoutedBody("")
+        self._pick: Pick | None = None
+        self._is_stream = False
+        self._full_duplex_response = False
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def run(self) -> None:
+        """Processes the request until its stream ends.
+
+        Raises:
+            KvRouterError: the gateway's configuration does not fit the protocol.
+        """
+        try:
+            while (message := await self._read()) is not None:
+                await self._process(message)
+        except _GatewayLeft:
+            self._metrics.requests.labels(code="CANCELLED").inc()
+        finally:
+            if self._pick is not None:
+                self._pick.end()
+            if self._reading is not None:
+                self._reading.cancel()
+
+    async def _read(self) -> ProcessingRequest | None:
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._context.read())
+        message = await self._reading
+        self._reading = None
+        return None if message is grpc.aio.EOF else message
+
+    async def _process(self, message: ProcessingRequest) -> None:
+        if message.HasField("protocol_config"):
+            self._check_modes(message)
+        match message.WhichOneof("request"):
+            case "request_headers":
+                headers = _headers(message.request_headers.headers)
+                self._request_id = headers.get("x-request-id") or uuid.uuid4().hex
+                self._allowed = allowed_endpoints(message.metadata_context)
+                if message.request_headers.end_of_stream:
+                    await self._route_without_body()
+            case "request_body":
+                await self._take(message.request_body)
+            case "request_trailers":
+                await self._route(end_of_stream=False)
+                await self._context.write(responses.request_trailers())
+            case "response_headers":
+                await self._begin_response(message)
+            case "response_body":
+                await self._pass_on(message.response_body)
+            case "response_trailers":
+                self._end()
+                await self._context.write(responses.response_trailers())
+            case _:
+                raise BadRequest("expected headers, a body or trailers, received a message with none of them")
+
+    def _check_modes(self, message: ProcessingRequest) -> None:
+        modes = message.protocol_config
+        if modes.request_body_mode not in (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.NONE):
+            received = ProcessingMode.BodySendMode.Name(modes.request_body_mode)
+            raise BadRequest(
+                f"expected request_body_mode FULL_DUPLEX_STREAMED, received {received}",
+                advice="Correct processing_mode of the gateway's ext_proc filter.",
+            )
+        self._full_duplex_response = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+
+    async def _take(self, piece: HttpBody) -> None:
+        self._body += piece.body
+        if len(self._body) > _MAX_BODY_BYTES:
+            await self._refuse(TooLarge(f"the body is longer than {_MAX_BODY_BYTES} bytes"), status=413)
+        elif piece.end_of_stream:
+            await self._route(end_of_stream=True)
+
+    async def _route(self, *, end_of_stream: bool) -> None:
+        """Picks an endpoint for the complete request and passes the request on, or refuses it."""
+        choosing = asyncio.create_task(self._choose())
+        self._reading = asyncio.ensure_future(self._context.read())
+        try:
+            await asyncio.wait({choosing, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._reading.done() and self._reading.result() is not grpc.aio.EOF:
+                await asyncio.wait([choosing])
+        finally:
+            if not choosing.done():
+                choosing.cancel()
+                await asyncio.wait([choosing])
+        if choosing.cancelled():
+            raise _GatewayLeft
+        try:
+            pick = choosing.result()
+        except KvRouterError as error:
+            await self._refuse(error)
+            return
+        await self._context.write(responses.route(pick.endpoints, {"x-request-id": self._request_id, **pick.headers}))
+        for piece in responses.request_body(self._body, end_of_stream=end_of_stream):
+            await self._context.write(piece)
+        self._body = bytearray()
+
+    async def _choose(self) -> Pick:
+        # Parsing takes time for long prompts; it releases the GIL meanwhile.
+        self._routed = await asyncio.to_thread(
+            RoutedBody.parse, self._body, max_prompt_tokens=self._picker.limits.max_prompt_tokens
+        )
+        # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
+        self._pick = await self._picker.pick(
+            self._routed,
+            request_id=self._request_id,
+            allowed=self._allowed,
+            deadline=Deadline.after(self._timeout_seconds),
+        )
+        return self._pick
+
+    async def _route_without_body(self) -> None:
+        """Sends a request without a body, such as GET /v1/models, to any endpoint."""
+        try:
+            endpoints = self._picker.any_endpoints(self._allowed)
+        except KvRouterError as error:
+            await self._refuse(error)
+        else:
+            await self._context.write(responses.route(endpoints, {"x-request-id": self._request_id}))
+
+    async def _refuse(self, error: KvRouterError, *, status: int | None = None) -> None:
+        self._metrics.requests.labels(code=error.code.name).inc()
+        await self._context.write(responses.refusal(error, status=status))
+
+    async def _begin_response(self, message: ProcessingRequest) -> None:
+        headers = _headers(message.response_headers.headers)
+        self._is_stream = headers.get("content-type", "").startswith(_STREAM_TYPE)
+        added: dict[str, str] = {}
+        if self._pick is not None:
+            served = served_endpoint(message.metadata_context)
+            if served and served != self._pick.endpoints[0]:
+                self._metrics.fallbacks.inc()
+                self._pick = await self._picker.follow(
+                    self._pick,
+                    served,
+                    self._routed,
+                    request_id=self._request_id,
+                    deadline=Deadline.after(_FOLLOW_SECONDS),
+                )
+            added = {"x-kvrouter-worker": str(self._pick.booking.rank.worker_id), "x-request-id": self._request_id}
+        await self._context.write(responses.response_headers(added))
+        if message.response_headers.end_of_stream:
+            self._end()
+
+    async def _pass_on(self, piece: HttpBody) -> None:
+        if self._pick is not None:
+            self._pick.responded(piece.body, is_stream=self._is_stream)
+        if piece.end_of_stream:
+            self._end()
+        await self._context.write(
+            responses.response_body(
+                piece.body, end_of_stream=piece.end_of_stream, full_duplex=self._full_duplex_response
+            )
+        )
+
+    def _end(self) -> None:
+        if self._pick is not None:
+            self._pick.end()
+            self._metrics.requests.labels(code="OK").inc()
+            self._pick = None
+
+
+def _headers(headers: HeaderMap) -> dict[str, str]:
+    return {
+        header.key.lower(): header.value or header.raw_value.decode("utf-8", "replace") for header in headers.headers
+    }

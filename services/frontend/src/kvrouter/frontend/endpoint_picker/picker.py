@@ -1,0 +1,186 @@
+"""Chooses and books the rank that serves a gateway's request."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+import structlog
+from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.api.validation import Limits, component_of_model
+from kvrouter.frontend.endpoint_picker.pick import Pick
+from kvrouter.frontend.endpoint_picker.routed_body import RoutedBody
+from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong, UnknownModel
+from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+
+log = structlog.get_logger(component="endpoint-picker")
+
+_FALLBACKS = 2
+"""Further endpoints named with each pick, for gateways that retry."""
+_RANK_HEADER = "x-data-parallel-rank"
+"""Header by which vLLM runs a request on a certain data-parallel rank."""
+
+
+class Picker:
+    """Picks for all requests of a gateway."""
+
+    def __init__(self, directory: Directory, links: SchedulerLinks, health: WorkerHealth, limits: Limits) -> None:
+        self.limits = limits
+        self._directory = directory
+        self._links = links
+        self._health = health
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be routed."""
+        return self._directory.is_synced and self._links.ready()
+
+    async def pick(
+        self,
+        body: RoutedBody,
+        *,
+        request_id: str,
+        allowed: Collection[str] | None,
+        deadline: Deadline,
+    ) -> Pick:
+        """Chooses and books a rank.
+
+        Args:
+            body: What routing needs of the request.
+            request_id: Id of the request, for logs.
+            allowed: Endpoints that may serve it, host:port; None for all.
+            deadline: Time by which the choice must be made.
+
+        Raises:
+            KvRouterError: the model is unknown, every eligible worker is busy, none is eligible, or no Scheduler
+                answers.
+        """
+        view, lora_name = self._view(body.model)
+        self._check(body, view)
+        endpoints = {
+            worker.worker_id: endpoint
+            for worker in view.workers.values()
+            if (endpoint := endpoint_of(worker)) and (allowed is None or endpoint in allowed)
+        }
+        if not endpoints:
+            raise NoWorkers(
+                f"no worker of model {view.descriptor.model!r} has an OpenAI endpoint"
+                + ("" if allowed is None else " among those that the gateway allows")
+            )
+        return await self._book(body, view, lora_name, endpoints, request_id, deadline)
+
+    async def _book(
+        self,
+        body: RoutedBody,
+        view: ComponentView,
+        lora_name: str,
+        endpoints: Mapping[int, str],
+        request_id: str,
+        deadline: Deadline,
+    ) -> Pick:
+        block_size = view.descriptor.block_size
+        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, ""), [])
+        link = self._links.link(view.name, hashes)
+        routing = RoutingRequest(
+            model=view.descriptor.model,
+            component=view.descriptor.component,
+            local_hashes=local_hashes_message(hashes),
+            prompt_tokens=body.prompt_tokens,
+            block_size=block_size,
+            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt),
+            constraints=RoutingConstraints(
+                allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
+                avoided_worker_ids=self._health.avoided(view.name),
+            ),
+            priority=body.priority,
+            max_output_tokens=body.max_output_tokens,
+        )
+        # A client may reuse its request id, but the key of a freed booking cannot be booked again.
+        key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
+        select = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=time.time_ns())
+        selection = await link.select(select, deadline=deadline)
+        booking = LiveBooking.of(key, selection, hashes, body.prompt_tokens, block_size)
+        link.keep(booking)
+        chosen = booking.rank.worker_id
+        fallbacks = self._fallbacks(view.name, endpoints, chosen)
+        headers = {}
+        if len(view.workers[chosen].ranks) > 1:
+            headers[_RANK_HEADER] = str(booking.rank.dp_rank)
+        return Pick(booking, link, [endpoints[chosen], *fallbacks], headers)
+
+    def any_endpoints(self, allowed: Collection[str] | None) -> list[str]:
+        """Returns healthy endpoints in random order, for a request that runs no model; books nothing.
+
+        Raises:
+            NoWorkers: there are none among those allowed.
+        """
+        endpoints = [
+            endpoint
+            for name in self._directory.components
+            for worker in self._health.healthy(name)
+            if (endpoint := endpoint_of(worker)) and (allowed is None or endpoint in allowed)
+        ]
+        if not endpoints:
+            raise NoWorkers("no healthy worker has an OpenAI endpoint that the gateway allows")
+        return random.sample(endpoints, min(1 + _FALLBACKS, len(endpoints)))
+
+    async def follow(self, pick: Pick, served: str, body: RoutedBody, *, request_id: str, deadline: Deadline) -> Pick:
+        """Returns the pick of the endpoint that served a request instead of the chosen one.
+
+        The load is booked there if it belongs to a worker; the former booking ends.
+        """
+        pick.end()
+        log.info("request.served_by_fallback", request_id=request_id, worker=pick.booking.rank.worker_id, served=served)
+        try:
+            return await self.pick(body, request_id=request_id, allowed={served}, deadline=deadline)
+        except KvRouterError as error:
+            log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
+            return pick
+
+    def _view(self, model: str) -> tuple[ComponentView, str]:
+        """Returns the component of a model or LoRA adapter, and the adapter's name, or an empty one."""
+        components: dict[ComponentName, ComponentView] = dict(self._directory.components)
+        try:
+            return component_of_model(model, components), ""
+        except UnknownModel:
+            for view in components.values():
+                if any(model in worker.lora_names for worker in view.workers.values()):
+                    return view, model
+            raise
+
+    def _check(self, body: RoutedBody, view: ComponentView) -> None:
+        longest = view.descriptor.max_model_len
+        if not body.is_text and longest and body.prompt_tokens >= longest:
+            raise PromptTooLong(body.prompt_tokens, longest - 1)
+
+    def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:
+        healthy = [worker.worker_id for worker in self._health.healthy(name)]
+        others = [endpoints[number] for number in healthy if number in endpoints and number != chosen]
+        return random.sample(others, min(_FALLBACKS, len(others)))
+
+
+def endpoint_of(worker: WorkerRegistration) -> str:
+    """Returns the address of a worker's OpenAI API, host:port; empty if it has none."""
+    return _address(worker.openai_endpoint)
+
+
+@lru_cache(4096)
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return ""
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"

@@ -1,0 +1,96 @@
+"""Messages to the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    ImmediateResponse,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from kvrouter.frontend.api.http_server import error_body
+from kvrouter.frontend.endpoint_picker.metadata import DESTINATION, destination
+from kvrouter.runtime.errors import KvRouterError
+
+MAX_PIECE_BYTES = 62 << 10
+"""Maximum size of a piece of a body in one message, as Envoy recommends: below 64 KiB."""
+
+
+def route(endpoints: Sequence[str], headers: Mapping[str, str]) -> ProcessingResponse:
+    """Answers the request's headers: names the endpoints, and sets further headers for the engine."""
+    mutation = _mutation({DESTINATION: ",".join(endpoints)} | dict(headers))
+    common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
+    return ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=destination(endpoints))
+
+
+def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[ProcessingResponse]:
+    """Returns the messages that pass a whole request body on, in pieces; without its end if trailers follow."""
+    pieces = [bytes(body[start : start + MAX_PIECE_BYTES]) for start in range(0, len(body), MAX_PIECE_BYTES)] or [b""]
+    return [
+        ProcessingResponse(request_body=_streamed(piece, end_of_stream=end_of_stream and number == len(pieces)))
+        for number, piece in enumerate(pieces, start=1)
+    ]
+
+
+def request_trailers() -> ProcessingResponse:
+    """Passes the request's trailers on."""
+    return ProcessingResponse(request_trailers=TrailersResponse())
+
+
+def response_headers(headers: Mapping[str, str]) -> ProcessingResponse:
+    """Passes the response's headers on, with further ones for the client."""
+    return ProcessingResponse(
+        response_headers=HeadersResponse(response=CommonResponse(header_mutation=_mutation(headers)))
+    )
+
+
+def response_body(piece: bytes, *, end_of_stream: bool, full_duplex: bool) -> ProcessingResponse:
+    """Passes a piece of the response on, unchanged."""
+    return ProcessingResponse(
+        response_body=_streamed(piece, end_of_stream=end_of_stream) if full_duplex else BodyResponse()
+    )
+
+
+def response_trailers() -> ProcessingResponse:
+    """Passes the response's trailers on."""
+    return ProcessingResponse(response_trailers=TrailersResponse())
+
+
+def refusal(error: KvRouterError, *, status: int | None = None) -> ProcessingResponse:
+    """Ends the request with an error in the format of the OpenAI API; ``status`` replaces the error's HTTP status."""
+    usual, body, headers = error_body(error)
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=status or usual),
+            headers=_mutation({"content-type": "application/json"} | headers),
+            body=msgspec.json.encode(body),
+            details=f"kvrouter_{error.code.name.lower()}",
+        )
+    )
+
+
+def _streamed(piece: bytes, *, end_of_stream: bool) -> BodyResponse:
+    streamed = StreamedBodyResponse(body=piece, end_of_stream=end_of_stream)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+
+
+def _mutation(headers: Mapping[str, str]) -> HeaderMutation:
+    return HeaderMutation(
+        set_headers=[
+            HeaderValueOption(
+                header=HeaderValue(key=name.lower(), raw_value=value.encode()),
+                append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in headers.items()
+        ]
+    )

@@ -1,0 +1,128 @@
+"""The gRPC server of the endpoint picker: external processing, health, and reflection, on an address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import structlog
+from envoy.service.ext_proc.v3 import external_processor_pb2
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    ExternalProcessorServicer,
+    add_ExternalProcessorServicer_to_server,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio
+from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange
+from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.server_reflection import add_reflection
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.listening import BindFailed
+
+log = structlog.get_logger(component="endpoint-picker")
+
+SERVICE = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+_LIVENESS, _READINESS = "liveness", "readiness"
+_READINESS_SECONDS = 0.05
+"""Interval of readiness checks."""
+_STOP_SECONDS = 0.5
+"""Time for refused requests to reach the gateway before connections are closed."""
+
+
+class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  # The base class is not typed.
+    """Envoy's external processing service."""
+
+    def __init__(self, picker: Picker, metrics: PickerMetrics, *, timeout_seconds: float) -> None:
+        self._picker = picker
+        self._metrics = metrics
+        self._timeout_seconds = timeout_seconds
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.running = 0
+        """Number of requests in progress."""
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is in progress."""
+        await self._idle.wait()
+
+    async def Process(self, request_iterator: Any, context: Context) -> None:  # noqa: ARG002, N802 - gRPC's names
+        """Processes one HTTP request of the gateway."""
+        self.running += 1
+        self._idle.clear()
+        try:
+            with self._metrics.running.track_inprogress():
+                exchange = Exchange(context, self._picker, self._metrics, timeout_seconds=self._timeout_seconds)
+                await exchange.run()
+        except KvRouterError as error:
+            log.warning("gateway.refused", cause=str(error))
+            await context.abort(error.code, f"{error}. {error.info.advice}")
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
+
+
+@asynccontextmanager
+async def serving_picker(
+    picker: Picker, metrics: PickerMetrics, bind: str, *, timeout_seconds: float, drain_seconds: float
+) -> AsyncIterator[str]:
+    """Serves the endpoint picker while the context lasts; yields its address, host:port.
+
+    Args:
+        picker: Chooses endpoints.
+        metrics: Counts requests.
+        bind: Address to listen on, host:port.
+        timeout_seconds: Maximum time for a choice.
+        drain_seconds: Maximum time that running requests get to end when the context ends.
+
+    Raises:
+        BindFailed: the port is in use or the address is not one of this machine's.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    service = EndpointPickerService(picker, metrics, timeout_seconds=timeout_seconds)
+    add_ExternalProcessorServicer_to_server(service, server)
+    health = aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    add_reflection(server, [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
+    try:
+        port = server.add_insecure_port(bind)
+    except RuntimeError:
+        raise BindFailed(bind) from None
+    await health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+    await _publish(health, ready=False)
+    await server.start()
+    address = f"{bind.rpartition(':')[0]}:{port}"
+    log.info("grpc.listening", address=address, services=[SERVICE])
+    following = asyncio.create_task(_follow_readiness(health, picker), name="endpoint-picker-health")
+    try:
+        yield address
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+        await _publish(health, ready=False)
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await service.wait_idle()
+        except TimeoutError:
+            log.warning("calls.cut_off", calls=service.running, after_seconds=drain_seconds)
+        await server.stop(_STOP_SECONDS)
+
+
+async def _follow_readiness(health: aio.HealthServicer, picker: Picker) -> None:
+    ready = False
+    while True:
+        if picker.ready != ready:
+            ready = picker.ready
+            await _publish(health, ready=ready)
+        await asyncio.sleep(_READINESS_SECONDS)
+
+
+async def _publish(health: aio.HealthServicer, *, ready: bool) -> None:
+    status = health_pb2.HealthCheckResponse
+    for name in (SERVICE, _READINESS, ""):
+        await health.set(name, status.SERVING if ready else status.NOT_SERVING)
