@@ -1,0 +1,71 @@
+"""Trains a small tokenizer with a chat template, for systems of simulated engines."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+from kvrouter.net.model_files import TOKENIZER
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY_SIZE = 4096
+"""Number of tokens at most."""
+
+_MODULES = (
+    "argparse",
+    "asyncio",
+    "collections",
+    "contextlib",
+    "decimal",
+    "difflib",
+    "email",
+    "functools",
+    "heapq",
+    "json",
+)
+"""Modules of the standard library whose documentation is the text to train on."""
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def write_small_tokenizer(directory: Path) -> None:
+    """Trains a byte-level BPE tokenizer, within a second, and writes its files into a directory that exists."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_documentation(), trainer)
+    tokenizer.save(str(directory / TOKENIZER))
+    config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _documentation() -> list[str]:
+    texts = []
+    for name in _MODULES:
+        module = importlib.import_module(name)
+        texts.append(inspect.getdoc(module) or "")
+        for _, member in inspect.getmembers(
+            module, lambda member: inspect.isclass(member) or inspect.isroutine(member)
+        ):
+            texts.append(inspect.getdoc(member) or "")
+            texts += [inspect.getdoc(part) or "" for _, part in inspect.getmembers(member, inspect.isroutine)]
+    return texts

@@ -1,0 +1,1 @@
+"""Text in and out: chat templates, tokenization, incremental detokenization, stop strings."""

@@ -1,0 +1,172 @@
+"""Renders chats with the model's own template, as ``transformers`` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.parser import Parser
+from jinja2.utils import Namespace
+from kvrouter.frontend.text.template_bounds import BoundedEnvironment, TemplateTooExpensive
+from kvrouter.runtime.errors import BadRequest
+
+_MAX_TEMPLATE_BYTES = 4 << 20
+_PROBE = "kvrouter-probe"
+
+
+class InvalidTemplate(ValueError):
+    """A template cannot be compiled."""
+
+
+class _Refused(TemplateError):
+    """The template called ``raise_exception``."""
+
+
+class ChatTemplate:
+    """A compiled template. Rendering takes up to 2 seconds, so call it in a thread."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compiles a template.
+
+        Args:
+            source: The template.
+            special_tokens: Tokens by name, such as bos_token, which the template may use.
+
+        Raises:
+            InvalidTemplate: it is too long, or has a syntax error.
+        """
+        if len(source) > _MAX_TEMPLATE_BYTES:
+            raise InvalidTemplate(f"the template has {len(source)} characters; the limit is {_MAX_TEMPLATE_BYTES}")
+        self._special_tokens = dict(special_tokens)
+        self._environment = _environment()
+        try:
+            self._template = self._environment.from_string(source)
+        except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
+            raise InvalidTemplate(f"the template cannot be compiled: {error}") from None
+        self.takes_parts = self._takes_parts()
+        """Whether the template reads contents that are lists of parts. Others get the parts' text."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the prompt of a chat.
+
+        Args:
+            messages: Messages as JSON objects.
+            tools: Tools as JSON objects; None if there are none.
+            add_generation_prompt: Whether the prompt ends with the begin of the model's message.
+            options: Further variables, such as ``enable_thinking``.
+
+        Raises:
+            BadRequest: the template refuses the chat, fails, or exceeds a bound; the error names the field.
+        """
+        variables = {**self._special_tokens, **(options or {})}
+        variables |= {
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        self._environment.budget.begin()
+        try:
+            return self._template.render(variables)
+        except _Refused as error:
+            raise _failed(f"the chat template refuses the messages: {error}") from None
+        except TemplateTooExpensive as error:
+            raise _failed(f"the chat template exceeds its bounds: {error}") from None
+        except SecurityError as error:
+            raise _failed(f"the chat template does what is not allowed: {error}") from None
+        except RecursionError:
+            raise _failed("the chat template exceeds its bounds: it calls itself too deeply") from None
+        except Exception as error:
+            # A template is a program: it can raise anything that its operations on the client's values can raise.
+            raise _failed(f"the chat template fails on these messages: {type(error).__name__}: {error}") from None
+
+    def _takes_parts(self) -> bool:
+        parts = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+        try:
+            rendered = self.render(parts)
+        except BadRequest:
+            return False
+        return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+
+def _failed(message: str) -> BadRequest:
+    return BadRequest(message[:512], field="messages", advice="Send messages that the model's chat template supports.")
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag ``generation``, which marks what the model wrote. It has no effect on the text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Returns the statements within the tag."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _TemplateNamespace(Namespace):
+    """A namespace whose attributes do not begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"an attribute of a namespace begins with an underscore: {name[:64]!r}")
+
+
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, *args, **kwargs: environment.budget.text(
+        _to_json(environment.budget.container(value), *args, **kwargs)
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _TemplateNamespace
+    del environment.globals["lipsum"], environment.globals["cycler"], environment.globals["joiner"]
+    return environment
+
+
+def _raise_exception(message: object) -> None:
+    raise _Refused(str(message)[:256])
+
+
+def _strftime_now(pattern: object) -> str:
+    return datetime.now().strftime(str(pattern)[:256])
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no template expects.
+    width = min(indent, 32) if isinstance(indent, int) else None
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=width, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,85 @@
+"""Remembers the tokens of pieces of prompts, so that a shared prefix is tokenized once.
+
+A text is cut where its tokens are certain to be the same as without the cut. So the tokens of a text are those of its
+pieces. Where it is cut depends only on the text before and just after the cut. So texts with a common prefix have
+common pieces.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+PIECE_CHARACTERS = 256
+"""Shortest piece. Longer pieces cost less to look up, but more tokens of a prefix lie after its last cut."""
+_OVERHEAD_BYTES = 256
+"""Memory of an entry besides its text and tokens."""
+
+
+class Cutter:
+    """Cuts texts into pieces."""
+
+    def __init__(self, *, at_words: bool, before: Iterable[str]) -> None:
+        """Compiles the rule.
+
+        Args:
+            at_words: Whether to cut between a letter and a space that is followed by a letter, all of them ASCII.
+            before: Special tokens before which to cut.
+        """
+        places = [rf"(?={re.escape(token)})" for token in before]
+        if at_words:
+            places.insert(0, r"(?<=[A-Za-z])(?= [A-Za-z])")
+        self._place = re.compile("|".join(places)) if places else None
+
+    def pieces(self, text: str) -> list[str]:
+        """Returns the pieces of a text, in order. All but the last end at a cut."""
+        pieces: list[str] = []
+        start = 0
+        place = self._place
+        while place is not None and len(text) - start > PIECE_CHARACTERS:
+            found = place.search(text, start + PIECE_CHARACTERS)
+            if found is None:
+                break
+            pieces.append(text[start : found.start()])
+            start = found.start()
+        pieces.append(text[start:])
+        return pieces
+
+
+class PieceCache:
+    """Tokens of pieces, the least recently used ones dropped. Usable from several threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._tokens: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Memory of all entries, bytes."""
+        return self._bytes
+
+    def get(self, piece: str) -> bytes | None:
+        """Returns the tokens of a piece as a packed buffer; None if they are not known."""
+        with self._lock:
+            tokens = self._tokens.get(piece)
+            if tokens is not None:
+                self._tokens.move_to_end(piece)
+            return tokens
+
+    def put(self, piece: str, tokens: bytes) -> None:
+        """Adds the tokens of a piece."""
+        with self._lock:
+            if piece in self._tokens:
+                return
+            self._tokens[piece] = tokens
+            self._bytes += _size(piece, tokens)
+            while self._bytes > self._max_bytes:
+                self._bytes -= _size(*self._tokens.popitem(last=False))
+
+
+def _size(piece: str, tokens: bytes) -> int:
+    return _OVERHEAD_BYTES + len(piece.encode()) + len(tokens)

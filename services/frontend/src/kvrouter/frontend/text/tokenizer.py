@@ -1,0 +1,194 @@
+"""The tokenizer of a model, with a cache of prefixes."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache
+from kvrouter.runtime.errors import PromptTooLong
+from tokenizers import Tokenizer
+
+_LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Lowercase", "Sequence", "ByteLevel"})
+"""Normalizers that change a text independently of what is before a space between two letters, and after it."""
+_LOCAL_PRE_TOKENIZERS = frozenset({"Split", "ByteLevel", "Sequence", "Digits", "Metaspace", "Punctuation"})
+_MAX_CUT_TOKENS = 64
+_GROUP_CHARACTERS = 64 << 10
+"""Characters that are tokenized before the limit on tokens is checked again."""
+_SAMPLE = (
+    "The quick brown fox jumps over the lazy dog. It isn't 12,345 or 6.7e8; naïve café — 你好 世界 🙂 "
+    "def f(x):\n\treturn x  +  1\r\n\n   # a comment, don't ask WHY\nHTTPServer camelCase snake_case a b c I'm we'll "
+)
+"""Text on which the cuts of a tokenizer are checked."""
+
+
+class InvalidTokenizer(ValueError):
+    """A tokenizer cannot be used."""
+
+
+class ModelTokenizer:
+    """Tokenizes the prompts of one model. Its methods may be called in several threads."""
+
+    def __init__(self, definition: bytes, *, cache_bytes: int) -> None:
+        """Loads a tokenizer, which takes up to seconds.
+
+        Args:
+            definition: Content of tokenizer.json.
+            cache_bytes: Memory of the cache.
+
+        Raises:
+            InvalidTokenizer: it cannot be loaded.
+        """
+        try:
+            parsed = json.loads(definition)
+            self._tokenizer = Tokenizer.from_buffer(definition)
+        except Exception as error:
+            # The library raises Exception itself.
+            raise InvalidTokenizer(f"tokenizer.json cannot be loaded: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._cache = PieceCache(cache_bytes)
+        self.vocabulary_size = self._tokenizer.get_vocab_size()
+        """Number of tokens, those included that were added."""
+        self._before, self._after = self._template()
+        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        self._cutter = self._checked_cutter(parsed)
+
+    @property
+    def library(self) -> Tokenizer:
+        """The tokenizer of the library ``tokenizers``."""
+        return self._tokenizer
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of a token; None if there is no such token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def encode(self, text: str, *, special_tokens: bool, limit: int, field: str = "prompt") -> bytes:
+        """Returns the tokens of a text as a packed buffer.
+
+        Args:
+            text: The text. Special tokens in it become these tokens.
+            special_tokens: Whether to add what the tokenizer adds to a prompt, such as a token for its begin.
+            limit: Maximum number of tokens; tokenization stops beyond it.
+            field: The field of the request, for the error.
+
+        Raises:
+            PromptTooLong: there are more tokens than the limit.
+        """
+        if len(text) > limit * self._longest_token:
+            raise PromptTooLong(len(text) // self._longest_token, limit, field=field)
+        pieces = self._cutter.pieces(text)
+        parts = [self._before] if special_tokens else []
+        tokens = 0
+        for group in _groups(pieces):
+            encoded = self._encode_pieces(group, group[-1] is not pieces[-1])
+            parts += encoded
+            tokens += sum(map(len, encoded)) // 4
+            if tokens > limit:
+                raise PromptTooLong(tokens, limit, field=field)
+        if special_tokens:
+            parts.append(self._after)
+        packed = b"".join(parts)
+        if len(packed) // 4 > limit:
+            raise PromptTooLong(len(packed) // 4, limit, field=field)
+        return packed
+
+    def encode_whole(self, text: str) -> bytes:
+        """Returns the tokens of a text without cuts and without the cache, as a packed buffer."""
+        return _packed(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _encode_pieces(self, pieces: Sequence[str], last_is_cut: bool) -> list[bytes]:
+        """Returns the tokens of each piece. A piece that does not end at a cut is not kept: it is rarely shared."""
+        found = [self._cache.get(piece) for piece in pieces]
+        missing = [index for index, tokens in enumerate(found) if tokens is None]
+        if missing:
+            batch = self._tokenizer.encode_batch_fast([pieces[index] for index in missing], add_special_tokens=False)
+            for index, encoding in zip(missing, batch, strict=True):
+                tokens = _packed(encoding.ids)
+                found[index] = tokens
+                if last_is_cut or index < len(pieces) - 1:
+                    self._cache.put(pieces[index], tokens)
+        return [tokens for tokens in found if tokens is not None]
+
+    def _template(self) -> tuple[bytes, bytes]:
+        """Returns the tokens that the tokenizer adds before and after a prompt."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return _packed(whole[:start]), _packed(whole[start + len(bare) :])
+        raise InvalidTokenizer("its post-processor changes the tokens of a text: expected one that adds tokens only")
+
+    def _checked_cutter(self, definition: dict[str, Any]) -> Cutter:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = [token.content for token in added]
+        marks = [
+            token.content
+            for token in added
+            if token.special
+            and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+            and len(token.content) > 2
+            and not any(token.content in name and token.content != name for name in names)
+        ][:_MAX_CUT_TOKENS]
+        at_words = _may_cut_at_words(definition, added)
+        for cutter in (Cutter(at_words=at_words, before=marks), Cutter(at_words=False, before=marks)):
+            if self._is_exact(cutter, marks):
+                return cutter
+        return Cutter(at_words=False, before=())
+
+    def _is_exact(self, cutter: Cutter, marks: Sequence[str]) -> bool:
+        """Returns whether texts have the same tokens with the cuts as without."""
+        separators = ["", " ", "\n", *marks[:4]]
+        text = "".join(_SAMPLE[shift:] + separators[shift % len(separators)] for shift in range(0, 160, 7))
+        for shift in range(8):
+            sample = text[shift * 37 :]
+            cut = b"".join(map(self.encode_whole, cutter.pieces(sample)))
+            if cut != self.encode_whole(sample):
+                return False
+        return True
+
+
+def _may_cut_at_words(definition: dict[str, Any], added: Iterable[Any]) -> bool:
+    """Returns whether no token and no rule can join the letter before a space and the letter after it.
+
+    Merges of a BPE model make tokens of the vocabulary only. So if no token has a letter, a space and a letter, a text
+    has the same tokens when it is divided at such a place, if its normalizer and pre-tokenizer work locally too.
+    """
+    model = definition.get("model") or {}
+    if model.get("type") != "BPE" or model.get("dropout"):
+        return False
+    normalizers = _types(definition.get("normalizer"), "normalizers")
+    pre_tokenizers = _types(definition.get("pre_tokenizer"), "pretokenizers")
+    if not (normalizers <= _LOCAL_NORMALIZERS and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS):
+        return False
+    space = "Ġ" if "ByteLevel" in normalizers | pre_tokenizers else "▁"
+    joined = re.compile(f"[A-Za-z][ {space}][A-Za-z]")
+    return not any(map(joined.search, model.get("vocab", ()))) and not any(
+        joined.search(token.content) or (token.rstrip and token.content[-1:].isalpha()) for token in added
+    )
+
+
+def _types(definition: dict[str, Any] | None, members: str) -> set[str]:
+    if not definition:
+        return set()
+    found = {str(definition.get("type"))}
+    for member in definition.get(members, ()):
+        found |= _types(member, members)
+    return found
+
+
+def _groups(pieces: Sequence[str]) -> Iterable[Sequence[str]]:
+    start, size = 0, 0
+    for index, piece in enumerate(pieces):
+        size += len(piece)
+        if size >= _GROUP_CHARACTERS or index == len(pieces) - 1:
+            yield pieces[start : index + 1]
+            start, size = index + 1, 0
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return array("I", ids).tobytes()

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.prefix_cache import PIECE_CHARACTERS, Cutter, PieceCache
+from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
+from kvrouter.runtime.errors import PromptTooLong
+
+FRAGMENTS = [
+    *(
+        "the ",
+        "a ",
+        " b",
+        "x y",
+        "naïve ",
+        "café",
+        "你好",
+        "🙂",
+        " ",
+        "\n",
+        "\n\n",
+        "  ",
+        "\t",
+        "don't ",
+        " WHY",
+        "12",
+        "...",
+    ),
+    *("e\u0301 ", " \u0301x", "<|im_start|>", "<|im_end|>", "<|im_", "▁", "Ġ", " of the world and all that is in it "),
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=400).map("".join)
+LIMIT = 1 << 20
+
+
+def tokens(packed: bytes) -> list[int]:
+    return list(array("I", packed))
+
+
+def family(model_files: dict[str, bytes], **changes: Any) -> ModelTokenizer:
+    """The small tokenizer with other rules, as other families have."""
+    definition = json.loads(model_files["tokenizer.json"]) | changes
+    return ModelTokenizer(json.dumps(definition).encode(), cache_bytes=1 << 20)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=2, max_size=3))
+def test_tokens_with_the_cache_equal_those_without(model: ModelText, texts: list[str]) -> None:
+    # Texts with a common prefix, twice each, so that pieces come out of the cache.
+    for text in (*texts, texts[0] + texts[1], texts[0] + texts[-1], *texts):
+        encoded = model.tokenizer.encode(text, special_tokens=False, limit=LIMIT)
+        assert encoded == model.tokenizer.encode_whole(text)
+
+
+LONG_WORDS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, SPACES]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"normalizer": SPACES, "pre_tokenizer": None},
+        {"normalizer": PREPENDED, "pre_tokenizer": None},
+        {"pre_tokenizer": LONG_WORDS},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    ],
+    ids=["nfc", "no pre-tokenizer", "prepended", "metaspace", "unknown pre-tokenizer"],
+)
+def test_other_families_have_the_same_tokens_with_the_cache(
+    model_files: dict[str, bytes], changes: dict[str, Any]
+) -> None:
+    tokenizer = family(model_files, **changes)
+
+    @settings(max_examples=30, deadline=None)
+    @given(text=TEXTS)
+    def check(text: str) -> None:
+        for _ in range(2):
+            assert tokenizer.encode(text, special_tokens=False, limit=LIMIT) == tokenizer.encode_whole(text)
+
+    check()
+
+
+def test_a_shared_prefix_is_tokenized_once(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    prefix = "a shared prefix with many words " * 100
+    tokenizer.encode(prefix + "first", special_tokens=False, limit=LIMIT)
+    known = tokenizer._cache.size
+    tokenizer.encode(prefix + "second", special_tokens=False, limit=LIMIT)
+    # Only what contains the end of the prefix is new, and it is not kept, since no cut ends it.
+    assert tokenizer._cache.size == known > 0
+
+
+def test_the_cache_stays_within_its_memory() -> None:
+    cache = PieceCache(10_000)
+    for number in range(1000):
+        cache.put(f"{number:0300}", b"\0" * 400)
+    assert 0 < cache.size <= 10_000
+    assert cache.get(f"{999:0300}") is not None
+    assert cache.get(f"{0:0300}") is None
+
+
+def test_pieces_are_cut_between_words_and_before_special_tokens() -> None:
+    cutter = Cutter(at_words=True, before=["<|im_start|>"])
+    text = "word " * 100 + "<|im_start|>" + "1234567890" * 60 + "<|im_start|>rest"
+    pieces = cutter.pieces(text)
+    assert "".join(pieces) == text
+    assert len(pieces) > 2
+    assert all(len(piece) >= PIECE_CHARACTERS for piece in pieces[:-1])
+    assert all(piece.startswith((" ", "<|im_start|>")) for piece in pieces[1:])
+
+
+def test_a_prompt_gets_the_tokens_that_its_tokenizer_adds(model_files: dict[str, bytes]) -> None:
+    bos = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    template = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokenizer = family(
+        model_files,
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": template,
+            "pair": [*template, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": bos},
+        },
+    )
+    plain = tokens(tokenizer.encode("some text", special_tokens=False, limit=LIMIT))
+    assert tokens(tokenizer.encode("some text", special_tokens=True, limit=LIMIT)) == [0, *plain]
+    assert tokens(tokenizer.encode("", special_tokens=True, limit=LIMIT)) == [0]
+
+
+def test_a_prompt_over_the_limit_is_refused_with_its_field(model: ModelText) -> None:
+    with pytest.raises(PromptTooLong, match="limit is 10") as caught:
+        model.tokenizer.encode("1 2 3 4 5 6 7 8 9 10 11 12", special_tokens=True, limit=10, field="messages")
+    assert caught.value.info.field == "messages"
+
+
+def test_a_prompt_that_must_be_over_the_limit_is_refused_before_it_is_tokenized(
+    model: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "_encode_pieces", lambda *_: pytest.fail("tokenized"))
+    with pytest.raises(PromptTooLong):
+        model.tokenizer.encode("x" * 1_000_000, special_tokens=True, limit=10)
+
+
+@pytest.mark.parametrize("definition", [b"", b"{}", b"[1]", b"\xff", b'{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_loaded_is_reported(definition: bytes) -> None:
+    with pytest.raises(InvalidTokenizer, match=r"tokenizer\.json"):
+        ModelTokenizer(definition, cache_bytes=1 << 20)
