@@ -71,7 +71,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "journal": ("config", "errors", "events"),
         "publishing": ("errors", "events", "journal"),
         "adapters": ("errors", "events", "publishing"),
-        "zmq_publisher": ("adapters", "errors", "events"),
+        "zmq_sockets": ("adapters", "errors"),
+        "zmq_publisher": ("errors", "events", "zmq_sockets"),
         "serving": ("errors",),
         # Checks a worker from outside.
         "check": ("config", "errors", "events"),

@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import zmq
 from kvrouter.core import Scope, TokenBuffer
-from kvrouter.net.logs import get_logger
-from kvrouter.publisher.adapters.zmq_messages import (
-    END_OF_REPLAY,
-    MalformedMessage,
-    encode_sequence,
-    read_replay_request,
-)
 from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
+from kvrouter.publisher.zmq_sockets import EventSockets
 from kvrouter.v1.common_pb2 import Tier
-
-log = get_logger(__name__)
 
 _MEDIA = {
     Tier.TIER_DEVICE: "GPU",
@@ -37,7 +27,6 @@ _MEDIA = {
     Tier.TIER_SHARED: "SHARED_STORAGE",
 }
 _BASE_SCOPE = Scope()
-_POLL_MS = 200
 
 
 class ZmqPublisher:
@@ -72,22 +61,27 @@ class ZmqPublisher:
         """  # noqa: D205
         if block_size < 1:
             raise InvalidConfig(f"block_size is {block_size}: expected 1 or more")
-        self.endpoint = endpoint
-        """Address of the events; once it listens, with the port taken."""
-        self.replay_endpoint = replay_endpoint
-        """Address of replays, likewise; empty for none."""
-        self._topic = topic.encode()
+        self._sockets = EventSockets(
+            endpoint,
+            replay_endpoint=replay_endpoint,
+            topic=topic,
+            buffer_steps=buffer_steps,
+            high_water_mark=high_water_mark,
+        )
         self._dp_rank = dp_rank
         self._block_size = block_size
-        self._high_water_mark = high_water_mark
         self._lock = threading.RLock()
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._next_sequence = 0
         self._batch: list[dict[str, Any]] | None = None
-        self._context = zmq.Context()
-        self._events: zmq.Socket[bytes] | None = None
-        self._replays: threading.Thread | None = None
-        self._stopping = threading.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the events; once it listens, with the port taken."""
+        return self._sockets.endpoint
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Address of replays, likewise; empty for none."""
+        return self._sockets.replay_endpoint
 
     def __enter__(self) -> Self:
         """Listens.
@@ -95,23 +89,13 @@ class ZmqPublisher:
         Raises:
             InvalidConfig: an address cannot be listened on.
         """
-        self._events, self.endpoint = self._listen(zmq.PUB, self.endpoint, self._high_water_mark)
-        if self.replay_endpoint:
-            # A ROUTER would drop the rest of a long answer at its mark; what is kept bounds the answer.
-            socket, self.replay_endpoint = self._listen(zmq.ROUTER, self.replay_endpoint, high_water_mark=0)
-            self._replays = threading.Thread(target=self._answer_replays, args=(socket,), name="kv-replay", daemon=True)
-            self._replays.start()
+        self._sockets.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopping.set()
-        if self._replays is not None:
-            self._replays.join()
-        with self._lock:
-            self._events = None
-        self._context.destroy(linger=0)
+        self._sockets.__exit__(kind, error, trace)
 
     def stored(
         self,
@@ -185,39 +169,7 @@ class ZmqPublisher:
                 self._publish([event])
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
-        payload = msgspec.msgpack.encode([time.time(), events, self._dp_rank])
-        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-        self._sent.append((sequence, payload))
-        if self._events is not None:
-            # A PUB socket drops what a consumer cannot take; it does not block.
-            self._events.send_multipart([self._topic, encode_sequence(sequence), payload], zmq.DONTWAIT)
-
-    def _listen(self, kind: int, endpoint: str, high_water_mark: int) -> tuple[zmq.Socket[bytes], str]:
-        """Returns a socket and the address that it listens on."""
-        socket = self._context.socket(kind)
-        socket.set_hwm(high_water_mark)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise InvalidConfig(f"cannot listen on {endpoint}: {error}") from None
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _answer_replays(self, socket: zmq.Socket[bytes]) -> None:
-        while not self._stopping.is_set():
-            if not socket.poll(_POLL_MS):
-                continue
-            frames = socket.recv_multipart()
-            try:
-                requester, first = read_replay_request(frames)
-            except MalformedMessage as error:
-                log.warning("replay.malformed_request", error=str(error))
-                continue
-            with self._lock:
-                messages = [message for message in self._sent if message[0] >= first]
-            for sequence, payload in messages:
-                socket.send_multipart([requester, b"", self._topic, encode_sequence(sequence), payload])
-            socket.send_multipart([requester, b"", b"", encode_sequence(END_OF_REPLAY), b""])
+        self._sockets.publish(msgspec.msgpack.encode([time.time(), events, self._dp_rank]))
 
 
 def _tokens(token_ids: TokenBuffer) -> list[int]:
