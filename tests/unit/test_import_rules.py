@@ -144,6 +144,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "standalone": ("adapter", "app", "settings"),
         "serving": ("driver", "engine"),
         "openai": ("serving",),
+        "sglang": ("app", "driver", "engine", "openai", "serving", "settings"),
         "vllm": ("app", "driver", "engine", "openai", "serving", "settings"),
         "settings": ("serving",),
     },

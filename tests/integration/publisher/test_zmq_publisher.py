@@ -192,6 +192,19 @@ def test_an_address_in_use_is_named(context: zmq.Context[Any]) -> None:
             pass
 
 
+def test_a_publisher_connects_to_a_consumer_that_listens(context: zmq.Context[Any]) -> None:
+    with context.socket(zmq.SUB) as consumer:
+        consumer.subscribe(b"")
+        consumer.bind("tcp://127.0.0.1:*")
+        address = consumer.getsockopt_string(zmq.LAST_ENDPOINT)
+        with ZmqPublisher(address, connects=True, block_size=BLOCK) as publisher:
+            while not consumer.poll(10):  # The first messages may be lost.
+                publisher.cleared()
+            message = read_published(consumer.recv_multipart())
+            assert message is not None
+            assert events(message) == [Cleared()]
+
+
 def test_a_block_has_tokens() -> None:
     with pytest.raises(InvalidConfig, match="block_size"):
         ZmqPublisher("tcp://127.0.0.1:1", block_size=0)

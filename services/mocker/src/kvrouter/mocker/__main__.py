@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from kvrouter.mocker.app import engine_config, running, worker_config
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.sglang.app import serving_sglang
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.mocker.vllm.app import serving_vllm
 from kvrouter.runtime.config.settings import load
@@ -37,6 +38,8 @@ def main() -> None:
         ):
             if settings.openai:
                 await stack.enter_async_context(serving_vllm(settings, registry))
+            elif settings.sglang:
+                await stack.enter_async_context(serving_sglang(settings, registry))
             elif settings.registration:
                 worker = await stack.enter_async_context(running(settings, registry))
                 await worker.registered()

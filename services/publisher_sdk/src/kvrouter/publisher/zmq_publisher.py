@@ -42,6 +42,7 @@ class ZmqPublisher:
         *,
         block_size: int,
         replay_endpoint: str = "",
+        connects: bool = False,
         topic: str = "",
         dp_rank: int = 0,
         buffer_steps: int = 10_000,
@@ -51,6 +52,7 @@ class ZmqPublisher:
         endpoint: Address to listen on, such as tcp://*:5557; with * as the port a free one is taken.
         block_size: Tokens per block, at least 1.
         replay_endpoint: Address to answer replay requests on; empty for none.
+        connects: Whether the consumer listens on ``endpoint`` and the publisher connects to it.
         topic: Topic of the messages.
         dp_rank: Data-parallel rank, which the messages name.
         buffer_steps: Number of messages that can be replayed.
@@ -64,6 +66,7 @@ class ZmqPublisher:
         self._sockets = EventSockets(
             endpoint,
             replay_endpoint=replay_endpoint,
+            connects=connects,
             topic=topic,
             buffer_steps=buffer_steps,
             high_water_mark=high_water_mark,

@@ -33,6 +33,7 @@ class EventSockets:
         endpoint: str,
         *,
         replay_endpoint: str = "",
+        connects: bool = False,
         topic: str = "",
         buffer_steps: int = 10_000,
         high_water_mark: int = 100_000,
@@ -40,6 +41,7 @@ class EventSockets:
         """Args:
         endpoint: Address to listen on, such as tcp://*:5557; with * as the port a free one is taken.
         replay_endpoint: Address to answer replay requests on; empty for none.
+        connects: Whether the consumer listens on ``endpoint`` and the publisher connects to it.
         topic: Topic of the messages.
         buffer_steps: Number of messages that can be replayed.
         high_water_mark: Messages that wait for a consumer; further ones are dropped.
@@ -48,6 +50,7 @@ class EventSockets:
         """Address of the events; once it listens, with the port taken."""
         self.replay_endpoint = replay_endpoint
         """Address of replays, likewise; empty for none."""
+        self._connects = connects
         self._topic = topic.encode()
         self._high_water_mark = high_water_mark
         self._lock = threading.Lock()
@@ -59,15 +62,15 @@ class EventSockets:
         self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
-        """Listens.
+        """Listens, or connects.
 
         Raises:
-            InvalidConfig: an address cannot be listened on.
+            InvalidConfig: an address cannot be listened on or connected to.
         """
-        self._events, self.endpoint = self._listen(zmq.PUB, self.endpoint, self._high_water_mark)
+        self._events, self.endpoint = self._open(zmq.PUB, self.endpoint, self._high_water_mark, self._connects)
         if self.replay_endpoint:
             # A ROUTER would drop the rest of a long answer at its mark; what is kept bounds the answer.
-            socket, self.replay_endpoint = self._listen(zmq.ROUTER, self.replay_endpoint, high_water_mark=0)
+            socket, self.replay_endpoint = self._open(zmq.ROUTER, self.replay_endpoint, high_water_mark=0)
             self._replays = threading.Thread(target=self._answer_replays, args=(socket,), name="kv-replay", daemon=True)
             self._replays.start()
         return self
@@ -91,15 +94,20 @@ class EventSockets:
                 # A PUB socket drops what a consumer cannot take; it does not block.
                 self._events.send_multipart([self._topic, encode_sequence(sequence), payload], zmq.DONTWAIT)
 
-    def _listen(self, kind: int, endpoint: str, high_water_mark: int) -> tuple[zmq.Socket[bytes], str]:
-        """Returns a socket and the address that it listens on."""
+    def _open(
+        self, kind: int, endpoint: str, high_water_mark: int, connects: bool = False
+    ) -> tuple[zmq.Socket[bytes], str]:
+        """Returns a socket and the address that it listens on or connects to."""
         socket = self._context.socket(kind)
         socket.set_hwm(high_water_mark)
         try:
+            if connects:
+                socket.connect(endpoint)
+                return socket, endpoint
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise InvalidConfig(f"cannot listen on {endpoint}: {error}") from None
+            raise InvalidConfig(f"cannot {'connect to' if connects else 'listen on'} {endpoint}: {error}") from None
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _answer_replays(self, socket: zmq.Socket[bytes]) -> None:

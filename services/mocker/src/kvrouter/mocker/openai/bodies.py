@@ -38,14 +38,14 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     # SGLang
-    rid: str | list[str] | None = None
+    rid: str | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
-    bootstrap_host: str | list[str] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | list[int] | None = None
-    lora_path: str | list[str | None] | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    lora_path: str | None = None
+    no_stop_trim: bool = False
 
     @property
     def choices(self) -> int:

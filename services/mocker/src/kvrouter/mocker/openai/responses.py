@@ -43,13 +43,24 @@ class Responses:
         *,
         chat: bool,
         reports_cached_tokens: bool,
+        stop_field: str = "stop_reason",
     ) -> None:
+        """Args:
+        body: The request.
+        response_id: Id of the response.
+        model: Name of the model.
+        prompts: Token ids of each prompt.
+        chat: Whether it is a chat.
+        reports_cached_tokens: Whether the usage says how many prompt tokens the cache had.
+        stop_field: Name of the field with the stop string or token.
+        """  # noqa: D205
         self._body = body
         self._id = response_id
         self._model = model
         self._prompts = prompts
         self._choices = [Choice() for _ in prompts for _ in range(body.choices)]
         self._chat = chat
+        self._stop_field = stop_field
         self._reports_cached_tokens = reports_cached_tokens
         self._cached_tokens: dict[int, int] = {}
         self._created = int(time.time())
@@ -82,7 +93,7 @@ class Responses:
             yield chunk
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         choice |= {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
-        choice |= {"logprobs": self._logprobs(piece.token_ids), "stop_reason": piece.stop_reason}
+        choice |= {"logprobs": self._logprobs(piece.token_ids), self._stop_field: piece.stop_reason}
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if is_first and not self._chat:
@@ -126,7 +137,7 @@ class Responses:
         shown |= {
             "logprobs": self._logprobs(choice.token_ids),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            self._stop_field: choice.stop_reason,
         }
         if self._body.return_token_ids:
             shown["token_ids"] = choice.token_ids

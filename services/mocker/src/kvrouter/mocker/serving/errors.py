@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvrouter.mocker.engine.types import PromptTooLong, RequestRefused
+from kvrouter.mocker.engine.types import DuplicateRequest, PromptTooLong, RequestRefused
 from kvrouter.mocker.serving.service import NoSuchRank
 
 
@@ -37,7 +37,7 @@ def refusals() -> Iterator[None]:
     """Turns what an engine refuses in the body into an ApiError."""
     try:
         yield
-    except (PromptTooLong, NoSuchRank) as error:
+    except (PromptTooLong, DuplicateRequest, NoSuchRank) as error:
         raise ApiError(400, str(error)) from None
     except RequestRefused as error:
         raise ApiError(503, str(error)) from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.http_responses import json_response
@@ -22,8 +23,8 @@ log = structlog.get_logger(component="mocker")
 
 _MAX_BODY_BYTES = 64 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ErrorBody = Callable[[ApiError], dict[str, Any]]
-"""Returns the body of an error response, in the engine's format."""
+ErrorBody = Callable[[str, ApiError], dict[str, Any]]
+"""Returns the body of an error response to a path, in the engine's format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,7 @@ async def serving_engine_api(
             raise ApiError(503, "the model is loading")
         return await handler(request)
 
-    @web.middleware
-    async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except ApiError as error:
-            return json_response(error_body(error), error.status)
-        except web.HTTPException as error:
-            return json_response({"detail": error.reason}, error.status)
-
-    application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors, loading])
+    application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json(error_body), loading])
     application.add_routes(routes)
     limits = HttpLimits(share_of_descriptors(1 / 2), settings.http_header_seconds)
     async with serving_http(
@@ -95,3 +87,16 @@ async def serving_engine_api(
     ) as (host, port):
         log.info("http.listening", address=f"{host}:{port}")
         yield f"{host}:{port}"
+
+
+def _errors_as_json(error_body: ErrorBody) -> Middleware:
+    @web.middleware
+    async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return json_response(error_body(request.path, error), error.status)
+        except web.HTTPException as error:
+            return json_response({"detail": error.reason}, error.status)
+
+    return errors

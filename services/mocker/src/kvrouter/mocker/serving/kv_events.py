@@ -20,14 +20,25 @@ class KvEventsConfig(BaseModel):
     hwm: int = Field(default=100_000, ge=0)
     max_queue_size: int = Field(default=100_000, ge=0)
     topic: str = ""
+    bind: bool | None = None
+    """Only of SGLang: whether the ranks listen on the endpoint; None to listen on wildcard addresses only."""
+    format: Literal["default", "dynamo"] = "default"
+    """Only of SGLang: the simulation has one format."""
 
     @property
     def publishes(self) -> bool:
         """Whether events are published. SGLang has no ``enable_kv_cache_events``, so either key enables them."""
         return self.publisher == "zmq" or (self.publisher is None and self.enable_kv_cache_events)
 
+    @property
+    def connects(self) -> bool:
+        """Whether the ranks connect to the endpoint, because it is an address of somebody else."""
+        if self.bind is not None:
+            return not self.bind
+        return not any(wildcard in self.endpoint for wildcard in ("*", "::", "0.0.0.0"))  # noqa: S104
+
     def events_endpoint(self, dp_rank: int, host: str) -> str:
-        """Returns the address on which a rank publishes.
+        """Returns the address on which a rank publishes or to which it connects.
 
         Args:
             dp_rank: The rank.

@@ -16,6 +16,10 @@ class EngineServerSettings(ServiceSettings):
         default=False,
         description="Behave like a vLLM server, on --bind, instead of a worker; without etcd and NATS.",
     )
+    sglang: bool = Field(
+        default=False,
+        description="Behave like an SGLang server, on --bind, instead of a worker; without etcd and NATS.",
+    )
     kv_events_config: str = Field(
         default="",
         description="Sockets of the KV events of a vLLM or SGLang server, as JSON with that engine's keys; none "
@@ -28,15 +32,31 @@ class EngineServerSettings(ServiceSettings):
         default="", description="Path that a vLLM or SGLang server names for the model; empty for its name."
     )
     enable_prompt_tokens_details: bool = Field(
-        default=False, description="Whether a vLLM server reports cached tokens in the usage."
+        default=False,
+        description="Whether a vLLM or SGLang server reports cached tokens in the usage of the OpenAI API.",
     )
     priority_scheduling: bool = Field(
         default=False,
         description="Whether a vLLM server accepts priorities; they do not change the order of the simulation.",
     )
+    incremental_streaming_output: bool = Field(
+        default=False, description="Whether chunks of an SGLang server have the new tokens only, instead of all."
+    )
+    disaggregation_bootstrap_port: int = Field(
+        default=8998,
+        ge=0,
+        le=65_535,
+        description="Port on which an SGLang server with the role prefill meets decode servers; 0 takes a free one.",
+    )
     loading_seconds: float = Field(
         default=0.0, ge=0, description="Time in which a vLLM or SGLang server answers 503 after its start, in seconds."
     )
+
+    @model_validator(mode="after")
+    def _is_one_engine(self) -> EngineServerSettings:
+        if self.openai and self.sglang:
+            raise ValueError("--openai and --sglang are different servers: start one process for each")
+        return self
 
     @model_validator(mode="after")
     def _reads_kv_events_config(self) -> EngineServerSettings:
@@ -46,7 +66,7 @@ class EngineServerSettings(ServiceSettings):
     @property
     def serves_engine_api(self) -> bool:
         """Whether the mocker is an HTTP server of an engine instead of a worker."""
-        return self.openai
+        return self.openai or self.sglang
 
     @cached_property
     def kv_events(self) -> KvEventsConfig | None:

@@ -17,6 +17,7 @@ def make_publisher(config: KvEventsConfig, dp_rank: int, *, block_size: int, hos
     return ZmqPublisher(
         config.events_endpoint(dp_rank, host),
         replay_endpoint=config.replays_endpoint(dp_rank, host),
+        connects=config.connects,
         block_size=block_size,
         topic=config.topic,
         dp_rank=dp_rank,

@@ -13,8 +13,9 @@ from kvrouter.mocker.engine.types import Scope
 from kvrouter.mocker.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
 from kvrouter.mocker.openai.handler import streamed, whole
 from kvrouter.mocker.openai.responses import Responses
+from kvrouter.mocker.openai.sampling import sampling
 from kvrouter.mocker.serving.errors import ApiError
-from kvrouter.mocker.serving.generations import Generations, Sampling, Sequenced
+from kvrouter.mocker.serving.generations import Generations, Sequenced
 from kvrouter.mocker.serving.http_responses import json_response
 from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.vllm.metrics import VllmMetrics
@@ -116,9 +117,14 @@ class VllmServer:
         prompts = body.prompts()
         base_id = request.headers.get("X-Request-Id") or body.request_id or uuid.uuid4().hex
         response_id = f"{'chatcmpl' if chat else 'cmpl'}-{base_id}"
+        suffix = uuid.uuid4().hex[:8]  # Clients may use an id twice.
         sequences = [
             Sequenced(
-                f"{choice}_{response_id}-{number}", prompt, self._sampling(body, len(prompt)), scope, choice=choice
+                f"{choice}_{response_id}-{number}-{suffix}",
+                prompt,
+                sampling(body, len(prompt), self._options.max_model_len),
+                scope,
+                choice=choice,
             )
             for number, prompt in enumerate(prompts)
             for choice in range(body.choices)
@@ -154,32 +160,6 @@ class VllmServer:
         if body.cache_salt == "":
             raise ApiError(400, "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
         return Scope(lora_name=model if model and model != options.model else "", cache_salt=body.cache_salt or "")
-
-    def _sampling(self, body: GenerationBody, prompt_tokens: int) -> Sampling:
-        """Returns what is asked of the output.
-
-        Raises:
-            ApiError: prompt and output exceed the context, or a number is out of range.
-        """
-        limit, requested = self._options.max_model_len, body.output_tokens()
-        if requested is not None and requested < 1:
-            raise ApiError(400, f"max_tokens must be at least 1, got {requested}.", param="max_tokens")
-        if prompt_tokens + (requested or 1) > limit:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {limit} tokens. However, you requested {requested or 1} "
-                f"output tokens and your prompt contains {prompt_tokens} input tokens. Please reduce the length of "
-                "the input prompt or the number of requested output tokens.",
-                param="input_tokens",
-            )
-        return Sampling(
-            max_tokens=limit - prompt_tokens if requested is None else requested,
-            stop=body.stop_strings(),
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
-            include_stop=body.include_stop_str_in_output,
-            seed=body.seed,
-            greedy=body.temperature == 0,
-        )
 
 
 def _requested_rank(request: web.Request) -> int | None:
