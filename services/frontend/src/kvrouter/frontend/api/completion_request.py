@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
+from google.protobuf.message import Message
 from kvrouter.core import find_json_value
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
 from kvrouter.frontend.api.token_list import Prompt, TokenId
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 _UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -68,6 +68,18 @@ class CompletionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_config_override: RouterConfigOverride = RouterConfigOverride()
 
 
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+_CONSTRAINTS = ("worker_id", "dp_rank")
+
 # As lenient as pydantic, with which vLLM parses bodies: "5" is accepted where a number is expected.
 _FIELDS = msgspec.json.Decoder(CompletionFields, strict=False)
 
@@ -114,35 +126,27 @@ class CompletionRequest:
     def to_generate(self) -> FrontendServiceGenerateRequest:
         """Returns the request as the Frontend's gRPC contract defines it, without the prompt."""
         fields = self.fields
-        override = fields.router_config_override
-        return FrontendServiceGenerateRequest(
-            request_id=fields.request_id,
-            model=fields.model,
-            stop_conditions=StopConditions(
-                max_tokens=fields.max_tokens,
-                min_tokens=fields.min_tokens,
-                stop_token_ids=fields.stop_token_ids,
-                ignore_eos=fields.ignore_eos,
-            ),
-            sampling_options=SamplingOptions(
-                temperature=fields.temperature,
-                top_p=fields.top_p,
-                top_k=fields.top_k,
-                min_p=fields.min_p,
-                frequency_penalty=fields.frequency_penalty,
-                presence_penalty=fields.presence_penalty,
-                repetition_penalty=fields.repetition_penalty,
-                seed=fields.seed,
-            ),
-            overrides=RoutingOverrides(
-                overlap_score_weight=override.overlap_score_weight,
-                router_temperature=override.router_temperature,
-                mode=override.mode,
-                active_decode_blocks_threshold=override.active_decode_blocks_threshold,
-                active_prefill_tokens_threshold=override.active_prefill_tokens_threshold,
-            ),
-            constraints=RoutingConstraints(worker_id=fields.worker_id, dp_rank=fields.dp_rank),
-            scope=BlockScope(cache_salt=fields.cache_salt),
-            priority=fields.priority,
-            conversation_id=fields.conversation_id,
-        )
+        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
+        request = FrontendServiceGenerateRequest(request_id=fields.request_id, model=fields.model)
+        stop = request.stop_conditions
+        stop.max_tokens = fields.max_tokens
+        stop.min_tokens = fields.min_tokens
+        stop.ignore_eos = fields.ignore_eos
+        if fields.stop_token_ids:
+            stop.stop_token_ids.extend(fields.stop_token_ids)
+        _set(request.sampling_options, fields, _SAMPLING)
+        _set(request.overrides, fields.router_config_override, RouterConfigOverride.__struct_fields__)
+        _set(request.constraints, fields, _CONSTRAINTS)
+        if fields.cache_salt:
+            request.scope.cache_salt = fields.cache_salt
+        request.priority = fields.priority
+        request.conversation_id = fields.conversation_id
+        return request
+
+
+def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
+    """Sets the fields of a message that are given."""
+    for name in names:
+        value = getattr(fields, name)
+        if value is not None:
+            setattr(message, name, value)

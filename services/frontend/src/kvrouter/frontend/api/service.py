@@ -86,6 +86,8 @@ class FrontendService:
         self._workers = workers
         self._metrics = metrics
         self._recorder = recorder
+        self._in_flight = 0
+        metrics.in_flight.set_function(lambda: self._in_flight)
         metrics.live_bookings.set_function(lambda: links.live_bookings)
         metrics.sharded_components.set_function(lambda: links.sharded_components)
 
@@ -146,7 +148,7 @@ class FrontendService:
         deadline = deadline.or_after(self.options.default_deadline_seconds)
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
-        self._metrics.in_flight.inc()
+        self._in_flight += 1
         try:
             view = self._view(request.model)
             known_model = view.descriptor.model
@@ -166,8 +168,8 @@ class FrontendService:
             code = error.code.name
             raise
         finally:
-            self._metrics.in_flight.dec()
-            self._metrics.requests.labels(model=known_model, code=code).inc()
+            self._in_flight -= 1
+            self._metrics.requests.labels(known_model, code).inc()
             if self._recorder is not None and generation is not None and (outline := generation.outline()):
                 self._recorder.note(outline)
 
@@ -221,7 +223,7 @@ class FrontendService:
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
         """Returns the models that are served."""
-        return ListModelsResponse(models=describe_models(dict(self._directory.components)))
+        return ListModelsResponse(models=describe_models(self._directory.components))
 
     async def get_worker_health(
         self,
@@ -285,7 +287,7 @@ class FrontendService:
         return answers
 
     def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
-        return component_of_model(model, dict(self._directory.components), stage)
+        return component_of_model(model, self._directory.components, stage)
 
     def _resolve(self, request: RoutingRequest, stage: Stage) -> ComponentName:
         """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -17,6 +18,11 @@ MAX_REQUEST_ID_BYTES = 112
 """The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 
 
+_ONLY_PREFILL = Role.ROLE_PREFILL
+_UNFIT = {Stage.STAGE_PREFILL: Role.ROLE_DECODE}
+"""The role that does not serve a stage, if it is not the prefill role. A decode worker can compute prompts itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one request."""
@@ -28,24 +34,21 @@ class Limits:
 
 
 def component_of_model(
-    model: str, components: dict[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
+    model: str, components: Mapping[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
 ) -> ComponentView:
     """Returns the component that serves a model in a stage: that with the most live workers, if there are several.
 
     Raises:
         UnknownModel: no component serves the model.
     """
-    # A decode worker can compute prompts itself.
-    unfit = (Role.ROLE_DECODE,) if stage == Stage.STAGE_PREFILL else (Role.ROLE_PREFILL,)
-    serving = [
-        view for view in components.values() if view.descriptor.model == model and view.descriptor.role not in unfit
-    ]
+    unfit = _UNFIT.get(stage, _ONLY_PREFILL)
+    serving = [view for view in components.values() if view.descriptor.model == model and view.descriptor.role != unfit]
     if not serving:
         raise UnknownModel(model, sorted({view.descriptor.model for view in components.values() if view.workers}))
     return max(serving, key=lambda view: (len(view.workers), str(view.name)))
 
 
-def describe_models(components: dict[ComponentName, ComponentView]) -> list[Model]:
+def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
     """Returns every model that has live workers, in order of name.
 
     A component's descriptor outlives its workers, so that its index stays valid. It must not appear as a model then.
@@ -91,7 +94,8 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             advice=f"Set max_tokens to at most {longest - tokens}.",
         )
     _check_sampling(request.sampling_options)
-    check_overrides(request.overrides)
+    if request.HasField("overrides"):
+        check_overrides(request.overrides)
 
 
 def check_routing(request: RoutingRequest, limits: Limits) -> None:
