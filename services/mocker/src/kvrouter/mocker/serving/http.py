@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from kvrouter.mocker.driver import EngineDriver
+from kvrouter.mocker.serving.control import Control, Handler
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.http_responses import json_response
 from kvrouter.mocker.serving.service import EngineService
@@ -22,7 +23,6 @@ from prometheus_client import CollectorRegistry
 log = structlog.get_logger(component="mocker")
 
 _MAX_BODY_BYTES = 64 << 20
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[str, ApiError], dict[str, Any]]
 """Returns the body of an error response to a path, in the engine's format."""
 
@@ -73,8 +73,16 @@ async def serving_engine_api(
             raise ApiError(503, "the model is loading")
         return await handler(request)
 
-    application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json(error_body), loading])
-    application.add_routes(routes)
+    control = Control(error_body)
+
+    @web.middleware
+    async def controlled(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await control.observe(request, handler)
+
+    application = web.Application(
+        client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json(error_body), loading, controlled]
+    )
+    application.add_routes([*routes, *control.routes()])
     limits = HttpLimits(share_of_descriptors(1 / 2), settings.http_header_seconds)
     async with serving_http(
         application,
