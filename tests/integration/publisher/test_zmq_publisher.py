@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from kvrouter.core import Scope
@@ -16,6 +17,8 @@ from kvrouter.publisher.adapters.zmq_messages import EventMessage, encode_sequen
 from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
 from kvrouter.publisher.zmq_publisher import ZmqPublisher
 from kvrouter.v1.common_pb2 import Tier
+
+from ...captures import read_capture
 
 BLOCK = 4
 
@@ -208,3 +211,22 @@ def test_a_publisher_connects_to_a_consumer_that_listens(context: zmq.Context[An
 def test_a_block_has_tokens() -> None:
     with pytest.raises(InvalidConfig, match="block_size"):
         ZmqPublisher("tcp://127.0.0.1:1", block_size=0)
+
+
+@pytest.mark.parametrize(
+    "scope", [Scope(), Scope(lora_name="my-lora"), Scope(cache_salt="tenant-42")], ids=["plain", "adapter", "salt"]
+)
+def test_events_have_the_fields_of_a_recorded_vllm(context: zmq.Context[Any], scope: Scope) -> None:
+    recorded = [msgspec.msgpack.decode(frames[2]) for frames in read_capture("capture_vllm.bin")]
+    stores = [event for _, events, _ in recorded for event in events if event["type"] == "BlockStored"]
+    removals = [event for _, events, _ in recorded for event in events if event["type"] == "BlockRemoved"]
+    keys = [scope.lora_name] * bool(scope.lora_name) + [scope.cache_salt] * bool(scope.cache_salt)
+    like = next(each for each in stores if (each["extra_keys"][0] or []) == keys)
+    tokens = list(range(len(like["block_hashes"]) * BLOCK))
+    with publishing(context) as (publisher, consumer):
+        publisher.stored(token_ids=tokens, engine_hashes=like["block_hashes"], scope=scope)
+        publisher.removed(removals[0]["block_hashes"])
+        own = [msgspec.msgpack.decode(consumer.receive().payload)[1][0] for _ in range(2)]
+    # The number of an adapter is deprecated; its name counts.
+    assert own == [like | {"token_ids": tokens, "block_size": BLOCK, "lora_id": None}, removals[0]]
+    assert [list(event) for event in own] == [list(like), list(removals[0])]

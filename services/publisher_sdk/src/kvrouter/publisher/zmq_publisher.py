@@ -195,7 +195,7 @@ def _medium(tier: Tier) -> str:
 
 def _extra_keys(
     blocks: int, scope: Scope, multimodal: Sequence[tuple[int, int | str | bytes]], *, starts: bool
-) -> list[list[Any] | None] | None:
+) -> list[list[Any] | None]:
     """Returns the untyped keys of each block: its adapter, the salt of a sequence's first block, content and offset."""
     keys: list[list[Any]] = [[scope.lora_name] if scope.lora_name else [] for _ in range(blocks)]
     for index, content in multimodal:
@@ -204,4 +204,4 @@ def _extra_keys(
         keys[index].append(content if isinstance(content, bytes) else [content, 0])
     if starts and scope.cache_salt and keys:
         keys[0].append(scope.cache_salt)
-    return [each or None for each in keys] if any(keys) else None
+    return [each or None for each in keys]
