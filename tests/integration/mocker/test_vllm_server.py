@@ -10,9 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 import zmq.asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from kvrouter.core import Scope
+from kvrouter.mocker.serving.generations import Sampling, Sequenced
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.app import serving_vllm
+from kvrouter.mocker.vllm.transfers import LEASE_SECONDS, KvTransfers
 from kvrouter.v1.common_pb2 import CopyCounting
 from prometheus_client import CollectorRegistry
 
@@ -265,7 +269,28 @@ async def test_prefill_and_decode_agree_on_a_transfer() -> None:
         assert [len(group) for group in params["remote_block_ids"]] == [5]
         decoded = await completed(decode, kv_transfer_params=params)
         assert decoded["usage"]["completion_tokens"] == 4
-        status, _ = await decode.post(
-            "/v1/completions", {"prompt": PROMPT, "kv_transfer_params": {"do_remote_prefill": True}}
-        )
-        assert status == 400
+        incomplete = {"do_remote_prefill": True}
+        assert await refused(decode, kv_transfer_params=incomplete) == 400
+        assert await refused(decode, kv_transfer_params=params) == 500  # the blocks are handed over once
+
+
+async def test_a_decode_fails_if_the_lease_on_its_blocks_has_expired() -> None:
+    now = 1000.0
+    transfers = KvTransfers(role="prefill", host="127.0.0.1", block_size=BLOCK, clock=lambda: now)
+    application = web.Application()
+    application.add_routes(transfers.routes())
+    async with TestServer(application) as prefill, serving(role="decode") as decode:
+        transfers.port = prefill.port or 0
+        sequences = [Sequenced(name, PROMPT, Sampling(1)) for name in ("first", "second")]
+        offers = [transfers.offer({"do_remote_decode": True}, sequence, 0) for sequence in sequences]
+        now += LEASE_SECONDS - 1
+        await completed(decode, kv_transfer_params=offers[0])
+        now += 1
+        assert await refused(decode, kv_transfer_params=offers[1]) == 500
+
+
+async def refused(client: Client, **fields: Any) -> int:
+    """Returns the status of a request that fails."""
+    status, body = await client.post("/v1/completions", {"prompt": PROMPT} | fields)
+    assert "error" in body
+    return int(status)

@@ -43,6 +43,11 @@ def address_of(bind: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def reachable(host: str) -> str:
+    """Returns the host at which other processes of this machine reach a server that listens on ``host``."""
+    return "127.0.0.1" if host in ("", "0.0.0.0", "::", "*") else host  # noqa: S104
+
+
 @asynccontextmanager
 async def stepping(drivers: Mapping[int, EngineDriver]) -> AsyncIterator[None]:
     """Steps the engines of all ranks while the context lasts."""

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvrouter.mocker.app import make_drivers
 from kvrouter.mocker.driver import Publish
-from kvrouter.mocker.serving.http import ServedEngine, address_of, serving_engine_api, stepping
+from kvrouter.mocker.serving.http import ServedEngine, address_of, reachable, serving_engine_api, stepping
 from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.errors import error_body
@@ -27,7 +27,7 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
         InvalidConfig: an address of the events cannot be listened on.
         BindFailed: the address cannot be listened on.
     """
-    host, port = address_of(settings.bind)
+    host, _ = address_of(settings.bind)
     async with AsyncExitStack() as stack:
         publishers: dict[int, ZmqPublisher] = {}
         if settings.kv_events is not None:
@@ -53,8 +53,9 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
                 if settings.kv_events is not None
             },
         )
-        transfers = KvTransfers(role=settings.role, host=host, port=port, block_size=settings.block_size)
+        transfers = KvTransfers(role=settings.role, host=reachable(host), block_size=settings.block_size)
         await stack.enter_async_context(stepping(drivers))
         server = VllmServer(options, service, transfers)
         address = await stack.enter_async_context(serving_engine_api(settings, server.routes(), error_body, registry))
+        transfers.port = address_of(address)[1]
         yield ServedEngine(f"http://{address}", service)

@@ -61,6 +61,7 @@ class VllmServer:
             web.post("/v1/completions", self.completions),
             web.post("/v1/chat/completions", self.chat_completions),
             web.post("/reset_prefix_cache", self.reset_prefix_cache),
+            *self._transfers.routes(),
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -138,12 +139,12 @@ class VllmServer:
             chat=chat,
             reports_cached_tokens=self._options.enable_prompt_tokens_details,
         )
-        self._transfers.begin(body.kv_transfer_params)
+        await self._transfers.receive(body.kv_transfer_params)
         if body.stream:
             return await streamed(request, generations, responses)
 
         def complete(response: dict[str, Any], ended: Generations) -> dict[str, Any]:
-            returned = self._transfers.end(body.kv_transfer_params, sequences[0], ended.dp_rank)
+            returned = self._transfers.offer(body.kv_transfer_params, sequences[0], ended.dp_rank)
             return response | {"kv_transfer_params": returned}
 
         return await whole(generations, responses, complete)
