@@ -24,6 +24,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 log = structlog.get_logger(component="relay")
 
+MAX_FRAME_BYTES = 64 << 20
+"""Maximum size of a frame. The events of a step that stores a million tokens have about 10 MiB."""
+
+HEARTBEAT_MS = 10_000
+"""Interval of the pings by which a connection is found to be dead; three without an answer end it."""
+
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104 - compared, not listened on
 _QUEUED_MESSAGES = 1024
 _SETTLE_SECONDS = 1.0
@@ -63,6 +69,14 @@ def _shifted(endpoint: str, offset: int) -> str:
     return f"{host}:{int(port) + offset}"
 
 
+def _bound(socket: zmq.asyncio.Socket) -> None:
+    """Disconnects from a peer that sends a frame of more than ``MAX_FRAME_BYTES``, or vanishes without closing."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * HEARTBEAT_MS)
+
+
 class Reconnected:
     """A publisher connected, for the first time or again."""
 
@@ -98,10 +112,11 @@ class EngineSockets:
 
     async def __aenter__(self) -> Self:
         self._events.set_hwm(self._high_water_mark)
+        _bound(self._events)
         self._events.subscribe(self._endpoints.topic)
         events = self._endpoints.events
         try:
-            if urlsplit(events).netloc.rpartition(":")[0] in _WILDCARDS:
+            if self._is_listening:
                 self._events.bind(events)
             else:
                 self._events.connect(events)
@@ -119,6 +134,10 @@ class EngineSockets:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._events.disable_monitor()
         self._context.destroy(linger=0)
+
+    @property
+    def _is_listening(self) -> bool:
+        return urlsplit(self._endpoints.events).netloc.rpartition(":")[0] in _WILDCARDS
 
     @property
     def has_replay(self) -> bool:
@@ -141,6 +160,7 @@ class EngineSockets:
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.set_hwm(0)
+            _bound(socket)
             socket.connect(self._endpoints.replay)
             await socket.send_multipart([b"", encode_sequence(first)])
             patience = None if wait_for_engine else self._replay_seconds
@@ -177,10 +197,19 @@ class EngineSockets:
             while True:
                 event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
                 if event == zmq.Event.DISCONNECTED:
+                    self._connect_again()
                     await self._queue.put(Disconnected())
                     continue
                 await self._queue.put(Reconnected())
                 asyncio.get_running_loop().call_later(_SETTLE_SECONDS, self._settle)
+
+    def _connect_again(self) -> None:
+        """Replaces a connection that ended: after a frame beyond the limit the library does not try again by itself."""
+        if self._is_listening:
+            return
+        with suppress(zmq.ZMQError):  # the library has given the endpoint up itself
+            self._events.disconnect(self._endpoints.events)
+        self._events.connect(self._endpoints.events)
 
     def _settle(self) -> None:
         # With a full queue messages do arrive, and show what is missing.

@@ -46,6 +46,10 @@ _TIERS = {
 }
 
 
+MAX_EVENTS = 1 << 18
+"""Maximum number of events in a batch. A step that stores and evicts a million tokens has a quarter of it."""
+
+
 class UndecodableBatch(ValueError):
     """A payload is no batch of events; nothing of it can be used."""
 
@@ -116,19 +120,20 @@ class Batch:
 
 class _ArrayBatch(msgspec.Struct, array_like=True):
     ts: Any
-    events: list[msgspec.Raw]
+    events: msgspec.Raw
     rank: Any = None
 
 
 class _MapBatch(msgspec.Struct):
     ts: Any
-    events: list[msgspec.Raw]
+    events: msgspec.Raw
     data_parallel_rank: Any = None
     attn_dp_rank: Any = None
 
 
 _array_batch = msgspec.msgpack.Decoder(_ArrayBatch)
 _map_batch = msgspec.msgpack.Decoder(_MapBatch)
+_events = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _anything = msgspec.msgpack.Decoder()
 _ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """What msgspec raises for input that it cannot decode; unhashable keys of maps are a TypeError."""
@@ -148,13 +153,30 @@ def decode_batch(payload: bytes, dialect: Dialect = "vllm") -> Batch:
         else:
             batch = _array_batch.decode(payload)
             timestamp, raw, rank = batch.ts, batch.events, batch.rank
+        if (count := _length(raw)) > MAX_EVENTS:
+            raise UndecodableBatch(f"expected at most {MAX_EVENTS} events, received {count}")
+        events = _events.decode(raw)
+    except UndecodableBatch:
+        raise
     except _ERRORS as error:
         raise UndecodableBatch(f"expected [timestamp, events, rank]: {error}") from None
     if rank is not None and not _is_int(rank):
         raise UndecodableBatch(f"expected an integer or null as the rank, received {type(rank).__name__}")
     if not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
         timestamp = None
-    return Batch(timestamp, rank, [_decode(each, dialect) for each in raw])
+    return Batch(timestamp, rank, [_decode(each, dialect) for each in events])
+
+
+def _length(array: msgspec.Raw) -> int:
+    """Returns the length of an encoded array, without decoding it; 0 for something else."""
+    data = memoryview(array)
+    match data[0]:
+        case 0xDC:
+            return int.from_bytes(data[1:3], "big")
+        case 0xDD:
+            return int.from_bytes(data[1:5], "big")
+        case head:
+            return head & 0x0F if head & 0xF0 == 0x90 else 0
 
 
 def _decode(raw: msgspec.Raw, dialect: Dialect) -> Event | UndecodableEvent:
