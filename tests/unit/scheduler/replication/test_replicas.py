@@ -16,8 +16,8 @@ from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
 from kvrouter.v1 import common_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
-from kvrouter.v1.scheduler_pb2 import MarkPrefillCompleteRequest
-from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent, SyncHeartbeat
+from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest
+from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent, SyncHeartbeat, SyncStateResponse
 
 from ..harness import BLOCK, POOL, Parts, prompt, routing, selecting, view, worker
 
@@ -259,6 +259,87 @@ async def test_a_state_has_progress_of_others_bookings_and_comes_whole_or_not_at
     assert not event_log.state_requested
     assert (event_log.announced.digest, len(event_log.announced)) == (sender.replicas.announcer.announced.digest, 3)
     assert sum(receiver.parts.load(each)[1] for each in (1, 2)) == 3 * 2 * BLOCK
+
+
+def fetch_state(receiver: Node, sender: Node) -> None:
+    """The receiver misses events of the sender, and fetches its state."""
+    receiver.receive(sender.replicas.announcer.heartbeat())
+    event_log = next(each for each in receiver.replicas.logs if each.scheduler == sender.parts.booking_table.here)
+    fetch = Fetch(receiver.replicas, event_log)
+    for chunk in chunks(sender.replicas):
+        fetch.take(SyncStateResponse.FromString(chunk.SerializeToString()))
+
+
+def report_progress(node: Node) -> None:
+    booking = BookingKey(request_id="r0")
+    node.parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=booking))
+    node.parts.bookings.report_output(ReportOutputRequest(booking=booking, output_tokens=2 * BLOCK + 1))
+
+
+def progress_of(node: Node) -> tuple[bool, int]:
+    booking = node.parts.booking_table.get(key(0))
+    assert booking is not None
+    load = node.parts.load(booking.rank[0])
+    assert load == (2 + 3 * bool(booking.output_tokens), 2 * BLOCK * (not booking.prefilled), 1)
+    return booking.prefilled, booking.output_tokens
+
+
+async def test_progress_reported_while_cut_off_from_the_owner_outlives_the_grace() -> None:
+    owner, reporter = Node("owner"), Node("reporter")
+    await owner.parts.select(selecting("r0", routing(2)))
+    reporter.receive(*owner.sent)
+    report_progress(reporter)  # its events do not reach the owner
+    reporter.parts.now += 1000
+    reporter.parts.sync.expire(set())
+    assert reporter.parts.idle()
+
+    fetch_state(owner, reporter)
+    assert progress_of(owner) == (True, 2 * BLOCK + 1)
+    assert owner.sent[-1].output_progress.output_tokens == 2 * BLOCK + 1
+
+
+async def test_progress_of_a_dropped_booking_counts_when_it_returns() -> None:
+    owner, reporter = Node("owner"), Node("reporter")
+    await owner.parts.select(selecting("r0", routing(2)))
+    reporter.receive(*owner.sent)
+    report_progress(reporter)
+    reporter.parts.now += 1000
+    reporter.parts.sync.expire(set())
+
+    fetch_state(reporter, owner)
+    assert progress_of(reporter) == (True, 2 * BLOCK + 1)
+    fetch_state(owner, reporter)
+    assert progress_of(owner) == (True, 2 * BLOCK + 1)
+    fetch_state(reporter, owner)
+    assert progress_of(reporter) == (True, 2 * BLOCK + 1)
+
+
+async def test_a_freed_booking_leaves_no_progress_behind() -> None:
+    owner, reporter = Node("owner"), Node("reporter")
+    await owner.parts.select(selecting("r0", routing(2)))
+    reporter.receive(*owner.sent)
+    report_progress(reporter)
+    reporter.parts.now += 1000
+    reporter.parts.sync.expire(set())
+    reporter.parts.bookings.free(FreeRequest(booking=BookingKey(request_id="r0")))
+    (state,) = chunks(reporter.replicas)
+    assert (len(state.progress), [each.request_id for each in state.tombstones]) == (0, ["r0"])
+
+
+async def test_progress_reported_to_a_former_owner_is_in_its_state() -> None:
+    former, other = Node("former", 1), Node("other", 2)
+    token = former.parts.booking_leases.open_session("s", "client")
+    await former.parts.select(selecting("r0", routing(2)), session_id="s")
+    other.receive(*former.sent)
+    await other.parts.select(selecting("r0", routing(2)))
+    former.receive(*other.sent)
+    report_progress(former)
+    former.parts.booking_leases.close_session("s", token, former.parts.now)
+    former.parts.now += 1000
+    former.parts.bookings.expire()
+
+    fetch_state(other, former)
+    assert progress_of(other) == (True, 2 * BLOCK + 1)
 
 
 async def test_a_booking_too_large_to_announce_is_counted_here_alone(

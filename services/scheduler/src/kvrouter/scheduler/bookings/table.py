@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvrouter.scheduler.bookings.booking import Booking, Placement, SchedulerIncarnation
 from kvrouter.scheduler.bookings.changes import (
@@ -25,8 +25,22 @@ from kvrouter.scheduler.bookings.changes import (
     SessionEnded,
 )
 from kvrouter.scheduler.identifiers import Key
+from kvrouter.v1.names import ComponentName
 
 _Change = TypeVar("_Change", bound=BookingChange)
+
+
+class Progress(NamedTuple):
+    """Progress of a booking that was dropped with its last owner.
+
+    Schedulers that still own the booking may lack what was reported here, and it counts when the booking returns.
+    """
+
+    component: ComponentName
+    prefilled: bool
+    output_tokens: int
+    is_local: bool
+    """Whether some of it was reported here, so that the others learn it from here."""
 
 
 class BookingTable:
@@ -42,8 +56,8 @@ class BookingTable:
         self.here = here
         self._bookings: dict[Key, Booking] = {}
         self._of_sessions: dict[str, set[Key]] = {}
-        # Whether a key was freed, or only dropped with its last owner, which learned nothing of its end.
-        self._gone: OrderedDict[Key, bool] = OrderedDict()
+        # None for a key that was freed. One that was dropped with its last owner may still be booked elsewhere.
+        self._gone: OrderedDict[Key, Progress | None] = OrderedDict()
         self._max_gone = tombstones
         # By kind, since most listeners need few kinds, and calls about bookings are made for each token.
         self._listeners: dict[type[Any], list[Callable[[Any], None]]] = {}
@@ -88,11 +102,15 @@ class BookingTable:
 
     def was_freed(self, key: Key) -> bool:
         """Returns whether a key is remembered as freed. A key that was dropped with its last owner was not."""
-        return self._gone.get(key, False)
+        return key in self._gone and self._gone[key] is None
 
     def freed(self) -> list[Key]:
         """Returns the keys that are remembered as freed, oldest first."""
-        return [key for key, freed in self._gone.items() if freed]
+        return [key for key, progress in self._gone.items() if progress is None]
+
+    def dropped(self) -> list[tuple[Key, Progress]]:
+        """Returns the keys that are remembered as dropped with their last owner, each with its progress."""
+        return [(key, progress) for key, progress in self._gone.items() if progress is not None]
 
     def book(self, booking: Booking, owner: SchedulerIncarnation, *, forecast_ms: float | None = None) -> bool:
         """Books a request for its first owner. Returns False, and changes nothing, if the key is booked.
@@ -106,12 +124,17 @@ class BookingTable:
             TooLarge: the component has as many bookings as it may have.
         """
         key, load, placement = booking.key, booking.pool.booked_load, booking.placement
-        if key in self._bookings or not load.book(
-            key, placement.rank, booking.prompt, placement.prefill_tokens, forecast_ms=forecast_ms
-        ):
+        if key in self._bookings:
+            return False
+        earlier = self._gone.get(key)
+        if earlier is not None and earlier.prefilled:
+            forecast_ms = None  # its first token was generated before
+        if not load.book(key, placement.rank, booking.prompt, placement.prefill_tokens, forecast_ms=forecast_ms):
             return False
         self._gone.pop(key, None)
         self._bookings[key] = booking
+        if earlier is not None:
+            self._restore(booking, earlier)
         booking.owners[owner] = placement
         self._index(booking)
         self._publish(Booked(booking))
@@ -151,11 +174,13 @@ class BookingTable:
         if owner == self.here:
             self._unindex(booking)
             booking.session_id = ""
+            # The other owners may have missed what was announced while it was owned here.
+            booking.has_local_progress |= booking.prefilled or booking.output_tokens > 0
         del booking.owners[owner]
         if booking.owners:
             self._settle(booking)
         else:
-            self._remember(key, freed=False)
+            self._remember(key, _progress_of(booking))
             self._release(booking)
         self._publish(OwnerRemoved(booking, owner))
         return booking
@@ -195,7 +220,7 @@ class BookingTable:
             The booking; None if there was none.
         """
         is_known = self.was_freed(key)
-        self._remember(key, freed=True)
+        self._remember(key, None)
         booking = self._bookings.get(key)
         if booking is not None:
             self._unindex(booking)
@@ -226,8 +251,19 @@ class BookingTable:
         del self._bookings[booking.key]
         booking.pool.booked_load.free(booking.key)
 
-    def _remember(self, key: Key, *, freed: bool) -> None:
-        self._gone[key] = freed or self._gone.get(key, False)
+    def _restore(self, booking: Booking, earlier: Progress) -> None:
+        """Counts the progress that a booking had when it was dropped."""
+        booking.has_local_progress |= earlier.is_local
+        load = booking.pool.booked_load
+        if earlier.prefilled:
+            booking.prefilled = True
+            load.prefill_complete(booking.key)
+        if earlier.output_tokens:
+            booking.output_tokens = earlier.output_tokens
+            load.output_tokens(booking.key, earlier.output_tokens)
+
+    def _remember(self, key: Key, progress: Progress | None) -> None:
+        self._gone[key] = progress
         self._gone.move_to_end(key)
         if len(self._gone) > self._max_gone:
             self._gone.popitem(last=False)
@@ -245,3 +281,7 @@ class BookingTable:
             load.prefill_complete(key)
         load.output_tokens(key, booking.output_tokens)
         self._publish(Moved(booking))
+
+
+def _progress_of(booking: Booking) -> Progress:
+    return Progress(booking.component, booking.prefilled, booking.output_tokens, booking.has_local_progress)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from google.protobuf.message import Message
 from kvrouter.scheduler.bookings.booking import Booking
+from kvrouter.scheduler.bookings.table import Progress
 from kvrouter.scheduler.identifiers import Key, key_message, key_of
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -58,20 +59,24 @@ def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
 def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     booking_table = replicas.booking_table
     own, all_bookings, freed = list(replicas.announcer.announced), list(booking_table), booking_table.freed()
+    dropped = booking_table.dropped()
     for key in own:
         booking = booking_table.get(key)
         if booking is not None:
-            yield "bookings", _state(booking, replicas.announcer.announcement(booking))
+            yield "bookings", _state(replicas.announcer.announcement(booking), booking)
     for booking in all_bookings:
         is_remote = booking.component == replicas.component and not booking_table.is_here(booking)
         if is_remote and booking.has_local_progress:
-            yield "progress", _state(booking, AddRequest(booking=key_message(booking.key)))
+            yield "progress", _state(AddRequest(booking=key_message(booking.key)), booking)
+    for key, progress in dropped:
+        if progress.component == replicas.component and progress.is_local:
+            yield "progress", _state(AddRequest(booking=key_message(key)), progress)
     for key in freed:
         yield "tombstones", key_message(key)
 
 
-def _state(booking: Booking, announced: AddRequest) -> BookingState:
-    return BookingState(request=announced, prefill_complete=booking.prefilled, output_tokens=booking.output_tokens)
+def _state(announced: AddRequest, progress: Booking | Progress) -> BookingState:
+    return BookingState(request=announced, prefill_complete=progress.prefilled, output_tokens=progress.output_tokens)
 
 
 class Fetch:
