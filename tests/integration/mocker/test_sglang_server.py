@@ -125,8 +125,8 @@ async def test_requests_go_to_the_rank_that_they_name(client: Client) -> None:
 
 
 async def test_an_abort_ends_all_requests_with_that_prefix() -> None:
-    async with serving(clock_factor=1, speed=0.01) as client:
-        streams = {rid: client.stream("/generate", request(200, rid=rid, stream=True)) for rid in ("r1", "r10", "s")}
+    async with serving(clock_factor=1, speed=0.1, num_blocks=4096) as client:
+        streams = {rid: client.stream("/generate", request(10_000, rid=rid, stream=True)) for rid in ("r1", "r10", "s")}
         for stream in streams.values():
             await anext(stream)
         for rid in ("", "r", "unknown"):  # neither is a request
@@ -146,8 +146,8 @@ async def test_an_abort_ends_all_requests_with_that_prefix() -> None:
 
 
 async def test_a_client_that_disconnects_aborts_its_request() -> None:
-    async with serving(clock_factor=1, speed=0.01) as client:
-        stream = client.stream("/generate", request(200, stream=True))
+    async with serving(clock_factor=1, speed=0.1, num_blocks=4096) as client:
+        stream = client.stream("/generate", request(10_000, stream=True))
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await until(lambda: not client.server.service.running)

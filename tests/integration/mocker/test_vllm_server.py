@@ -239,8 +239,8 @@ async def test_subscribers_get_what_replays_repeat(client: Client) -> None:
 
 
 async def test_a_client_that_disconnects_aborts_its_request() -> None:
-    async with serving(clock_factor=1, speed=0.01) as client:
-        stream = client.stream("/v1/completions", {"prompt": PROMPT, "max_tokens": 200, "stream": True})
+    async with serving(clock_factor=1, speed=0.1, num_blocks=4096) as client:
+        stream = client.stream("/v1/completions", {"prompt": PROMPT, "max_tokens": 10_000, "stream": True})
         await anext(stream)
         assert await client.metric("vllm:num_requests_running", engine="0") == 1
         assert await client.metric("vllm:kv_cache_usage_perc", engine="0") > 0
