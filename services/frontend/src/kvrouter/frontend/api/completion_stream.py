@@ -124,14 +124,14 @@ class CompletionStream:
         self._write(token_ids, self._unread_finish_reason)
 
     def _write(self, token_ids: Any, finish_reason: int) -> None:
-        parts = [self._before]
-        if self._frame.returns_token_ids:
-            if len(token_ids) == 1:
-                parts.append(b',"token_ids":[%d]' % token_ids[0])
-            else:
-                parts.append(b',"token_ids":%b' % encode_token_ids(token_ids))
-            if self._prompt_is_due and token_ids:
-                self._prompt_is_due = False
-                parts.append(b',"prompt_token_ids":%b' % self._frame.prompt_token_ids())
-        parts.append(self._after.get(finish_reason) or self._after[0])
-        self._events.write_event(b"".join(parts))
+        before, after = self._before, self._after.get(finish_reason) or self._after[0]
+        if not self._frame.returns_token_ids:
+            self._events.write_event(before + after)
+            return
+        if self._prompt_is_due and token_ids:
+            self._prompt_is_due = False
+            after = b',"prompt_token_ids":%b%b' % (self._frame.prompt_token_ids(), after)
+        if len(token_ids) == 1:
+            self._events.write_event(b'%b,"token_ids":[%d]%b' % (before, token_ids[0], after))
+        else:
+            self._events.write_event(b'%b,"token_ids":%b%b' % (before, encode_token_ids(token_ids), after))

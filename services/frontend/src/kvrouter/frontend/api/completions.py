@@ -26,7 +26,7 @@ class CompletionFrame:
 
     def __init__(self, request: CompletionRequest) -> None:
         self.returns_token_ids = request.fields.return_token_ids
-        self.cached_tokens = 0
+        self._cached_tokens: int | None = None
         self.output_tokens = 0
         self._model = request.fields.model
         self._prompt = request.prompt
@@ -40,8 +40,8 @@ class CompletionFrame:
     def count(self, output: GenerateOutput) -> None:
         """Counts the tokens of a piece of output."""
         self.output_tokens += len(output.token_ids)
-        if output.HasField("cached_tokens"):
-            self.cached_tokens = output.cached_tokens
+        if self._cached_tokens is None and output.HasField("cached_tokens"):
+            self._cached_tokens = output.cached_tokens
 
     def prompt_token_ids(self) -> msgspec.Raw:
         """Returns the prompt as JSON."""
@@ -63,7 +63,7 @@ class CompletionFrame:
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens or 0},
         }
         return {"usage": usage, "kvrouter": self._routed()}
 

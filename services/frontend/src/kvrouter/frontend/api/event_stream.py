@@ -22,6 +22,8 @@ class EventStream(web.StreamResponse):
         self.begun = False
         """Whether the head of the response is written."""
         self._request = request
+        self._protocol = request.protocol
+        self._transport = request.transport
         self._chunked = request.version >= HttpVersion11
         # Without chunks, the end of the connection is the end of the body.
         self._keeps_connection = request.keep_alive and self._chunked
@@ -39,16 +41,25 @@ class EventStream(web.StreamResponse):
     @property
     def is_full(self) -> bool:
         """Whether the client has not read what was written. More should be kept until ``drain`` returns."""
-        return self._request.protocol.writing_paused
+        return self._protocol.writing_paused
 
     def write_event(self, data: bytes) -> None:
         """Writes an event with this data, which must not contain a line break."""
-        self._write(b"data: %b\n\n" % data)
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return  # aiohttp cancels the handler.
+        text = b"data: %b\n\n" % data
+        if self._chunked:
+            text = b"%x\r\n%b\r\n" % (len(text), text)
+        if not self.begun:
+            self.begun = True
+            text = self._head() + text
+        transport.write(text)
 
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""
         self._keeps_connection = self._keeps_connection and not close
-        transport = self._request.transport
+        transport = self._transport
         if self._chunked and transport is not None and not transport.is_closing():
             transport.write(_END_OF_BODY)
 
@@ -66,17 +77,6 @@ class EventStream(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Does nothing: the response is written already."""
-
-    def _write(self, text: bytes) -> None:
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            return  # aiohttp cancels the handler.
-        if self._chunked:
-            text = b"%x\r\n%b\r\n" % (len(text), text)
-        if not self.begun:
-            self.begun = True
-            text = self._head() + text
-        transport.write(text)
 
     def _head(self) -> bytes:
         lines = [

@@ -45,7 +45,7 @@ class Progress:
             self.output_tokens += tokens
             if self.output_tokens > self._room:
                 self._report()
-        if output.HasField("cached_tokens"):
+        if self._cached_tokens is None and output.HasField("cached_tokens"):
             self._cached_tokens = output.cached_tokens
             self._metrics.cached_tokens.inc(output.cached_tokens)
             self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)

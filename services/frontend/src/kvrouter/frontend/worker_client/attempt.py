@@ -20,12 +20,13 @@ from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiec
 from kvrouter.net.calls import CallError, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, from_call_error
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 
 log = structlog.get_logger(component="frontend")
 
 _ENGINE_FAILED = frozenset({FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT})
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
+_parse = WorkerServiceGenerateResponse.FromString
 
 Outcome = WorkerFailure | Exception | None
 """How an attempt ended: by its worker's fault, by an error for the client, or complete."""
@@ -111,12 +112,13 @@ class WorkerAttempt:
             self._finish()  # A finish reason ends the output; whatever follows is ignored.
             return
         try:
-            piece = self._limit.cut(WorkerPiece.parse(encoded))
+            output = _parse(encoded).output
         except DecodeError:
             failure = self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse")
             self._end_failed(failure)
             return
-        output = piece.output
+        if not self._limit.admits(len(output.token_ids)):
+            encoded, output = self._limit.cut(WorkerPiece(encoded, output))
         self._finish_reason = output.finish_reason
         if not self._has_output:
             if output.token_ids:
@@ -130,7 +132,7 @@ class WorkerAttempt:
             if not self._has_output:
                 self._end(failure)
         if not self._over:
-            self._pass_on(piece)
+            self._pass_on(encoded, output)
             if self._limit.overrun and not self._over:
                 self._stop_overrun()
 
@@ -157,9 +159,9 @@ class WorkerAttempt:
         else:
             self._end_failed(self._judge(failure, outcome_unknown=isinstance(error, OutcomeUnknown)))
 
-    def _pass_on(self, piece: WorkerPiece) -> None:
+    def _pass_on(self, encoded: bytes, output: GenerateOutput) -> None:
         try:
-            self._on_output(piece.encoded, piece.output)
+            self._on_output(encoded, output)
         except Exception as error:
             # Raised in the request's task, since the connection serves other requests.
             self._end(error.untraced() if isinstance(error, KvRouterError) else error)
@@ -185,7 +187,7 @@ class WorkerAttempt:
     def _end_failed(self, outcome: Outcome) -> None:
         """Ends output that has no finish reason. At max_tokens it is complete for the client nevertheless."""
         if self._limit.reached:
-            self._pass_on(self._limit.last_piece())
+            self._pass_on(*self._limit.last_piece())
             self._end(None)
         else:
             self._end(outcome or self._note("unfinished", "ended its answer unfinished"))

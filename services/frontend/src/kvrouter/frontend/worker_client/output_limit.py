@@ -15,15 +15,6 @@ class WorkerPiece(NamedTuple):
     output: GenerateOutput
 
     @classmethod
-    def parse(cls, encoded: bytes) -> WorkerPiece:
-        """Parses a piece.
-
-        Raises:
-            DecodeError: it is not a WorkerServiceGenerateResponse.
-        """
-        return cls(encoded, WorkerServiceGenerateResponse.FromString(encoded).output)
-
-    @classmethod
     def of(cls, output: GenerateOutput) -> WorkerPiece:
         """Encodes an output."""
         return cls(WorkerServiceGenerateResponse(output=output).SerializeToString(), output)
@@ -42,11 +33,16 @@ class OutputLimit:
         """Whether ``max_tokens`` tokens have arrived."""
         return not self._left
 
+    def admits(self, tokens: int) -> bool:
+        """Counts tokens, unless they exceed the limit. Returns whether they are within it."""
+        if tokens > self._left:
+            return False
+        self._left -= tokens
+        return True
+
     def cut(self, piece: WorkerPiece) -> WorkerPiece:
         """Returns the piece unchanged, or if it exceeds the limit, its first part with finish reason LENGTH."""
-        tokens = len(piece.output.token_ids)
-        if tokens <= self._left:
-            self._left -= tokens
+        if self.admits(len(piece.output.token_ids)):
             return piece
         self.overrun = True
         output = GenerateOutput()
