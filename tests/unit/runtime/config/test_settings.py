@@ -94,6 +94,11 @@ def test_kinds_of_values() -> None:
     assert read("--labels", "zone=a,rack=7").labels == {"zone": "a", "rack": "7"}
 
 
+def test_a_list_may_be_given_in_several_flags() -> None:
+    assert read("--models", "a", "--models", "b,c").models == ("a", "b", "c")
+    assert read("--models", "a", KVROUTER_MODELS="b").models == ("a",)
+
+
 def test_settings_are_frozen_and_their_ids_differ() -> None:
     settings = read()
     with pytest.raises(ValidationError):

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 _PREFIX = "KVROUTER_"
-_TABLES = frozenset({"indexer", "scheduler", "frontend", "mocker", "replay"})
+_TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "mocker", "replay"})
 """Tables of other services, which a file may contain."""
 
 
@@ -136,7 +136,8 @@ def _from_flags(name: str, field: FieldInfo, flags: Mapping[str, Any]) -> _Value
     for each in _names(name, field):
         value = flags.get(each)
         if value is not None:
-            return _Value(value, f"--{each}")
+            # A list may be given in several flags, too.
+            return _Value(",".join(value) if isinstance(value, list) else value, f"--{each}")
     return None
 
 
@@ -185,11 +186,15 @@ def _prepared(value: Any, field: FieldInfo) -> Any:
     if NoneType in types and value.strip().lower() in {"", "none"}:
         return None
     origins = {get_origin(each) or each for each in types}
-    if origins & {tuple, list, set, frozenset}:
+    if _is_list(field):
         return [part.strip() for part in value.split(",") if part.strip()]
     if dict in origins:
         return {key: entry for key, _, entry in (part.partition("=") for part in value.split(",") if part)}
     return value
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return bool({get_origin(each) or each for each in _types(field.annotation)} & {tuple, list, set, frozenset})
 
 
 def _types(annotation: Any) -> tuple[Any, ...]:
@@ -227,7 +232,8 @@ def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool
     if bool in _types(field.annotation):
         group.add_argument(f"--{flag}", dest=flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
-        group.add_argument(f"--{flag}", dest=flag, metavar="VALUE", default=None, help=text)
+        action = "append" if _is_list(field) else "store"
+        group.add_argument(f"--{flag}", dest=flag, metavar="VALUE", action=action, default=None, help=text)
 
 
 def _help(name: str, field: FieldInfo) -> str:
