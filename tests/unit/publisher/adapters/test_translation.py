@@ -243,6 +243,7 @@ def test_blocks_in_another_engine_are_left_out() -> None:
         ({"lora_id": "adapter"}, {}, Scope(lora_name="adapter")),
         ({"cache_salt": "salt"}, {}, Scope(cache_salt="salt")),
         ({"extra_keys": [["salt"]]}, {}, Scope(cache_salt="salt")),
+        ({"extra_keys": [["tenant:a%3Ab:salt"]]}, {}, Scope(cache_salt="salt", tenant="a:b")),
         ({"extra_keys": ["salt"]}, {}, Scope(cache_salt="salt")),
         (
             {"lora_name": "adapter", "extra_keys": [["adapter", "salt"]]},

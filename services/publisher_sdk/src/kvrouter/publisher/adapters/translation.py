@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core import Scope
+from kvrouter.publisher.adapters.salts import split_salt
 from kvrouter.publisher.adapters.zmq_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -174,7 +175,8 @@ class EventTranslator:
         if event.parent is not None:
             return None
         lora_name = event.lora_name or self._adapter(event.lora_id)
-        return Scope(lora_name=lora_name, cache_salt=event.cache_salt or self._salt(event, lora_name))
+        tenant, salt = split_salt(event.cache_salt or self._salt(event, lora_name))
+        return Scope(lora_name=lora_name, cache_salt=salt, tenant=tenant)
 
     def _adapter(self, lora_id: int | None) -> str:
         # Engines number adapters from 1.
