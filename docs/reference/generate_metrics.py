@@ -25,6 +25,7 @@ from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.queue.metrics import QueueMetrics
 from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.sidecar.metrics import SidecarMetrics
 from prometheus_client import CollectorRegistry
 
 PAGE = Path(__file__).parent / "metrics.md"
@@ -79,6 +80,9 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     relay = CollectorRegistry()
     RelayMetrics(relay, {})
     yield "Relay", relay
+    sidecar = CollectorRegistry()
+    SidecarMetrics(sidecar, [])
+    yield "Sidecar", sidecar
     mocker = CollectorRegistry()
     lateness_histogram(mocker)
     expose_load({}, mocker)

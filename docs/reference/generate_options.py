@@ -16,6 +16,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.sidecar.settings import SidecarSettings
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -46,6 +47,7 @@ _SERVICES: dict[str, tuple[type[BaseModel], ...]] = {
     "kvrouter-scheduler": (SchedulerSettings, RoutingSettings),
     "kvrouter-indexer": (IndexerSettings, ServiceSettings),
     "kvrouter relay": (RelaySettings, ServiceSettings),
+    "kvrouter sidecar": (SidecarSettings, ServiceSettings),
     "kvrouter-mocker": (MockerSettings, ServiceSettings),
 }
 """Heading → the settings that it shows, and their base, whose options it leaves out."""

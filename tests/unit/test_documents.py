@@ -16,6 +16,7 @@ from kvrouter.publisher.check.__main__ import parser as check_parser
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.sources import _parser
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.sidecar.settings import SidecarSettings
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -36,7 +37,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for part in PARTS for path in (RO
 FOREIGN = frozenset(
     {
         *("--find-links", "--http2-prior-knowledge", "--list-methods", "--now", "--protocol"),
-        "--kv-events-config",
+        *("--kv-events-config", "--model-path"),
         *("--example", "--no-default-features", "--release"),
     }
 )
@@ -86,7 +87,7 @@ def options_of(command: object) -> Iterator[frozenset[str]]:
         yield from options_of(each)
 
 
-SERVICES = (IndexerSettings, SchedulerSettings, FrontendSettings, RelaySettings, MockerSettings)
+SERVICES = (IndexerSettings, SchedulerSettings, FrontendSettings, RelaySettings, SidecarSettings, MockerSettings)
 COMMANDS = [names for names in options_of(typer.main.get_command(app)) if names]
 
 

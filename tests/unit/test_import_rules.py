@@ -25,6 +25,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "frontend": SERVICE,
     # A process beside an engine.
     "relay": (*SERVICE, "kvrouter.publisher"),
+    # The same, and it serves the engine's requests.
+    "sidecar": (*SERVICE, "kvrouter.publisher", "kvrouter.relay"),
     # An engine as the SDK sees one.
     "mocker": (*SERVICE, "kvrouter.publisher"),
     # Reads which policies there are, to name a run's mode.
@@ -134,6 +136,14 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "rank_relay": ("engine_sockets", "sequence"),
         "relaying": ("engine_sockets", "rank_relay"),
         "metrics": ("relaying",),
+    },
+    "sidecar": {
+        "engines": (),
+        "settings": ("engines",),
+        "engine_options": ("engines", "settings"),
+        "served_engine": ("engines",),
+        "supervisor": ("engine_options", "engines", "served_engine"),
+        "metrics": ("supervisor",),
     },
     "mocker": {
         "engine": (),

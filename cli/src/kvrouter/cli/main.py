@@ -86,6 +86,16 @@ def relay_command(context: typer.Context) -> None:
     relay(context.args)
 
 
+@app.command(
+    "sidecar", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def sidecar_command(context: typer.Context) -> None:
+    """Serve an unchanged vLLM or SGLang server as a worker, with its KV events."""
+    from kvrouter.sidecar.__main__ import main as sidecar  # imported here, so that other commands start faster
+
+    sidecar(context.args)
+
+
 @app.command("explain")
 def explain_command(
     which: Annotated[str, typer.Argument(help="Id of the request or of the decision.")],

@@ -55,15 +55,17 @@ class Start:
         return from_position(self.position) == (self.first.sequence, check_of(self.first.payload))
 
 
-async def read_start(sockets: EngineSockets, position: int) -> Start:
-    """Waits for the engine, and requests its messages: from a journal's position on, or all of them.
+async def read_start(sockets: EngineSockets, position: int, *, wait_for_engine: bool) -> Start:
+    """Requests the engine's messages: from a journal's position on, or all of them.
+
+    With ``wait_for_engine`` its first answer may take any time.
 
     Raises:
-        ReplayFailed: the engine answers with something else.
+        ReplayFailed: the engine does not answer, or with something else.
     """
     if not sockets.has_replay:
         return Start(None, None, position)
-    rest = sockets.replay(from_position(position)[0] if position >= 0 else 0, wait_for_engine=True)
+    rest = sockets.replay(from_position(position)[0] if position >= 0 else 0, wait_for_engine=wait_for_engine)
     return Start(await anext(rest, None), rest, position)
 
 

@@ -46,8 +46,11 @@ async def relaying(
     options: TranslationOptions,
     parts: RelayedRanks,
     on_connection: Callable[[], None],
+    *,
+    engine: sdk.StepEngine | sdk.Engine | None = None,
+    wait_for_engine: bool = True,
 ) -> AsyncIterator[sdk.Worker]:
-    """Runs a worker with the engine's events while the context lasts. Waits for the engine's replay sockets first.
+    """Runs a worker with the engine's events while the context lasts. Asks the engine's replay sockets first.
 
     Args:
         config: The worker.
@@ -55,10 +58,13 @@ async def relaying(
         options: What the events do not say.
         parts: Filled with the parts of each rank.
         on_connection: Called when a rank's publisher connected or disconnected.
+        engine: Serves the worker's requests; none refuses them.
+        wait_for_engine: Whether the first answer of a replay socket may take any time, for an engine that is loading.
 
     Raises:
         DescriptorMismatch: the worker does not match its component.
         EndpointRefused: an endpoint cannot be used.
+        ReplayFailed: a replay socket does not answer, or with something else.
     """
     async with AsyncExitStack() as stack:
         sockets = {
@@ -67,12 +73,12 @@ async def relaying(
             )
             for dp_rank, endpoints in source.endpoints.items()
         }
-        starts = await _read_starts(sockets, positions(config))
+        starts = await _read_starts(sockets, positions(config), wait_for_engine=wait_for_engine)
         if not all(start.resumes for start in starts.values()):
             discard(config)
-        worker = await stack.enter_async_context(sdk.running(config))
+        worker = await stack.enter_async_context(sdk.running(config, engine))
         if not worker.resumed:
-            starts = await _read_starts(sockets, {}, starts)
+            starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)
         for dp_rank in source.endpoints:
             publisher = worker.rank(dp_rank)
             translator = EventTranslator(publisher, options)
@@ -88,7 +94,11 @@ async def relaying(
 
 
 async def _read_starts(
-    sockets: dict[int, EngineSockets], known: dict[int, int], former: dict[int, Start] | None = None
+    sockets: dict[int, EngineSockets],
+    known: dict[int, int],
+    former: dict[int, Start] | None = None,
+    *,
+    wait_for_engine: bool,
 ) -> dict[int, Start]:
     """Returns the start of each rank, from its journal's position if it is known.
 
@@ -101,5 +111,6 @@ async def _read_starts(
             if start.rest is not None:
                 await start.rest.aclose()
             start = None
-        starts[dp_rank] = start or await read_start(each, known.get(dp_rank, _NO_POSITION))
+        position = known.get(dp_rank, _NO_POSITION)
+        starts[dp_rank] = start or await read_start(each, position, wait_for_engine=wait_for_engine)
     return starts

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvrouter.publisher.adapters.zmq_events import Dialect
+from kvrouter.runtime.config.addresses import check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from pydantic import Field, field_validator
@@ -74,13 +75,7 @@ class RelaySettings(ServiceSettings):
     @field_validator("kv_events", "kv_replay")
     @classmethod
     def _is_endpoint(cls, text: str) -> str:
-        scheme, found, rest = text.partition("://")
-        if not text or (found and scheme == "ipc" and rest):
-            return text
-        host, colon, port = rest.rpartition(":")
-        if scheme != "tcp" or not (host and colon and port.isdecimal() and 0 < int(port) < 65_536):
-            raise ValueError("expected tcp://host:port or ipc://path")
-        return text
+        return check_socket_endpoint(text) if text else text
 
     @field_validator("lora_ids")
     @classmethod

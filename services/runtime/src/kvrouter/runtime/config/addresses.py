@@ -30,6 +30,21 @@ def _checked_optional_address(text: str) -> str:
     return _checked_address(text) if text else text
 
 
+def check_socket_endpoint(text: str) -> str:
+    """Returns the endpoint of a ZMQ socket.
+
+    Raises:
+        ValueError: it is none.
+    """
+    scheme, found, rest = text.partition("://")
+    if found and scheme == "ipc" and rest:
+        return text
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not (host and colon and port.isdecimal() and 0 < int(port) < 65_536):
+        raise ValueError("expected tcp://host:port or ipc://path")
+    return text
+
+
 Name = Annotated[str, AfterValidator(_checked_name)]
 """1 to 64 letters, digits, ``-`` or ``_``."""
 Address = Annotated[str, AfterValidator(_checked_address)]

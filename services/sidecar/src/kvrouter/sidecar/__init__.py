@@ -1,0 +1,1 @@
+"""The sidecar: serves an unchanged vLLM or SGLang server as a worker."""

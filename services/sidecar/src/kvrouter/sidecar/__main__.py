@@ -1,0 +1,35 @@
+"""Entry point of the sidecar: ``kvrouter sidecar`` or ``python -m kvrouter.sidecar``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvrouter.runtime.config.settings import load
+from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
+from kvrouter.sidecar.app import running
+from kvrouter.sidecar.settings import SidecarSettings
+
+PROGRAM = "kvrouter sidecar"
+
+
+def main(options: Sequence[str] | None = None) -> None:
+    """Reads the options, by default those of the process, and serves the engines until SIGTERM or SIGINT."""
+    settings = load(SidecarSettings, options, prog=PROGRAM)
+
+    async def sidecar(stopping: asyncio.Event) -> None:
+        registry, health = new_registry(), HealthBoard()
+        async with (
+            serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
+            running(settings, registry, health),
+        ):
+            await stopping.wait()
+            await health.drain()
+
+    run(sidecar, settings, "sidecar")
+
+
+if __name__ == "__main__":
+    main()

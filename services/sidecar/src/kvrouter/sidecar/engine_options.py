@@ -1,0 +1,144 @@
+"""The options of one engine among those of the sidecar, and the worker that it becomes."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvrouter.publisher.adapters.translation import TranslationOptions
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.relay.relaying import EventSource
+from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
+from kvrouter.sidecar.engines.description import EngineDescription, Overrides
+from kvrouter.sidecar.settings import SidecarSettings
+from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.names import ComponentName
+
+_COPY_COUNTING = {"counted": CopyCounting.COPY_COUNTING_COUNTED, "set": CopyCounting.COPY_COUNTING_SET}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of one engine."""
+
+    url: str
+    """Address of its HTTP API."""
+    advertised_url: str
+    """The same address as others reach it."""
+    worker_id: int
+    bind: str
+    advertise: str
+    overrides: Overrides
+    settings: SidecarSettings
+
+    @property
+    def advertised_host(self) -> str:
+        """Host of the engine as others reach it, with brackets around an IPv6 address."""
+        host = urlsplit(self.advertised_url).hostname or ""
+        return f"[{host}]" if ":" in host else host
+
+    def worker_config(self, engine: EngineDescription) -> WorkerConfig:
+        """Returns the worker's configuration.
+
+        Raises:
+            InvalidConfig: a value is out of range.
+        """
+        settings = self.settings
+        return WorkerConfig(
+            component=ComponentName(settings.namespace, settings.component),
+            model=engine.model,
+            block_size=engine.block_size,
+            ranks=engine.ranks,
+            worker_id=self.worker_id,
+            etcd=settings.etcd,
+            nats=settings.nats,
+            bind=self.bind,
+            advertise=self.advertise,
+            transport=TRANSPORTS[settings.transport],
+            copy_counting=_COPY_COUNTING[settings.copy_counting],
+            role=ROLES[engine.role],
+            labels=settings.labels,
+            lora_names=engine.lora_names or tuple(settings.lora_ids.values()),
+            openai_endpoint=self.advertised_url,
+            bootstrap_endpoint=engine.bootstrap_endpoint,
+            tokenizer=engine.tokenizer,
+            publishes_events=bool(engine.events),
+            max_model_len=engine.max_model_len,
+            load_report_seconds=0,  # reported whenever the engine was asked
+            lease_ttl_seconds=settings.lease_seconds,
+            drain_seconds=settings.drain_seconds,
+            journal_path=settings.journal_path if engine.events else None,
+            # The engine says nothing of its lifetime. Journal and engine are compared by their last message instead.
+            engine_incarnation=f"{self.url} {engine.model}" if settings.journal_path and engine.events else "",
+        )
+
+    def event_source(self, engine: EngineDescription) -> EventSource:
+        """Returns where the engine publishes its events."""
+        return EventSource(engine.events, engine.kind, self.settings.queued_messages, self.settings.replay_seconds)
+
+    def translation(self, engine: EngineDescription) -> TranslationOptions:
+        """Returns what the engine's events do not say."""
+        return TranslationOptions(
+            engine.block_size,
+            {int(number): name for number, name in self.settings.lora_ids.items()},
+            self.settings.full_reports,
+            self.settings.offloaded_blocks,
+        )
+
+
+def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
+    """Yields the options of each engine. Further engines have the next worker ids and ports."""
+    for index, url in enumerate(settings.engine):
+        worker_id = secrets.randbits(53) | 1 if settings.worker_id is None else settings.worker_id + index
+        yield EngineOptions(
+            url=url.rstrip("/"),
+            advertised_url=_of(settings.engine_advertise, index) or _reachable(url.rstrip("/"), settings.advertise),
+            worker_id=worker_id,
+            bind=_next_port(settings.bind, index),
+            advertise=_next_port(settings.advertise, index),
+            overrides=Overrides(
+                model=settings.model or None,
+                block_size=settings.block_size,
+                dp_size=settings.dp_size,
+                total_blocks=settings.total_blocks,
+                kv_events=_of(settings.kv_events, index),
+                kv_replay=_of(settings.kv_replay, index),
+                kv_topic=settings.kv_topic,
+                max_model_len=settings.max_model_len,
+                role=settings.role,
+                tokenizer=settings.tokenizer,
+                bootstrap_endpoint=_of(settings.bootstrap_endpoint, index),
+            ),
+            settings=settings,
+        )
+
+
+def _of(values: tuple[str, ...], index: int) -> str:
+    return values[index] if values else ""
+
+
+def _next_port(address: str, offset: int) -> str:
+    """Returns an address with a higher port; unchanged if it has none, or 0 for a free one."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or not int(port):
+        return address
+    return f"{host}:{int(port) + offset}"
+
+
+def _reachable(url: str, advertise: str) -> str:
+    """Returns an engine's URL with the host of ``advertise``, if its own is a loopback address."""
+    parts = urlsplit(url)
+    host = advertise.rpartition(":")[0] if advertise.rpartition(":")[2].isdecimal() else advertise
+    if not host or not _is_loopback(parts.hostname or ""):
+        return url
+    return parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host).geturl()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,99 @@
+"""Reads what an SGLang server says of itself."""
+
+from __future__ import annotations
+
+import msgspec
+from kvrouter.relay.engine_sockets import Endpoints
+from kvrouter.runtime.config.worker_options import RoleOption
+from kvrouter.sidecar.engines.description import Discovered
+from kvrouter.sidecar.engines.event_endpoints import at_host, tcp
+from kvrouter.sidecar.engines.http import EngineHttp, UnexpectedAnswer
+from kvrouter.sidecar.engines.models import Models, read_models
+
+_PATHS = ("/server_info", "/get_server_info")
+"""Newer and older path of the same page."""
+_ROLES: dict[str, RoleOption] = {"prefill": "prefill", "decode": "decode"}
+
+
+class KvEvents(msgspec.Struct):
+    """How the server publishes its events."""
+
+    endpoint_port_base: int
+    endpoint_host: str = "*"
+    replay_endpoint_port_base: int | None = None
+    replay_endpoint_host: str | None = None
+    topic: str | None = None
+    block_size: int | None = None
+    dp_size: int | None = None
+
+
+class ServerInfo(msgspec.Struct):
+    """The parts of ``/server_info`` that matter here."""
+
+    model_path: str
+    served_model_name: str | None = None
+    tokenizer_path: str | None = None
+    page_size: int | None = None
+    dp_size: int | None = None
+    max_total_num_tokens: int | None = None
+    disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
+    kv_events: KvEvents | None = None
+
+
+async def read_server_info(http: EngineHttp) -> ServerInfo:
+    """Returns the page.
+
+    Raises:
+        EngineAway: the server does not answer, or is not ready yet.
+        UnexpectedAnswer: it has no such page, or another one.
+    """
+    path, older = _PATHS
+    try:
+        return await http.get_as(path, ServerInfo)
+    except UnexpectedAnswer as error:
+        if error.status != 404:
+            raise
+    return await http.get_as(older, ServerInfo)
+
+
+async def discover(http: EngineHttp) -> Discovered:
+    """Returns what the engine says of itself.
+
+    Raises:
+        EngineAway: it does not answer, or is not ready yet.
+    """
+    found = Discovered("sglang")
+    try:
+        take(found, await read_server_info(http), http.host)
+    except UnexpectedAnswer as error:
+        found.problems |= dict.fromkeys(("model", "block_size", "events"), str(error))
+    listed = Discovered("sglang")
+    try:
+        read_models(listed, await http.get_as("/v1/models", Models))
+    except UnexpectedAnswer:
+        return found
+    found.max_model_len, found.lora_names = listed.max_model_len, listed.lora_names
+    return found
+
+
+def take(found: Discovered, info: ServerInfo, host: str) -> None:
+    """Takes what the page says. ``host`` is that of the server."""
+    events = info.kv_events
+    found.model = info.served_model_name or info.model_path
+    found.tokenizer = info.tokenizer_path or info.model_path
+    found.block_size = (events.block_size if events else None) or info.page_size or None
+    ranks = (events.dp_size if events else None) or info.dp_size or 1
+    blocks = (info.max_total_num_tokens or 0) // found.block_size if found.block_size else 0
+    found.ranks = dict.fromkeys(range(ranks), blocks)
+    found.role = _ROLES.get(info.disaggregation_mode or "", "both")
+    if found.role == "prefill":
+        found.bootstrap_port = info.disaggregation_bootstrap_port
+    if events is None:
+        found.events = {}
+        return
+    live = at_host(tcp(events.endpoint_host, events.endpoint_port_base), host)
+    replay = ""
+    if events.replay_endpoint_port_base:
+        replay = at_host(tcp(events.replay_endpoint_host or "*", events.replay_endpoint_port_base), host)
+    found.events = {rank: Endpoints.of_rank(live, replay, events.topic or "", rank) for rank in range(ranks)}

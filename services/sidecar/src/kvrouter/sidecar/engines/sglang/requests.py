@@ -1,0 +1,219 @@
+"""Converts requests to SGLang's generate with token ids, and its answers to outputs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from kvrouter.publisher.adapters.salts import engine_salt
+from kvrouter.publisher.errors import RequestRefused
+from kvrouter.sidecar.engines.api import EngineCall
+from kvrouter.sidecar.engines.description import EngineDescription
+from kvrouter.sidecar.engines.event_stream import END
+from kvrouter.sidecar.engines.failures import EngineFailed, error_in, refusal_of_code
+from kvrouter.sidecar.engines.http import as_json
+from kvrouter.sidecar.engines.json_options import engine_options, json_object, refuse_several_sequences
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateRequest
+
+TRANSFER_FORMAT = "sglang-json"
+"""Format of transfer parameters: a JSON object with bootstrap_host, bootstrap_port and bootstrap_room."""
+
+_PATH = "/generate"
+_FINISH = {
+    "stop": FinishReason.FINISH_REASON_STOP,
+    "length": FinishReason.FINISH_REASON_LENGTH,
+    "abort": FinishReason.FINISH_REASON_ABORT,
+}
+_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_ID_BYTES = 16
+
+_ABSENT = msgspec.Raw()
+_NOTHING = (b"", b"null")
+"""Encodings of a field that is absent or null."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _Finish(msgspec.Struct):
+    type: str = ""
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | str | None = None
+    completion_tokens: int | None = None
+    cached_tokens: TokenId | None = None
+    output_token_logprobs: list[list[Any]] | None = None
+
+
+class _Answer(msgspec.Struct):
+    output_ids: list[TokenId] | None = None
+    text: str | None = None
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: msgspec.Raw = _ABSENT
+    object: str = ""
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
+    """Returns a request as one for SGLang.
+
+    Raises:
+        RequestRefused: the engine cannot serve it.
+    """
+    # SGLang aborts all requests whose ids begin with the given one, so ids have one length.
+    engine_id = secrets.token_hex(_ID_BYTES)
+    body: dict[str, Any] = {
+        "rid": engine_id,
+        "input_ids": list(request.token_ids),
+        "sampling_params": engine_options(request.sampling_options) | _sampling(request),
+        "stream": True,
+    }
+    if request.sampling_options.logprobs:
+        body |= {"return_logprob": True, "top_logprobs_num": request.sampling_options.logprobs - 1}
+    if len(engine.ranks) > 1:
+        body["routed_dp_rank"] = request.dp_rank
+    if request.priority:
+        body["priority"] = request.priority
+    if request.scope.lora_name:
+        body["lora_path"] = request.scope.lora_name
+    if salt := engine_salt(request.scope):
+        body |= {"cache_salt": salt, "extra_key": salt}  # older releases know extra_key only
+    transfer = _transfer(request, engine)
+    early = None
+    if transfer is not None:
+        body |= transfer
+        if request.stage == Stage.STAGE_PREFILL:
+            early = GenerateOutput(transfer_params=TransferParams(format=TRANSFER_FORMAT, payload=as_json(transfer)))
+    return EngineCall(_PATH, as_json(body), GenerateReader(), engine_id=engine_id, early=early)
+
+
+def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
+    options, stop = request.sampling_options, request.stop_conditions
+    refuse_several_sequences(options)
+    parameters: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING if options.HasField(name)}
+    if options.HasField("top_k"):
+        parameters["top_k"] = options.top_k or -1
+    if options.HasField("seed"):
+        parameters["sampling_seed"] = options.seed
+    parameters["max_new_tokens"] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
+    if stop.min_tokens:
+        parameters["min_new_tokens"] = min(stop.min_tokens, parameters["max_new_tokens"])
+    if stop.stop_token_ids:
+        parameters["stop_token_ids"] = list(stop.stop_token_ids)
+    if stop.ignore_eos:
+        parameters["ignore_eos"] = True
+    if stop.stop:
+        parameters["stop"] = list(stop.stop)
+    return parameters
+
+
+def _transfer(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> dict[str, Any] | None:
+    """Returns where prefill and decode meet. A prefill without parameters draws a room at the engine's own address."""
+    if request.HasField("transfer_params"):
+        given = request.transfer_params
+        if given.format != TRANSFER_FORMAT:
+            raise RequestRefused(
+                f"expected transfer parameters in the format {TRANSFER_FORMAT!r}, received {given.format!r:.64}",
+                field="transfer_params.format",
+                known=[TRANSFER_FORMAT],
+            )
+        return json_object(given.payload, "transfer_params.payload")
+    if request.stage != Stage.STAGE_PREFILL or not engine.bootstrap_endpoint:
+        return None
+    host, _, port = engine.bootstrap_endpoint.rpartition(":")
+    return {
+        "bootstrap_host": host.strip("[]"),
+        "bootstrap_port": int(port),
+        "bootstrap_room": secrets.randbits(63),
+    }
+
+
+class GenerateReader:
+    """Reads the answer to a generate request.
+
+    The token ids of an event are all so far, or those since the last event if the server streams incrementally. Its
+    number of tokens tells which.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._has_cached_tokens = False
+        self._ended = False
+
+    def read(self, data: bytes) -> Iterator[GenerateOutput]:
+        """Yields the outputs of one event, or of a whole answer.
+
+        Raises:
+            RequestRefused: it reports an error, or is malformed.
+        """
+        if data == END:
+            yield from self.end()
+            return
+        try:
+            answer = _decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise EngineFailed(f"the engine sent a malformed output: {error}") from None
+        if bytes(answer.error) not in _NOTHING or answer.object == "error":
+            raise error_in(data) or refusal_of_code(500, "no message")
+        if self._ended:
+            raise EngineFailed("the engine sent output after the end of the request")
+        if answer.output_ids is None and answer.text:
+            raise EngineFailed("the engine returns text without token ids: use an SGLang that returns output_ids")
+        finish = _finish(answer.meta_info.finish_reason)
+        tokens, first = self._new(answer.output_ids or [], answer.meta_info.completion_tokens)
+        if not tokens and finish is None:
+            return
+        output = GenerateOutput(token_ids=tokens, finish_reason=finish)
+        if answer.meta_info.cached_tokens is not None and not self._has_cached_tokens:
+            self._has_cached_tokens = True
+            output.cached_tokens = answer.meta_info.cached_tokens
+        if answer.meta_info.output_token_logprobs:
+            output.logprobs.extend(_logprobs(answer.meta_info.output_token_logprobs[first:]))
+        self._ended = finish is not None
+        yield output
+
+    def end(self) -> Iterator[GenerateOutput]:
+        """Yields nothing: the last output was complete.
+
+        Raises:
+            RequestRefused: there was none.
+        """
+        if not self._ended:
+            raise EngineFailed("the engine ended its answer before the request was finished")
+        yield from ()
+
+    def _new(self, tokens: list[int], completed: int | None) -> tuple[list[int], int]:
+        """Returns the tokens that are new, and where the first one is among those of the event."""
+        is_incremental = len(tokens) < self._tokens or (
+            completed == self._tokens + len(tokens) and completed != len(tokens)
+        )
+        first = 0 if is_incremental else self._tokens
+        self._tokens += len(tokens) - first
+        return tokens[first:], first
+
+
+def _finish(reason: _Finish | str | None) -> FinishReason | None:
+    """Returns why the generation ended, None if it has not.
+
+    Raises:
+        RequestRefused: the engine aborted it because of an error.
+    """
+    if reason is None:
+        return None
+    if isinstance(reason, str):
+        return _FINISH.get(reason, FinishReason.FINISH_REASON_STOP)
+    if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
+        raise refusal_of_code(reason.status_code, reason.message or "no message")
+    return _FINISH.get(reason.type, FinishReason.FINISH_REASON_STOP)
+
+
+def _logprobs(entries: list[list[Any]]) -> Iterator[float]:
+    for entry in entries:
+        yield float(entry[0]) if entry and isinstance(entry[0], int | float) else 0.0

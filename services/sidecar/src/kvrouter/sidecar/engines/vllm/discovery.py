@@ -1,0 +1,77 @@
+"""Reads what a vLLM server says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from kvrouter.relay.engine_sockets import Endpoints
+from kvrouter.sidecar.engines.description import Discovered
+from kvrouter.sidecar.engines.event_endpoints import at_host
+from kvrouter.sidecar.engines.http import EngineHttp, UnexpectedAnswer
+from kvrouter.sidecar.engines.metrics_text import EngineSample, read_samples
+from kvrouter.sidecar.engines.models import Models, read_models
+
+_CACHE_CONFIG = "vllm:cache_config_info"
+
+
+class EventSocket(msgspec.Struct):
+    """An entry of ``/kv_event_sources``."""
+
+    endpoint: str
+    data_parallel_rank: int | None = None
+    replay_endpoint: str | None = None
+    topic: str | None = None
+
+
+async def discover(http: EngineHttp) -> Discovered:
+    """Returns what the engine says of itself.
+
+    Raises:
+        EngineAway: it does not answer, or is not ready yet.
+    """
+    found = Discovered("vllm")
+    try:
+        read_models(found, await http.get_as("/v1/models", Models))
+    except UnexpectedAnswer as error:
+        found.problems["model"] = str(error)
+    try:
+        samples, _ = read_samples(await http.get("/metrics"), {_CACHE_CONFIG})
+        read_cache_config(found, samples)
+    except UnexpectedAnswer as error:
+        found.problems["block_size"] = str(error)
+    try:
+        sources = await http.get_as("/kv_event_sources", list[EventSocket])
+        found.events = read_event_sockets(sources, http.host)
+    except UnexpectedAnswer as error:
+        found.problems["events"] = str(error)
+    if found.events and found.ranks is not None:
+        found.ranks = {rank: found.ranks.get(rank, 0) for rank in sorted(found.events)}
+    return found
+
+
+def read_cache_config(found: Discovered, samples: Sequence[EngineSample]) -> None:
+    """Takes block size, ranks and KV blocks from the cache's configuration, which each rank reports."""
+    sizes = {int(text) for each in samples if (text := each.labels.get("block_size", "")).isdecimal() and int(text)}
+    if len(sizes) == 1:
+        found.block_size = sizes.pop()
+    else:
+        found.problems["block_size"] = (
+            f"GET /metrics: expected one block_size in {_CACHE_CONFIG}, received {len(sizes)}"
+        )
+    blocks = {}
+    for each in samples:
+        rank, count = each.labels.get("engine", "0"), each.labels.get("num_gpu_blocks", "")
+        if rank.isdecimal():
+            blocks[int(rank)] = int(count) if count.isdecimal() else 0
+    found.ranks = blocks or None
+
+
+def read_event_sockets(sockets: Sequence[EventSocket], host: str) -> dict[int, Endpoints]:
+    """Returns the event sockets by rank. A wildcard address is that of ``host``."""
+    return {
+        each.data_parallel_rank or 0: Endpoints(
+            at_host(each.endpoint, host), at_host(each.replay_endpoint or "", host), each.topic or ""
+        )
+        for each in sockets
+    }

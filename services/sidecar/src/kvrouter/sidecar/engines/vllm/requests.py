@@ -1,0 +1,213 @@
+"""Converts requests to vLLM's completions with token ids, and its answers to outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from kvrouter.publisher.adapters.salts import engine_salt
+from kvrouter.publisher.errors import RequestRefused
+from kvrouter.sidecar.engines.api import EngineCall
+from kvrouter.sidecar.engines.description import EngineDescription
+from kvrouter.sidecar.engines.event_stream import END
+from kvrouter.sidecar.engines.failures import EngineFailed, error_in, refusal_of_code
+from kvrouter.sidecar.engines.http import as_json
+from kvrouter.sidecar.engines.json_options import engine_options, json_object, refuse_several_sequences
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateRequest
+
+TRANSFER_FORMAT = "vllm-json"
+"""Format of transfer parameters: vLLM's kv_transfer_params, a JSON object."""
+
+_PATH = "/v1/completions"
+_START_OF_TRANSFER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_FINISH = {
+    "stop": FinishReason.FINISH_REASON_STOP,
+    "length": FinishReason.FINISH_REASON_LENGTH,
+    "abort": FinishReason.FINISH_REASON_ABORT,
+    "error": FinishReason.FINISH_REASON_ERROR,
+}
+_SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
+
+_ABSENT = msgspec.Raw()
+_NOTHING = (b"", b"null")
+"""Encodings of a field that is absent or null."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: TokenId | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    error: msgspec.Raw = _ABSENT
+    object: str = ""
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
+    """Returns a request as a completion. A prefill is not streamed, because only then its parameters are returned.
+
+    Raises:
+        RequestRefused: the engine cannot serve it.
+    """
+    is_prefill = request.stage == Stage.STAGE_PREFILL
+    body = engine_options(request.sampling_options)
+    body |= _sampling(request)
+    body |= {
+        "model": request.scope.lora_name or engine.model,
+        "prompt": list(request.token_ids),
+        "add_special_tokens": False,
+        "stream": not is_prefill,
+        "return_token_ids": True,
+        "request_id": request.request_id,
+    }
+    if not is_prefill:
+        body["stream_options"] = {"include_usage": True}
+    if request.priority:
+        body["priority"] = -request.priority  # vLLM serves a lower value earlier
+    if salt := engine_salt(request.scope):
+        body["cache_salt"] = salt
+    transfer = _transfer(request, is_prefill=is_prefill)
+    if transfer is not None:
+        body["kv_transfer_params"] = transfer
+    headers = {"X-data-parallel-rank": str(request.dp_rank)} if len(engine.ranks) > 1 else {}
+    return EngineCall(_PATH, as_json(body), CompletionReader(), headers)
+
+
+def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
+    options, stop = request.sampling_options, request.stop_conditions
+    refuse_several_sequences(options)
+    body: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING if options.HasField(name)}
+    if options.HasField("top_k"):
+        body["top_k"] = options.top_k or -1
+    if options.logprobs:
+        body["logprobs"] = options.logprobs
+    body["max_tokens"] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
+    if stop.min_tokens:
+        body["min_tokens"] = min(stop.min_tokens, body["max_tokens"])
+    if stop.stop_token_ids:
+        body["stop_token_ids"] = list(stop.stop_token_ids)
+    if stop.ignore_eos:
+        body["ignore_eos"] = True
+    if stop.stop:
+        body["stop"] = list(stop.stop)
+    return body
+
+
+def _transfer(request: WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
+    if not request.HasField("transfer_params"):
+        return dict(_START_OF_TRANSFER) if is_prefill else None
+    given = request.transfer_params
+    if given.format != TRANSFER_FORMAT:
+        raise RequestRefused(
+            f"expected transfer parameters in the format {TRANSFER_FORMAT!r}, received {given.format!r:.64}",
+            field="transfer_params.format",
+            known=[TRANSFER_FORMAT],
+        )
+    parameters = json_object(given.payload, "transfer_params.payload")
+    return _START_OF_TRANSFER | parameters if is_prefill else parameters
+
+
+class CompletionReader:
+    """Reads the answer to a completion, streamed or whole.
+
+    The number of cached tokens follows the last token, so the last output is kept until it or the end has come.
+    """
+
+    def __init__(self) -> None:
+        self._last: GenerateOutput | None = None
+        self._cached_tokens: int | None = None
+        self._ended = False
+
+    def read(self, data: bytes) -> Iterator[GenerateOutput]:
+        """Yields the outputs of one event, or of a whole answer.
+
+        Raises:
+            RequestRefused: it reports an error, or is malformed.
+        """
+        if data == END:
+            yield from self.end()
+            return
+        try:
+            answer = _decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise EngineFailed(f"the engine sent a malformed output: {error}") from None
+        if bytes(answer.error) not in _NOTHING or answer.object == "error":
+            raise error_in(data) or refusal_of_code(500, "no message")
+        if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
+            self._cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+        for choice in answer.choices:
+            if self._last is not None or self._ended:
+                raise EngineFailed("the engine sent output after the end of the request")
+            output = _output(choice)
+            if output is None:
+                continue
+            if output.finish_reason:
+                self._last = output
+            else:
+                yield output
+        parameters = bytes(answer.kv_transfer_params)
+        if self._last is not None and parameters not in _NOTHING:
+            self._last.transfer_params.CopyFrom(TransferParams(format=TRANSFER_FORMAT, payload=parameters))
+
+    def end(self) -> Iterator[GenerateOutput]:
+        """Yields the last output.
+
+        Raises:
+            RequestRefused: there is none.
+        """
+        if self._ended:
+            return
+        if self._last is None:
+            raise EngineFailed("the engine ended its answer before the request was finished")
+        self._ended = True
+        last, self._last = self._last, None
+        if self._cached_tokens is not None:
+            last.cached_tokens = self._cached_tokens
+        yield last
+
+
+def _output(choice: _Choice) -> GenerateOutput | None:
+    """Returns the output of a choice; None if it has neither tokens nor an end."""
+    if choice.token_ids is None and choice.text:
+        raise EngineFailed("the engine returns text without token ids: use a vLLM that knows return_token_ids")
+    tokens = choice.token_ids or []
+    # Newer releases may have further reasons, which are all kinds of a regular end.
+    finish = _FINISH.get(choice.finish_reason, FinishReason.FINISH_REASON_STOP) if choice.finish_reason else None
+    if not tokens and finish is None:
+        return None
+    output = GenerateOutput(token_ids=tokens, finish_reason=finish)
+    if choice.logprobs is not None and choice.logprobs.token_logprobs:
+        output.logprobs.extend(each or 0.0 for each in choice.logprobs.token_logprobs)
+    return output

@@ -1,0 +1,161 @@
+"""Options of the sidecar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from kvrouter.runtime.config.addresses import check_socket_endpoint
+from kvrouter.runtime.config.settings import Name, ServiceSettings
+from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
+from kvrouter.sidecar.engines.description import NO_EVENTS
+from kvrouter.sidecar.engines.detection import EngineKindOption
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+_PER_ENGINE = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
+"""Options with one value for each engine, in the order of the engines."""
+
+
+class SidecarSettings(ServiceSettings):
+    """Options of ``kvrouter sidecar``; each is a flag, an environment variable and a key of the file."""
+
+    engine: tuple[str, ...] = Field(
+        min_length=1, description="URL of the engine's HTTP API, http://host:port. May be repeated for several engines."
+    )
+    engine_kind: EngineKindOption = Field(default="auto", description="Which engine it is; auto asks it.")
+    engine_api_key: SecretStr = Field(default=SecretStr(""), description="Key that the engine's HTTP API demands.")
+    engine_advertise: tuple[str, ...] = Field(
+        default=(),
+        description="URL at which others reach each engine; none for that of --engine, with the host of --advertise if "
+        "it is a loopback address.",
+    )
+    kv_events: tuple[str, ...] = Field(
+        default=(),
+        description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it "
+        "publishes no events. By default the engine is asked.",
+    )
+    kv_replay: tuple[str, ...] = Field(
+        default=(), description="Endpoint of rank 0's replay socket for each engine; only with --kv-events."
+    )
+    kv_topic: str = Field(default="", description="Topic of the events; others are ignored. Empty for any topic.")
+    component: Name = Field(default="workers", description="Name of the component that the engines join.")
+    model: str = Field(default="", description="Name of the model that clients send; by default the engine is asked.")
+    block_size: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="Tokens per KV block of the engine; by default the engine is asked."
+    )
+    dp_size: int | None = Field(
+        default=None, ge=1, le=1024, description="Number of data-parallel ranks; by default the engine is asked."
+    )
+    total_blocks: int | None = Field(
+        default=None, ge=0, description="KV blocks of each rank in device memory; by default the engine is asked."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 32,
+        description="Most prompt and output tokens together, 0 for no limit; by default the engine is asked.",
+    )
+    role: RoleOption | None = Field(
+        default=None, description="Role of the engine; by default the engine is asked, and both if it does not say."
+    )
+    tokenizer: str = Field(
+        default="", description="Path or name of the model's tokenizer; by default where the engine loaded its model."
+    )
+    bootstrap_endpoint: tuple[str, ...] = Field(
+        default=(),
+        description="Address at which decode workers meet each prefill engine, host:port; by default the engine is "
+        "asked.",
+    )
+    worker_id: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 63,
+        description="Id of the first engine's worker in its component; further engines have the next ids. None draws "
+        "them at random.",
+    )
+    copy_counting: Literal["counted", "set"] = Field(
+        default="counted", description="Whether the engine reports each physical copy of a block, or a set of blocks."
+    )
+    full_reports: bool = Field(
+        default=False,
+        description="Whether requests make the engine report their hits too (kv_cache_report_mode: full).",
+    )
+    offloaded_blocks: int = Field(
+        default=1,
+        ge=1,
+        le=1 << 20,
+        description="Blocks in a chunk that the engine offloads and reports by its last hash alone.",
+    )
+    lora_ids: dict[str, str] = Field(
+        default_factory=dict, description="Names of LoRA adapters by number, for engines that report numbers only."
+    )
+    transport: TransportOption = Field(
+        default="default", description="Transport of the events; default is the component's."
+    )
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels for routing constraints.")
+    journal_path: Path | None = Field(
+        default=None,
+        description="Directory from which a restarted sidecar resumes, with a worker id; none for no journal.",
+    )
+    load_seconds: float = Field(
+        default=1.0, gt=0, le=3600, description="Interval at which the engine's load is read and reported, in seconds."
+    )
+    answer_seconds: float = Field(
+        default=5.0, gt=0, description="Longest time for the engine to answer about itself, in seconds."
+    )
+    replay_seconds: float = Field(
+        default=10.0, gt=0, description="Longest time between two messages of a replay, in seconds."
+    )
+    queued_messages: int = Field(
+        default=100_000, ge=1, description="Messages that wait in each subscription; further ones are replayed."
+    )
+    engine_grace_seconds: float = Field(
+        default=5.0, ge=0, description="Time without an answer of the engine before routers avoid it, in seconds."
+    )
+
+    @field_validator("engine", "engine_advertise")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in {"http", "https"} or not parts.hostname:
+                raise ValueError(f"expected http://host:port, received {url!r}")
+        return urls
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _are_endpoints(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(each if each == NO_EVENTS else check_socket_endpoint(each) for each in endpoints)
+
+    @field_validator("bootstrap_endpoint")
+    @classmethod
+    def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            host, colon, port = address.rpartition(":")
+            if not (host and colon and port.isdecimal()):
+                raise ValueError(f"expected host:port, received {address!r}")
+        return addresses
+
+    @field_validator("lora_ids")
+    @classmethod
+    def _are_numbers(cls, names: dict[str, str]) -> dict[str, str]:
+        for number in names:
+            if not number.isdecimal():
+                raise ValueError(f"expected number=name, received {number!r} as the number")
+        return names
+
+    @model_validator(mode="after")
+    def _has_one_value_for_each_engine(self) -> SidecarSettings:
+        for name in _PER_ENGINE:
+            count = len(getattr(self, name))
+            if count not in {0, len(self.engine)}:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option}: expected one for each of {len(self.engine)} engines, received {count}")
+        if len(set(self.engine)) < len(self.engine):
+            raise ValueError("--engine: the same engine is named twice")
+        if self.kv_replay and not self.kv_events:
+            raise ValueError("--kv-replay: name the events' sockets with --kv-events, too")
+        if self.journal_path is not None and self.worker_id is None:
+            raise ValueError("--journal-path: name the worker with --worker-id, so that its journal is found again")
+        return self

@@ -1,0 +1,221 @@
+"""Keeps one engine registered as a worker, through its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import structlog
+from kvrouter.publisher import worker as sdk
+from kvrouter.publisher.errors import DescriptorMismatch, InvalidConfig
+from kvrouter.relay.engine_sockets import EndpointRefused, ReplayFailed
+from kvrouter.relay.relaying import RelayedRanks, relaying
+from kvrouter.sidecar.engine_options import EngineOptions
+from kvrouter.sidecar.engines.api import EngineApi
+from kvrouter.sidecar.engines.description import EngineDescription, NotDiscovered, describe
+from kvrouter.sidecar.engines.detection import detect
+from kvrouter.sidecar.engines.http import EngineAway, EngineHttp, UnexpectedAnswer
+from kvrouter.sidecar.served_engine import ServedEngine
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+
+log = structlog.get_logger(component="sidecar")
+
+_NOT_READY = (EngineAway, UnexpectedAnswer, NotDiscovered)
+"""Reasons why an engine cannot be described yet."""
+_NOT_ACCEPTED = (DescriptorMismatch, InvalidConfig, EndpointRefused, ReplayFailed)
+"""Reasons why an engine that is described cannot become a worker."""
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+class EngineSupervisor:
+    """Serves one engine: waits for it, registers it, and registers it anew when it has changed."""
+
+    def __init__(self, options: EngineOptions, http: EngineHttp, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+        """``on_ready`` is called when the engine's worker begins or ceases to take requests."""
+        self.options = options
+        self.relayed: RelayedRanks = {}
+        """The ranks whose events are relayed; empty while there is no worker."""
+        self.engine: ServedEngine | None = None
+        """The engine while it has a worker."""
+        self.is_up = False
+        """Whether the engine answered when it was last asked."""
+        self.counts: Counter[str] = Counter()
+        """Outages and registrations, failed readings of the load, and values that were unusable."""
+        self.results: Counter[str] = Counter()
+        """Requests that ended, by how."""
+        self._http = http
+        self._on_ready = on_ready
+        self._doubted = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._worker: sdk.Worker | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._log = log.bind(url=options.url, worker_id=options.worker_id)
+
+    async def run(self) -> None:
+        """Serves the engine until it is stopped.
+
+        Raises:
+            KeyTaken: another process registered the same worker.
+        """
+        self._running = asyncio.current_task()
+        while not self._stopping.is_set():
+            try:
+                async with AsyncExitStack() as stack:
+                    api, known = await self._join(stack)
+                    await self._follow(api, known)
+            except DescriptorMismatch as error:
+                # The component's descriptor was lost and written by others meanwhile.
+                self._log_refused(str(error))
+            finally:
+                await self._leave()
+
+    def stop(self) -> None:
+        """Lets running requests finish, deregisters the worker, and ends ``run``. May be called once."""
+        self._stopping.set()
+        if self._worker is None and self._running is not None:
+            self._running.cancel()  # it may wait for the engine or for etcd
+
+    async def _join(self, stack: AsyncExitStack) -> tuple[EngineApi, EngineDescription]:
+        """Registers the engine as a worker, as soon as it is ready and accepted."""
+        async for attempt in _retrying(_NOT_ACCEPTED, self._log_refused):
+            with attempt:
+                api, known = await self._discover()
+                engine = ServedEngine(self._http, api, known, self.results, self._doubted.set)
+                config = self.options.worker_config(known)
+                if known.events:
+                    running = relaying(
+                        config,
+                        self.options.event_source(known),
+                        self.options.translation(known),
+                        self.relayed,
+                        self._doubted.set,
+                        engine=engine,
+                        wait_for_engine=False,
+                    )
+                else:
+                    running = sdk.running(config, engine)
+                self._worker = await stack.enter_async_context(running)
+                self.engine = engine
+                return api, known
+        raise AssertionError("unreachable: the retry ends by return or by an exception")
+
+    async def _leave(self) -> None:
+        self._worker = self.engine = None
+        self.relayed.clear()
+        await self._on_ready(False)
+
+    async def _follow(self, api: EngineApi, known: EngineDescription) -> None:
+        """Reports the engine's load and watches it, until it has changed or is not needed any more."""
+        worker, engine = self._worker, self.engine
+        if worker is None or engine is None:
+            raise AssertionError("_join has set both")
+        self.counts["registrations"] += 1
+        self._log.info(
+            "sidecar.engine_registered",
+            engine=known.kind,
+            model=known.model,
+            block_size=known.block_size,
+            ranks=len(known.ranks),
+            publishes_events=bool(known.events),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self._announce(worker))
+            reporting = tasks.create_task(self._report_load(worker, engine, api, known))
+            watching = tasks.create_task(self._watch(worker, engine, known))
+            stopping = tasks.create_task(self._stopping.wait())
+            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (announcing, reporting, watching, stopping):
+                task.cancel()
+
+    async def _announce(self, worker: sdk.Worker) -> None:
+        await worker.registered()
+        await self._on_ready(True)
+
+    async def _watch(self, worker: sdk.Worker, engine: ServedEngine, known: EngineDescription) -> None:
+        """Looks whether the engine is the same whenever that is in doubt. Returns when it is another one."""
+        while True:
+            await self._doubted.wait()
+            self._doubted.clear()
+            try:
+                async with asyncio.timeout(self.options.settings.engine_grace_seconds):
+                    _, found = await self._discover()
+            except TimeoutError:
+                self.counts["outages"] += 1
+                self._log.warning("sidecar.engine_away")
+                worker.set_accepting(False)
+                await self._on_ready(False)
+                engine.fail_running()
+                _, found = await self._discover()
+            if found != known:
+                self._log.warning("sidecar.engine_changed", changes=known.changes(found))
+                return
+            if not worker.is_accepting:
+                self._log.info("sidecar.engine_back")
+                worker.set_accepting(True)
+                await self._on_ready(True)
+
+    async def _report_load(
+        self, worker: sdk.Worker, engine: ServedEngine, api: EngineApi, known: EngineDescription
+    ) -> None:
+        """Reads and reports the load for ever. A load that cannot be read is unknown, not 0."""
+        was_known = True
+        while True:
+            try:
+                engine.loads, unusable = await api.loads(known)
+                self.counts["unusable_values"] += unusable
+                reason = "" if engine.loads else "the engine reports no usable load"
+            except (EngineAway, UnexpectedAnswer) as error:
+                engine.loads, reason = {}, str(error)
+                self.counts["load_failures"] += 1
+                if isinstance(error, EngineAway):
+                    self._doubted.set()
+            if bool(reason) == was_known:
+                was_known = not reason
+                if reason:
+                    self._log.warning("sidecar.load_unknown", error=reason)
+                else:
+                    self._log.info("sidecar.load_known")
+            if engine.loads:
+                await worker.report_load()
+            await asyncio.sleep(self.options.settings.load_seconds)
+
+    async def _discover(self) -> tuple[EngineApi, EngineDescription]:
+        """Returns what the engine is, as soon as it is ready and says enough."""
+        async for attempt in _retrying(_NOT_READY, self._log_not_ready):
+            with attempt:
+                try:
+                    api = await detect(self._http, self.options.settings.engine_kind)
+                    found = await api.discover()
+                except EngineAway:
+                    self.is_up = False
+                    raise
+                self.is_up = True
+                host = self.options.advertised_host
+                return api, describe(self.options.url, host, found, self.options.overrides)
+        raise AssertionError("unreachable: the retry ends by return or by an exception")
+
+    def _log_not_ready(self, reason: str) -> None:
+        self._log.warning("sidecar.engine_not_ready", error=reason)
+
+    def _log_refused(self, reason: str) -> None:
+        self._log.warning("sidecar.worker_refused", error=reason)
+
+
+def _retrying(reasons: tuple[type[Exception], ...], report: Callable[[str], None]) -> AsyncRetrying:
+    """Returns attempts with growing pauses. ``report`` is called for each failure that differs from the one before."""
+    last = ""
+
+    def failed(state: RetryCallState) -> None:
+        nonlocal last
+        reason = str(state.outcome.exception()) if state.outcome else ""
+        if reason != last:
+            last = reason
+            report(reason)
+
+    return AsyncRetrying(
+        retry=retry_if_exception_type(reasons),
+        wait=wait_random_exponential(multiplier=0.2, max=_LONGEST_PAUSE_SECONDS),
+        before_sleep=failed,
+    )

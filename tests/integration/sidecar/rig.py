@@ -1,0 +1,140 @@
+"""A sidecar in the test's process, a simulated engine server beside it, and a client of the worker between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from kvrouter.devtools.system.ports import free_port
+from kvrouter.mocker.serving.http import ServedEngine
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.vllm.app import serving_vllm
+from kvrouter.publisher.worker import Worker
+from kvrouter.publisher.worker_server import SERVICE
+from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.sidecar.app import running
+from kvrouter.sidecar.settings import SidecarSettings
+from kvrouter.sidecar.supervisor import EngineSupervisor
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
+from prometheus_client import CollectorRegistry
+
+BLOCK = 4
+
+
+def events_at(live: int = 0, replay: int = 0) -> str:
+    """Returns the engine's configuration of events on two ports; 0 for free ones."""
+    endpoints = {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{replay}"}
+    return json.dumps({"enable_kv_cache_events": True, "topic": "kv"} | endpoints)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """An engine server that can be started again at its address."""
+
+    bind: str
+    options: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.bind}"
+
+    @asynccontextmanager
+    async def started(self, **options: Any) -> AsyncIterator[ServedEngine]:
+        chosen = MockerSettings(openai=True, bind=self.bind, **(self.options | options))
+        async with serving_vllm(chosen, CollectorRegistry()) as server:
+            yield server
+
+
+def vllm(**options: Any) -> Vllm:
+    known: dict[str, Any] = {
+        "model": "m",
+        "model_path": "org/m",
+        "block_size": BLOCK,
+        "num_blocks": 64,
+        "clock_factor": 50,
+        "kv_events_config": events_at(),
+        "drain_seconds": 0.1,
+    }
+    return Vllm(f"127.0.0.1:{free_port()}", known | options)
+
+
+class Sidecar:
+    """A running sidecar with one engine."""
+
+    def __init__(self, supervisor: EngineSupervisor, registry: CollectorRegistry, health: HealthBoard) -> None:
+        self.supervisor = supervisor
+        self.health = health
+        self._registry = registry
+
+    @property
+    def worker(self) -> Worker:
+        worker = self.supervisor._worker
+        assert worker is not None, "the engine is not registered"
+        return worker
+
+    async def ready(self) -> None:
+        await until(lambda: self.health.ready)
+
+    def blocks(self, dp_rank: int = 0) -> set[int]:
+        """Returns the engine hashes of the rank's resident blocks."""
+        chunks = self.worker.rank(dp_rank).state_chunks()
+        return {block.engine_hash for chunk in chunks for block in chunk.blocks}
+
+    def count(self, name: str, **labels: str) -> float:
+        of_worker = {"worker_id": str(self.supervisor.options.worker_id)} | labels
+        return self._registry.get_sample_value(f"kvrouter_sidecar_{name}", of_worker) or 0.0
+
+    async def generate(self, tokens: list[int], max_tokens: int = 4, **fields: Any) -> list[GenerateOutput]:
+        """Returns the outputs of a request."""
+        return [output async for output in self.outputs(tokens, max_tokens, **fields)]
+
+    async def outputs(self, tokens: list[int], max_tokens: int = 4, **fields: Any) -> AsyncIterator[GenerateOutput]:
+        request = WorkerServiceGenerateRequest(
+            request_id=fields.pop("request_id", "r"),
+            token_ids=tokens,
+            stop_conditions={"max_tokens": max_tokens, "ignore_eos": True},
+            **fields,
+        )
+        async with grpc.aio.insecure_channel(self.worker.endpoint) as channel:
+            call = channel.unary_stream(
+                f"/{SERVICE}/Generate",
+                request_serializer=lambda message: message.SerializeToString(),
+                response_deserializer=WorkerServiceGenerateResponse.FromString,
+            )
+            async for response in call(request):
+                yield response.output
+
+
+def tokens_of(outputs: list[GenerateOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@asynccontextmanager
+async def beside(namespace: str, etcd: str, nats: str, *urls: str, **options: Any) -> AsyncIterator[Sidecar]:
+    """Runs a sidecar beside the engine at the first URL; further ones are served, too."""
+    known: dict[str, Any] = {
+        "namespace": namespace,
+        "etcd": etcd,
+        "nats": nats,
+        "engine": urls,
+        "lease_seconds": 2,
+        "drain_seconds": 0.2,
+        "load_seconds": 0.05,
+        "engine_grace_seconds": 0.2,
+        "replay_seconds": 5.0,
+    }
+    registry, health = CollectorRegistry(), HealthBoard()
+    async with running(SidecarSettings(**(known | options)), registry, health) as supervisors:
+        yield Sidecar(supervisors[0], registry, health)
