@@ -90,10 +90,11 @@ def blocks_of(engine: Engine) -> dict[int, int]:
 class Subscription:
     """A subscriber of the events of a rank."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, topic: bytes = b"kv") -> None:
         self._socket = context.socket(zmq.SUB)
         self._socket.connect(endpoint)
-        self._socket.subscribe(b"kv")
+        self._socket.subscribe(topic)
+        self._topic = topic
 
     async def received_soon(self) -> EventMessage | None:
         """Returns a message if there is one already, or almost."""
@@ -101,7 +102,7 @@ class Subscription:
 
     async def receive(self) -> EventMessage:
         async with asyncio.timeout(10):
-            message = read_published(await self._socket.recv_multipart(), b"kv")
+            message = read_published(await self._socket.recv_multipart(), self._topic)
         assert message is not None
         return message
 

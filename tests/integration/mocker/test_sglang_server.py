@@ -9,16 +9,21 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
+import zmq.asyncio
 from kvrouter.core import Scope
 from kvrouter.devtools.system.ports import free_ports
+from kvrouter.mocker.serving.kv_events import KvEventsConfig
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.sglang.app import serving_sglang
+from kvrouter.mocker.sglang.load import base_endpoint
+from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.common_pb2 import CopyCounting
 from prometheus_client import CollectorRegistry
 
 from ...unit.publisher.adapters.engine_frames import Engine
-from .engine_server import BLOCK, Client, applied, blocks_of, replayed, until
+from .engine_server import BLOCK, Client, Subscription, applied, blocks_of, replayed, until
 
 PROMPT = list(range(1, 19))
 """Four full blocks and two tokens."""
@@ -201,6 +206,41 @@ async def test_the_openai_api_has_the_fields_of_sglang(client: Client) -> None:
     assert (await client.post("/v1/chat/completions", chat))[1]["usage"]["completion_tokens"] == 2
     status, error = await client.post("/v1/completions", {"prompt": [1] * 300})
     assert (status, error["object"], error["code"]) == (400, "error", 400)
+
+
+async def test_load_is_published_when_it_changes() -> None:
+    async with serving(dp_size=1, load_publish_endpoint="tcp://*:0", clock_factor=1, speed=0.1) as client:
+        _, info = await client.get("/server_info")
+        events = info["kv_events"]
+        assert events["load_topic"] == "load"
+        with zmq.asyncio.Context() as context:
+            subscription = Subscription(context, f"tcp://127.0.0.1:{events['load_endpoint_port_base']}", b"load")
+            stream = client.stream("/generate", request(100, stream=True))
+            await anext(stream)
+            running, waiting, used, total, rank, *_ = 0, 0, 0, 0, 0
+            while not running:
+                message = await subscription.receive()
+                kind, running, waiting, used, total, rank, *_ = msgspec.msgpack.decode(message.payload)
+            assert (kind, waiting, total, rank) == ("LoadStat", 0, 64 * BLOCK, 0)
+            assert used >= len(PROMPT)
+            await stream.aclose()  # type: ignore[attr-defined]
+            context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("events", "replays", "load"),
+    [(5557, None, 5559), (5557, 5558, 5560), (5557, 5560, 5562), (5557, 6557, 5559), (0, 0, 0)],
+)
+def test_ports_for_load_follow_those_of_events_and_replays(events: int, replays: int | None, load: int) -> None:
+    replay_endpoint = None if replays is None else f"tcp://*:{replays}"
+    config = KvEventsConfig(endpoint=f"tcp://*:{events}", replay_endpoint=replay_endpoint)
+    assert base_endpoint("auto", config, dp_size=2) == f"tcp://*:{load}"
+
+
+async def test_free_ports_are_for_one_rank() -> None:
+    with pytest.raises(StartRefused, match="successive ports"):
+        async with serving(kv_events_config='{"publisher": "zmq", "endpoint": "tcp://*:0"}'):
+            pass
 
 
 async def test_load_is_reported_by_rank(client: Client) -> None:

@@ -51,7 +51,9 @@ class EventSockets:
         self.replay_endpoint = replay_endpoint
         """Address of replays, likewise; empty for none."""
         self._connects = connects
-        self._topic = topic.encode()
+        self.topic = topic
+        """Topic of the messages."""
+        self._encoded_topic = topic.encode()
         self._high_water_mark = high_water_mark
         self._lock = threading.Lock()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
@@ -92,7 +94,7 @@ class EventSockets:
             self._sent.append((sequence, payload))
             if self._events is not None:
                 # A PUB socket drops what a consumer cannot take; it does not block.
-                self._events.send_multipart([self._topic, encode_sequence(sequence), payload], zmq.DONTWAIT)
+                self._events.send_multipart([self._encoded_topic, encode_sequence(sequence), payload], zmq.DONTWAIT)
 
     def _open(
         self, kind: int, endpoint: str, high_water_mark: int, connects: bool = False
@@ -123,5 +125,5 @@ class EventSockets:
             with self._lock:
                 messages = [message for message in self._sent if message[0] >= first]
             for sequence, payload in messages:
-                socket.send_multipart([requester, b"", self._topic, encode_sequence(sequence), payload])
+                socket.send_multipart([requester, b"", self._encoded_topic, encode_sequence(sequence), payload])
             socket.send_multipart([requester, b"", b"", encode_sequence(END_OF_REPLAY), b""])

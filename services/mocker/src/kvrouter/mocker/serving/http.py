@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.serving.control import Control, Handler
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.http_responses import json_response
@@ -49,10 +48,10 @@ def reachable(host: str) -> str:
 
 
 @asynccontextmanager
-async def stepping(drivers: Mapping[int, EngineDriver]) -> AsyncIterator[None]:
-    """Steps the engines of all ranks while the context lasts."""
+async def running(works: Sequence[Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Runs endless work while the context lasts."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
+        tasks = [group.create_task(work) for work in works]
         try:
             yield
         finally:

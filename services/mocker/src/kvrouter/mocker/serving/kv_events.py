@@ -44,14 +44,21 @@ class KvEventsConfig(BaseModel):
             dp_rank: The rank.
             host: Host of the server, on which a free port is taken.
         """
-        return _of_rank(self.endpoint, dp_rank, host)
+        return of_rank(self.endpoint, dp_rank, host)
 
     def replays_endpoint(self, dp_rank: int, host: str) -> str:
         """Returns the address on which a rank answers replay requests; empty for none."""
-        return _of_rank(self.replay_endpoint, dp_rank, host) if self.replay_endpoint else ""
+        return of_rank(self.replay_endpoint, dp_rank, host) if self.replay_endpoint else ""
 
 
-def _of_rank(endpoint: str, dp_rank: int, host: str) -> str:
+def of_rank(endpoint: str, dp_rank: int, host: str) -> str:
+    """Returns the endpoint of a rank, from that of rank 0.
+
+    Args:
+        endpoint: Endpoint of rank 0. ``tcp://*:0`` is a free port of ``host``.
+        dp_rank: The rank.
+        host: Host of the server.
+    """
     if endpoint == "tcp://*:0":
         return f"tcp://{host}:*"
     address, _, port = endpoint.rpartition(":")

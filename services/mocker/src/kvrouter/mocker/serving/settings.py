@@ -42,6 +42,11 @@ class EngineServerSettings(ServiceSettings):
     incremental_streaming_output: bool = Field(
         default=False, description="Whether chunks of an SGLang server have the new tokens only, instead of all."
     )
+    load_publish_endpoint: str = Field(
+        default="",
+        description="Endpoint on which rank 0 of an SGLang server publishes its load, auto for the ports after those "
+        "of the KV events; none publishes none.",
+    )
     disaggregation_bootstrap_port: int = Field(
         default=8998,
         ge=0,

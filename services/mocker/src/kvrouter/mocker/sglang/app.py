@@ -7,14 +7,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvrouter.mocker.app import make_drivers
 from kvrouter.mocker.driver import Publish
-from kvrouter.mocker.serving.http import ServedEngine, address_of, serving_engine_api, stepping
+from kvrouter.mocker.serving.http import ServedEngine, address_of, running, serving_engine_api
+from kvrouter.mocker.serving.kv_events import of_rank
 from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.sglang.errors import error_body
 from kvrouter.mocker.sglang.events import SglangPublisher, describe, make_sockets
+from kvrouter.mocker.sglang.load import TOPIC, LoadPublisher, base_endpoint
 from kvrouter.mocker.sglang.rooms import PrefillRooms
 from kvrouter.mocker.sglang.server import SglangOptions, SglangServer
 from kvrouter.publisher.zmq_sockets import EventSockets
+from kvrouter.runtime.process.lifecycle import StartRefused
 from prometheus_client import CollectorRegistry
 
 
@@ -26,13 +29,22 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
         ValueError: no engine could run with these settings.
         InvalidConfig: an address of the events cannot be listened on.
         BindFailed: an address cannot be listened on.
+        StartRefused: several ranks are to take free ports.
     """
     host, _ = address_of(settings.bind)
+    _check_ports(settings)
     async with AsyncExitStack() as stack:
         sockets: dict[int, EventSockets] = {}
         if settings.kv_events is not None:
             for dp_rank in range(settings.dp_size):
                 sockets[dp_rank] = stack.enter_context(make_sockets(settings.kv_events, dp_rank, host=host))
+
+        load_sockets: dict[int, EventSockets] = {}
+        if settings.kv_events is not None and settings.load_publish_endpoint:
+            base = base_endpoint(settings.load_publish_endpoint, settings.kv_events, settings.dp_size)
+            for dp_rank in range(settings.dp_size):
+                endpoint = of_rank(base, dp_rank, host)
+                load_sockets[dp_rank] = stack.enter_context(EventSockets(endpoint, topic=TOPIC, buffer_steps=1))
 
         def publishing(dp_rank: int) -> Publish:
             if dp_rank not in sockets:
@@ -50,7 +62,11 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
         kv_events = None
         if settings.kv_events is not None:
             kv_events = describe(
-                settings.kv_events, sockets[0], block_size=settings.block_size, dp_size=settings.dp_size
+                settings.kv_events,
+                sockets[0],
+                load_sockets.get(0),
+                block_size=settings.block_size,
+                dp_size=settings.dp_size,
             )
         options = SglangOptions(
             model=settings.model,
@@ -72,7 +88,18 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
                 "kv_events": kv_events,
             },
         )
-        await stack.enter_async_context(stepping(drivers))
+        await stack.enter_async_context(running([driver.run() for driver in drivers.values()]))
+        await stack.enter_async_context(running([LoadPublisher(load_sockets, drivers).run()] if load_sockets else []))
         server = SglangServer(options, service, rooms)
         address = await stack.enter_async_context(serving_engine_api(settings, server.routes(), error_body, registry))
         yield ServedEngine(f"http://{address}", service)
+
+
+def _check_ports(settings: MockerSettings) -> None:
+    """Raises StartRefused if ``/server_info``, which names the port of rank 0 only, could not say where the ranks are."""
+    config = settings.kv_events
+    if config is None or settings.dp_size == 1:
+        return
+    for endpoint in (config.endpoint, config.replay_endpoint, settings.load_publish_endpoint):
+        if endpoint and endpoint.endswith(":0"):
+            raise StartRefused(f"{endpoint}: SGLang's ranks have successive ports, so name that of rank 0")

@@ -101,8 +101,10 @@ def _signed(engine_hash: int) -> int:
     return engine_hash - (1 << 64) if engine_hash >> 63 else engine_hash
 
 
-def describe(config: KvEventsConfig, sockets: EventSockets, *, block_size: int, dp_size: int) -> dict[str, Any]:
-    """Returns ``kv_events`` of ``/server_info``, from the sockets of rank 0."""
+def describe(
+    config: KvEventsConfig, sockets: EventSockets, load: EventSockets | None, *, block_size: int, dp_size: int
+) -> dict[str, Any]:
+    """Returns ``kv_events`` of ``/server_info``, from the sockets of rank 0 for events and for load."""
     host, _, port = sockets.endpoint.removeprefix("tcp://").rpartition(":")
     described = {
         "publisher": "zmq",
@@ -114,4 +116,7 @@ def describe(config: KvEventsConfig, sockets: EventSockets, *, block_size: int, 
     }
     if sockets.replay_endpoint:
         described["replay_endpoint_port_base"] = int(sockets.replay_endpoint.rpartition(":")[2])
+    if load is not None:
+        described["load_endpoint_port_base"] = int(load.endpoint.rpartition(":")[2])
+        described["load_topic"] = load.topic
     return described

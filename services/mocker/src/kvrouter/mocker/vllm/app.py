@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvrouter.mocker.app import make_drivers
 from kvrouter.mocker.driver import Publish
-from kvrouter.mocker.serving.http import ServedEngine, address_of, reachable, serving_engine_api, stepping
+from kvrouter.mocker.serving.http import ServedEngine, address_of, reachable, running, serving_engine_api
 from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.errors import error_body
@@ -54,7 +54,7 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
             },
         )
         transfers = KvTransfers(role=settings.role, host=reachable(host), block_size=settings.block_size)
-        await stack.enter_async_context(stepping(drivers))
+        await stack.enter_async_context(running([driver.run() for driver in drivers.values()]))
         server = VllmServer(options, service, transfers)
         address = await stack.enter_async_context(serving_engine_api(settings, server.routes(), error_body, registry))
         transfers.port = address_of(address)[1]
