@@ -96,7 +96,7 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
 
 
 def _check_ports(settings: MockerSettings) -> None:
-    """Raises StartRefused if ``/server_info``, which names the port of rank 0 only, could not say where the ranks are."""
+    """Raises StartRefused if ``/server_info``, which names the ports of rank 0, could not say where all ranks are."""
     config = settings.kv_events
     if config is None or settings.dp_size == 1:
         return
