@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from kvrouter.runtime.errors import BadRequest
 
@@ -38,7 +38,9 @@ async def read_body(request: web.Request, *, limit: int, idle_seconds: float) ->
     _check_size(request.content_length or 0, limit)
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     inflate = None if encoding == "identity" else _Inflate(encoding)
-    while part := await _next_part(request, idle_seconds):
+    content = request.content
+    while not content.at_eof() or content.exception() is not None:
+        part = await _next_part(content, idle_seconds)
         if inflate is None:
             body += part
             _check_size(len(body), limit)
@@ -49,13 +51,13 @@ async def read_body(request: web.Request, *, limit: int, idle_seconds: float) ->
     return body
 
 
-async def _next_part(request: web.Request, idle_seconds: float) -> bytes:
+async def _next_part(content: StreamReader, idle_seconds: float) -> bytes:
     """Returns the next part of the body; empty at its end."""
     try:
-        if request.content.is_eof():
-            return request.content.read_nowait()  # All of it has arrived, as most bodies have with their headers.
+        if content.is_eof():
+            return content.read_nowait()  # All of it has arrived, as most bodies have with their headers.
         async with asyncio.timeout(idle_seconds):
-            return await request.content.readany()
+            return await content.readany()
     except TimeoutError:
         raise web.HTTPRequestTimeout(reason=f"no part of the body arrived within {idle_seconds:g} s") from None
     except (HttpProcessingError, web.RequestPayloadError) as error:

@@ -90,13 +90,16 @@ class Generation:
             local_hashes=local_hashes_message(self._local_hashes),
             prompt_tokens=self._prompt_tokens,
             block_size=self._block_size,
-            scope=request.scope,
-            overrides=request.overrides,
-            constraints=request.constraints,
             conversation_id=request.conversation_id,
             priority=request.priority,
             max_output_tokens=request.stop_conditions.max_tokens,
         )
+        if request.HasField("scope"):
+            self._routing.scope.CopyFrom(request.scope)
+        if request.HasField("overrides"):
+            self._routing.overrides.CopyFrom(request.overrides)
+        if request.HasField("constraints"):
+            self._routing.constraints.CopyFrom(request.constraints)
 
     def outline(self) -> Outline | None:
         """Returns what a recording stores of the request; None while it has no output."""
@@ -152,10 +155,9 @@ class Generation:
     ) -> WorkerFailure | None:
         """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=_WHOLE)
-        constraints = self._routing.constraints
-        del constraints.avoided_worker_ids[:]
-        constraints.avoided_worker_ids.extend(self._request.constraints.avoided_worker_ids)
-        constraints.avoided_worker_ids.extend(self._workers.health.avoided(self._component))
+        avoided = [*self._request.constraints.avoided_worker_ids, *self._workers.health.avoided(self._component)]
+        if avoided or failure is not None:
+            self._routing.constraints.avoided_worker_ids[:] = avoided
         try:
             selection = await self._link.select(
                 SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
@@ -181,7 +183,7 @@ class Generation:
     def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
         added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
         self._metrics.added_seconds.observe(added_us / 1e6)
-        return RoutingInfo(
+        routing = RoutingInfo(
             request_id=self._request_id,
             rank=selection.rank,
             attempt=booking.key.attempt,
@@ -192,8 +194,10 @@ class Generation:
             router_us=added_us,
             queued_us=selection.queued_us,
             mode=selection.mode,
-            ignored_overrides=selection.ignored_overrides,
         )
+        if selection.ignored_overrides:
+            routing.ignored_overrides.extend(selection.ignored_overrides)
+        return routing
 
     async def _run_on_worker(
         self, booking: LiveBooking, progress: Progress, deadline: Deadline
