@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 MANIFESTS = pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml \
 	services/publisher_sdk/pyproject.toml devtools/pyproject.toml
-CRATES = core/rust/Cargo.toml services/mocker/rust/Cargo.toml
+CRATES = core/rust/Cargo.toml services/mocker/rust/Cargo.toml services/publisher_c/Cargo.toml
 
 # Without a Rust toolchain the plain Python core is used, and said to be.
 CARGO := $(shell command -v cargo 2>/dev/null)
@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages test-faults test-full e2e bench bench-core bench-request bench-emit bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-full e2e bench bench-core bench-request bench-emit bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,7 @@ rust: setup ## style, lints and tests of the Rust crates, where there is a toolc
 ifneq ($(CARGO),)
 	cd core/rust && cargo fmt --check && cargo clippy -q -- -D warnings
 	cd services/mocker/rust && cargo fmt --check && cargo clippy -q -- -D warnings
+	cd services/publisher_c && cargo fmt --check
 	cd core/rust && cargo test -q --no-default-features
 endif
 
@@ -77,7 +78,11 @@ test-faults: setup ## every fault scenario in its long form (`make integration` 
 packages: setup ## every wheel, installed into an empty environment with its newest and its lowest dependencies
 	$(BIN)/pytest -n auto --dist loadfile tests/packages
 
-test-full: test-faults ## what `make test` has in a short form only, at full length; an hour at most
+c-library: $(STAMPS)/protoc ## the publisher for engines in C, in services/publisher_c/target/release (some minutes the first time)
+	cd services/publisher_c && cargo build -q --release
+
+test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a short form only, at full length, and tests that need further tools; an hour at most
+	$(BIN)/pytest tests/full
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
@@ -136,7 +141,7 @@ constraints: setup ## constraints.txt, rewritten from what is installed
 	@mv constraints.new constraints.txt
 
 clean: ## remove all that the other commands made
-	rm -rf $(VENV) $(STAMPS) demo-results build dist core/build devtools/build core/rust/target services/mocker/rust/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(STAMPS) demo-results build dist core/build devtools/build core/rust/target services/mocker/rust/target services/publisher_c/target .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f core/src/kvrouter/core/_native*.so services/mocker/src/kvrouter/mocker/engine/_native*.so protos/src/kvrouter/v1/*_pb2*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} + ; find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
 

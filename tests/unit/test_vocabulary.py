@@ -24,7 +24,7 @@ IN_NAMES = frozenset(
 IN_PROSE = ("ebb", "leash", "ledger", "light transport", "roster", "set aside", "spill", "takeover")
 """Words of documents, comments and texts that have no other meaning here."""
 
-NAMES_IN_USE = {"_EPOCH": "the Unix epoch"}
+NAMES_IN_USE = {"_EPOCH": "the Unix epoch", "UNIX_EPOCH": "the Unix epoch"}
 """Identifiers with a retired word that means something else, and what it means."""
 
 _SOURCES = sorted(
