@@ -37,7 +37,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for part in PARTS for path in (RO
 FOREIGN = frozenset(
     {
         *("--find-links", "--http2-prior-knowledge", "--list-methods", "--now", "--protocol"),
-        *("--kv-events-config", "--model-path"),
+        *("--data-parallel-size", "--enable-metrics", "--kv-events-config", "--model-path", "--page-size"),
         *("--example", "--no-default-features", "--release"),
     }
 )

@@ -1,0 +1,48 @@
+"""The guides to vLLM and SGLang, executed with simulated servers in place of the engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from kvrouter.devtools.system.ports import free_ports
+
+from .commands import Guide
+from .engine_commands import write_engine_commands
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("engine", "command", "port"), [("vllm", "vllm serve", 8100), ("sglang", "sglang serve", 30000)]
+)
+async def test_from_nothing_to_a_routed_request(
+    engine: str, command: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = write_engine_commands(tmp_path / "engines")
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    free = free_ports(3)
+    ports = {f":{port}": f":{free[0]}", f"--port {port}": f"--port {free[0]}"}
+    events = {"*:5557": f"*:{free[1]}", "*:6557": f"*:{free[2]}"}
+    with Guide(f"docs/guides/{engine}.md", directory=tmp_path, replaced=ports | events) as guide:
+        async with guide.running("kvrouter up") as system:
+            http = await system.prints(r"^HTTP API +http://(\S+)")
+            nats = await system.prints(r"^NATS +(\S+)")
+            etcd = await system.prints(r"^etcd +(\S+)")
+            await system.prints("Ctrl-C stops everything")
+            guide.replace({"127.0.0.1:8000": http[1], "nats://127.0.0.1:4222": nats[1], "127.0.0.1:2379": etcd[1]})
+            async with guide.running(command), guide.running("kvrouter sidecar"):
+                # The Frontend learns of the component from etcd, shortly after the sidecar registered the engine.
+                first = await guide.until("curl", lambda output: "choices" in json.loads(output))
+                assert len(json.loads(first)["choices"][0]["token_ids"]) == 8
+
+                def is_predicted(output: str) -> bool:
+                    return bool(json.loads(output)["kvrouter"]["predicted_overlap_blocks"] == 2)
+
+                # The Indexer learns of the blocks shortly after the engine stored them.
+                second = json.loads(await guide.until("curl", is_predicted))
+                assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+                assert f"kvrouter/{engine}" in await guide.run("kvrouter top")
+            await system.interrupt()
