@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from kvrouter.devtools.system.ports import free_port
+from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.sglang.app import serving_sglang
 from kvrouter.mocker.vllm.app import serving_vllm
+from kvrouter.net.etcd import connect
 from kvrouter.publisher.worker import Worker
 from kvrouter.publisher.worker_server import SERVICE
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.app import running
 from kvrouter.sidecar.settings import SidecarSettings
 from kvrouter.sidecar.supervisor import EngineSupervisor
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 from prometheus_client import CollectorRegistry
 
@@ -39,11 +43,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+Serving = Callable[[MockerSettings, CollectorRegistry], AbstractAsyncContextManager[ServedEngine]]
+
+
 @dataclass(frozen=True)
-class Vllm:
-    """An engine server that can be started again at its address."""
+class EngineServer:
+    """A simulated engine server that can be started again at its address."""
 
     bind: str
+    serving: Serving
     options: dict[str, Any]
 
     @property
@@ -52,12 +60,25 @@ class Vllm:
 
     @asynccontextmanager
     async def started(self, **options: Any) -> AsyncIterator[ServedEngine]:
-        chosen = MockerSettings(openai=True, bind=self.bind, **(self.options | options))
-        async with serving_vllm(chosen, CollectorRegistry()) as server:
+        chosen = MockerSettings(bind=self.bind, **(self.options | options))
+        async with self.serving(chosen, CollectorRegistry()) as server:
             yield server
 
 
-def vllm(**options: Any) -> Vllm:
+def vllm(**options: Any) -> EngineServer:
+    return _server(serving_vllm, {"openai": True} | options)
+
+
+def sglang(**options: Any) -> EngineServer:
+    # SGLang names the first ports only, so that those of the other ranks must follow.
+    ranks = options.get("dp_size", 1)
+    live = free_ports(2 * ranks)[0]
+    endpoints = {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{live + ranks}"}
+    events = json.dumps({"publisher": "zmq"} | endpoints)
+    return _server(serving_sglang, {"sglang": True, "kv_events_config": events} | options)
+
+
+def _server(serving: Serving, options: dict[str, Any]) -> EngineServer:
     known: dict[str, Any] = {
         "model": "m",
         "model_path": "org/m",
@@ -67,7 +88,7 @@ def vllm(**options: Any) -> Vllm:
         "kv_events_config": events_at(),
         "drain_seconds": 0.1,
     }
-    return Vllm(f"127.0.0.1:{free_port()}", known | options)
+    return EngineServer(f"127.0.0.1:{free_port()}", serving, known | options)
 
 
 class Sidecar:
@@ -117,6 +138,10 @@ class Sidecar:
                 yield response.output
 
 
+Beside = Callable[..., AbstractAsyncContextManager[Sidecar]]
+"""Runs a sidecar beside the engines at some URLs, with options."""
+
+
 def tokens_of(outputs: list[GenerateOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
@@ -138,3 +163,19 @@ async def beside(namespace: str, etcd: str, nats: str, *urls: str, **options: An
     registry, health = CollectorRegistry(), HealthBoard()
     async with running(SidecarSettings(**(known | options)), registry, health) as supervisors:
         yield Sidecar(supervisors[0], registry, health)
+
+
+def cached(server: ServedEngine, dp_rank: int = 0) -> set[int]:
+    """Returns the engine hashes of the blocks in a rank's cache."""
+    return set(server.service.drivers[dp_rank].engine.cached_blocks())
+
+
+def cached_tokens_of(outputs: list[GenerateOutput]) -> list[int]:
+    return [output.cached_tokens for output in outputs if output.HasField("cached_tokens")]
+
+
+async def registration(namespace: str, etcd: str, worker_id: int) -> WorkerRegistration:
+    async with connect(etcd) as client:
+        found = await client.get(ComponentName(namespace, "workers").worker_key(worker_id).encode())
+    assert found is not None
+    return WorkerRegistration.FromString(found.value)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,36 @@ import grpc
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.mocker.serving.http import ServedEngine
-from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import BlockScope, Role, Stage
-from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, TransferParams
 
-from .rig import BLOCK, Sidecar, Vllm, beside, events_at, tokens_of, until, vllm
+from .rig import (
+    BLOCK,
+    Beside,
+    EngineServer,
+    Sidecar,
+    cached,
+    cached_tokens_of,
+    events_at,
+    registration,
+    tokens_of,
+    until,
+    vllm,
+)
 
 PROMPT = list(range(1, 19))
 """Four full blocks and two tokens."""
 
-Beside = Callable[..., AbstractAsyncContextManager[Sidecar]]
-
 
 @pytest.fixture
-def engine() -> Vllm:
+def engine() -> EngineServer:
     return vllm(dp_size=2, lora_modules={"adapter": "/adapters/1"}, enable_prompt_tokens_details=True)
 
 
 @pytest.fixture
-async def server(engine: Vllm) -> AsyncIterator[ServedEngine]:
+async def server(engine: EngineServer) -> AsyncIterator[ServedEngine]:
     async with engine.started() as server:
         yield server
-
-
-@pytest.fixture
-def run(namespace: str, etcd_endpoint: str, nats_url: str) -> Beside:
-    """Runs a sidecar beside engines."""
-
-    def run(*urls: str, **options: Any) -> AbstractAsyncContextManager[Sidecar]:
-        return beside(namespace, etcd_endpoint, nats_url, *urls, **options)
-
-    return run
 
 
 @pytest.fixture
@@ -52,17 +48,6 @@ async def sidecar(server: ServedEngine, run: Beside) -> AsyncIterator[Sidecar]:
     async with run(server.url) as sidecar:
         await sidecar.ready()
         yield sidecar
-
-
-async def registration(namespace: str, etcd: str, worker_id: int) -> WorkerRegistration:
-    async with connect(etcd) as client:
-        found = await client.get(ComponentName(namespace, "workers").worker_key(worker_id).encode())
-    assert found is not None
-    return WorkerRegistration.FromString(found.value)
-
-
-def cached(server: ServedEngine, dp_rank: int = 0) -> set[int]:
-    return set(server.service.drivers[dp_rank].engine.cached_blocks())
 
 
 async def test_an_engine_is_registered_with_what_it_says_of_itself(
@@ -87,7 +72,7 @@ async def test_a_request_runs_on_its_rank_and_its_blocks_are_published(sidecar: 
     await until(lambda: sidecar.blocks(1) == cached(server, 1))
     assert sidecar.blocks(0) == set()
     again = await sidecar.generate(PROMPT, dp_rank=1)
-    assert [output.cached_tokens for output in again if output.HasField("cached_tokens")] == [4 * BLOCK]
+    assert cached_tokens_of(again) == [4 * BLOCK]
     assert sidecar.count("requests_total", result="finished") == 2
 
 
@@ -108,12 +93,7 @@ async def test_outputs_come_as_they_are_generated(sidecar: Sidecar) -> None:
 async def test_salt_tenant_and_adapter_are_those_of_the_blocks(sidecar: Sidecar, server: ServedEngine) -> None:
     """Blocks of other scopes are not hit, and the index knows the scope of each."""
     for scope in (BlockScope(), BlockScope(cache_salt="s"), BlockScope(tenant="t"), BlockScope(lora_name="adapter")):
-        (last,) = [
-            output.cached_tokens
-            for output in await sidecar.generate(PROMPT, scope=scope)
-            if output.HasField("cached_tokens")
-        ]
-        assert last == 0, scope
+        assert cached_tokens_of(await sidecar.generate(PROMPT, scope=scope)) == [0], scope
     await until(lambda: sidecar.blocks() == cached(server))
     chunks = sidecar.worker.rank(0).state_chunks()
     first_blocks = {block.local_hash for chunk in chunks for block in chunk.blocks if block.depth == 0}
@@ -204,7 +184,7 @@ async def test_an_engine_that_is_loading_is_waited_for(run: Beside) -> None:
         assert server.service.running == 0
 
 
-async def test_an_engine_that_restarts_is_served_again(run: Beside, engine: Vllm) -> None:
+async def test_an_engine_that_restarts_is_served_again(run: Beside, engine: EngineServer) -> None:
     async with run(engine.url) as sidecar:
         async with engine.started() as server:
             await sidecar.ready()
