@@ -109,7 +109,7 @@ async def test_every_metric_is_documented_and_exposed(
     }
     where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint)
     static = ("--static-workers", "127.0.0.1:1", "--static-model", "m", "--router-mode", "random")
-    ops = [f"127.0.0.1:{free_port()}" for _ in range(5)]
+    ops = [f"127.0.0.1:{free_port()}" for _ in range(6)]
     record = ("--record", str(tmp_path / "traffic.jsonl"))
     every = (*where, "--replica-sync", "--port", "0", "--http-bind", ops[0], *record)
     without_etcd = ("--roles", "frontend,scheduler", *static, "--port", "0", "--http-bind", ops[1])
@@ -120,6 +120,8 @@ async def test_every_metric_is_documented_and_exposed(
     engine = ("--kv-events", f"tcp://127.0.0.1:{free_port()}", "--model", "m", "--block-size", "4")
     relay = (*where, "--component", "relayed", *engine, "--http-bind", ops[3])
     commands.append(module("relay", "cli.main", "relay", *relay))
+    beside = ("--component", "beside", "--engine", "http://127.0.0.1:1", "--http-bind", ops[5])
+    commands.append(module("sidecar", "cli.main", "sidecar", *where, *beside))
     several = (*where, "--processes", "2", "--port", "0", "--http-bind", ops[4])
     commands.append(module("frontends", "frontend", *several))
     async with processes(tmp_path, *commands), aiohttp.ClientSession() as session:
