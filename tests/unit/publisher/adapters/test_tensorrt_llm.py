@@ -41,21 +41,21 @@ class Trt:
         return self.engine.overlap(tokens(0, blocks), **options)
 
 
-def block(engine_hash: int, token_ids: Iterable[int], level: int = 0, **fields: Any) -> dict[str, Any]:
+def block(engine_hash: int | str, token_ids: Iterable[int], level: int = 0, **fields: Any) -> dict[str, Any]:
     unique = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in token_ids]
     known = {"type": "stored_block", "block_hash": engine_hash, "tokens": unique, "cache_level": level, "priority": 35}
     return known | fields
 
 
-def stored(*blocks: dict[str, Any], parent: int | None = None, **fields: Any) -> dict[str, Any]:
+def stored(*blocks: dict[str, Any], parent: int | str | None = None, **fields: Any) -> dict[str, Any]:
     return {"type": "stored", "parent_hash": parent, "blocks": list(blocks)} | fields
 
 
-def removed(*hashes: int) -> dict[str, Any]:
+def removed(*hashes: int | str) -> dict[str, Any]:
     return {"type": "removed", "block_hashes": list(hashes)}
 
 
-def updated(engine_hash: int, old: int, new: int) -> dict[str, Any]:
+def updated(engine_hash: int | str, old: int, new: int) -> dict[str, Any]:
     level = {"type": "event_diff", "old_value": old, "new_value": new}
     return {"type": "updated", "block_hash": engine_hash, "cache_level": level, "priority": None}
 
@@ -153,6 +153,43 @@ def test_extra_ids_keep_tokens_apart() -> None:
     assert trt.overlap(1, multimodal=[(0, multimodal_hash(struct.pack("<4Q", *4 * [5])))]) == 1
 
 
+def test_a_salt_keeps_a_sequence_apart() -> None:
+    trt = Trt()
+    first, second = block(1, tokens(0, 1), cache_salt="salt"), block(2, tokens(4, 1), cache_salt="salt")
+    trt.emit(CREATED, stored(first), stored(second, parent=1))
+    assert trt.overlap(2) == 0
+    assert trt.overlap(2, scope=Scope(cache_salt="salt")) == 2
+
+
+def test_hashes_may_be_hexadecimal_digests() -> None:
+    trt = Trt()
+    one, two, part = (f"{number:064x}" for number in (1, 2, 3))
+    trt.emit(CREATED, stored(block(one, tokens(0, 1))), stored(block(two, tokens(4, 1)), block(part, [8]), parent=one))
+    assert trt.overlap(2) == 2
+    trt.emit(updated(two, 0, 1), updated(part, 0, 1), removed(part, one))
+    assert trt.overlap(2, tier=HOST) == 0
+    assert {each.engine_hash for chunk in trt.engine.rank.state_chunks() for each in chunk.blocks} == {2}
+    assert trt.left_out == {"partial_block": 1}
+
+
+def test_of_layer_groups_with_the_same_window_the_first_counts() -> None:
+    trt = Trt()
+
+    def emit(group: int, data: dict[str, Any], window: int = 4096) -> None:
+        event = {"event_id": next(trt.numbers), "window_size": window, "layer_group_id": group, "data": data}
+        trt.adapter.apply(event)
+
+    for group, window in ((0, 512), (1, 4096), (2, 4096)):
+        emit(group, CREATED, window)
+    for group in (1, 2):
+        emit(group, stored(block(1, tokens(0, 1))))
+    emit(2, removed(1))
+    assert trt.overlap(1) == 1
+    assert trt.left_out == {"other_window": 2}
+    emit(1, removed(1))
+    assert trt.engine.rank.stats().blocks == 0
+
+
 def test_missing_events_cost_the_rank() -> None:
     trt = Trt()
     trt.emit(CREATED, stored(block(1, tokens(0, 1))))
@@ -213,8 +250,8 @@ def test_events_as_json_and_without_types() -> None:
         (stored(block(1, tokens(0, 1), level=3)), "unknown_cache_level"),
         (stored(block(1, tokens(0, 1)), block(1, tokens(0, 1))), "invalid"),
         (stored(block(2, tokens(0, 1)), parent=99), "unknown_parent"),
-        (stored(block(2, tokens(0, 1)), parent="99"), "invalid"),  # type: ignore[arg-type]
-        (removed("x"), "invalid"),  # type: ignore[arg-type]
+        (stored(block(2, tokens(0, 1)), parent="99"), "invalid"),
+        (removed("x"), "invalid"),
         ({"type": "updated", "block_hash": 1, "cache_level": 5}, "malformed"),
     ],
     ids=str,

@@ -7,7 +7,9 @@ Run it in the engine's process, which needs ``event_buffer_max_size`` above 0:
         adapter.apply(event)
 
 An event has an ``event_id`` (consecutive for each rank), a ``window_size``, perhaps an ``attention_dp_rank``, and
-``data``: created, stored, removed or updated. The engine reports each attention window apart, and partial blocks too.
+``data``: created, stored, removed or updated. The engine reports each attention window apart, in later versions each
+group of layers (``layer_group_id``), and partial blocks too. Hashes are numbers or, in later versions, hexadecimal
+digests.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from kvrouter.core import Scope
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
+from kvrouter.publisher.events.engine_hashes import engine_hash_of
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.common_pb2 import Tier
 
@@ -49,6 +52,8 @@ class _Rank:
     next_event_id: int = 0
     window: int | None = None
     """The largest attention window, whose blocks decide about prefixes; None if the events name none."""
+    layer_group: int | None = None
+    """The first group of layers with that window; others with it report the same blocks. None if events name none."""
     partial_blocks: set[int] = field(default_factory=set)
 
 
@@ -124,10 +129,10 @@ class TensorRtLlmEvents:
             if rank.window is not None and kind != "created":
                 # Events of a smaller window were taken for those that decide about prefixes.
                 rank.publisher.events_lost()
-            rank.window = window
+            rank.window, rank.layer_group = window, event.get("layer_group_id")
         if kind == "created":
             return
-        if window is not None and window != rank.window:
+        if window is not None and (window != rank.window or event.get("layer_group_id") != rank.layer_group):
             raise _LeftOut("other_window")
         match kind:
             case "stored":
@@ -140,18 +145,21 @@ class TensorRtLlmEvents:
                 raise _LeftOut("unknown_type")
 
     def _store(self, rank: _Rank, data: Mapping[str, Any]) -> None:
-        parent = data.get("parent_hash")
+        parent = None if data.get("parent_hash") is None else _hash(data["parent_hash"])
         full = []
         for block in data["blocks"]:
             if len(block["tokens"]) > self._block_size:
                 raise _LeftOut("block_size")
             if len(block["tokens"]) < self._block_size:
                 # Nothing can follow it; its removal is reported later.
-                rank.partial_blocks.add(block["block_hash"])
+                rank.partial_blocks.add(_hash(block["block_hash"]))
                 self.left_out["partial_block"] += 1
                 break
             full.append(block)
-        scope = None if parent is not None else Scope(lora_name=self._adapter(data))
+        scope = None
+        if parent is None:
+            salt = full[0].get("cache_salt") if full else None
+            scope = Scope(lora_name=self._adapter(data), cache_salt=str(salt or ""))
         # Blocks of one event may be in different tiers.
         while full:
             tier = _tier(full[0].get("cache_level", 0))
@@ -160,16 +168,16 @@ class TensorRtLlmEvents:
                 run.append(full.pop(0))
             rank.publisher.stored(
                 token_ids=[token["token_id"] for block in run for token in block["tokens"]],
-                engine_hashes=[block["block_hash"] for block in run],
+                engine_hashes=[_hash(block["block_hash"]) for block in run],
                 parent=parent,
                 tier=tier,
                 scope=scope,
                 multimodal=[(index, content) for index, block in enumerate(run) for content in _content(block)],
             )
-            parent, scope = run[-1]["block_hash"], None
+            parent, scope = _hash(run[-1]["block_hash"]), None
 
-    def _remove(self, rank: _Rank, hashes: Sequence[int]) -> None:
-        for engine_hash in hashes:
+    def _remove(self, rank: _Rank, hashes: Sequence[int | str]) -> None:
+        for engine_hash in map(_hash, hashes):
             if engine_hash in rank.partial_blocks:
                 rank.partial_blocks.discard(engine_hash)
                 continue
@@ -180,12 +188,13 @@ class TensorRtLlmEvents:
     def _update(self, rank: _Rank, data: Mapping[str, Any]) -> None:
         """Moves a block to another tier; changes of its priority alone mean nothing."""
         level = data.get("cache_level")
-        if not level or level["old_value"] == level["new_value"] or data["block_hash"] in rank.partial_blocks:
+        if not level or level["old_value"] == level["new_value"]:
             return
+        engine_hash = _hash(data["block_hash"])
         old, new = _tier(level["old_value"]), _tier(level["new_value"])
-        if rank.publisher.is_resident(data["block_hash"], tier=old):
-            rank.publisher.stored_known([data["block_hash"]], tier=new)
-            rank.publisher.removed([data["block_hash"]], tier=old)
+        if engine_hash not in rank.partial_blocks and rank.publisher.is_resident(engine_hash, tier=old):
+            rank.publisher.stored_known([engine_hash], tier=new)
+            rank.publisher.removed([engine_hash], tier=old)
 
     def _adapter(self, data: Mapping[str, Any]) -> str:
         if data.get("lora_name"):
@@ -205,6 +214,22 @@ def _kind(data: Mapping[str, Any]) -> str:
         if name in data:
             return kind
     return ""
+
+
+def _hash(value: int | str) -> int:
+    """Returns the 64-bit pattern of a block's hash, a number or a hexadecimal digest.
+
+    Raises:
+        InvalidEvent: it is neither.
+    """
+    if not isinstance(value, str):
+        return engine_hash_of(value)
+    try:
+        return engine_hash_of(bytes.fromhex(value))
+    except ValueError:
+        raise InvalidEvent(
+            f"expected a number or a hexadecimal digest as a block hash, received {value!r:.40}"
+        ) from None
 
 
 def _tier(level: int) -> Tier:
