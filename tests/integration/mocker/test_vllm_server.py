@@ -67,7 +67,7 @@ async def completed(client: Client, *, rank: int = 0, **fields: Any) -> dict[str
 async def follow(client: Client, dp_rank: int = 0) -> Engine:
     """Returns what the events of a rank amount to."""
     _, sources = await client.get("/kv_event_sources")
-    messages = await replayed(sources[dp_rank]["replay_endpoint"])
+    messages = await replayed(sources[str(dp_rank)]["replay_endpoint"])
     return applied(messages, "vllm", CopyCounting.COPY_COUNTING_COUNTED)
 
 
@@ -87,8 +87,8 @@ async def test_a_server_describes_itself(client: Client) -> None:
     ]
     assert models["data"][0]["max_model_len"] == 64 * BLOCK
     _, sources = await client.get("/kv_event_sources")
-    assert [(source["data_parallel_rank"], source["topic"]) for source in sources] == [(0, "kv"), (1, "kv")]
-    assert len({source["endpoint"] for source in sources}) == 2
+    assert [(rank, source["topic"]) for rank, source in sources.items()] == [("0", "kv"), ("1", "kv")]
+    assert len({source["endpoint"] for source in sources.values()}) == 2
     assert await client.metric("vllm:cache_config_info", engine="1", block_size="4", num_gpu_blocks="64") == 1
 
 
@@ -223,7 +223,7 @@ async def test_a_reset_of_the_cache_is_an_event(client: Client) -> None:
 async def test_subscribers_get_what_replays_repeat(client: Client) -> None:
     _, sources = await client.get("/kv_event_sources")
     with zmq.asyncio.Context() as context:
-        subscription = Subscription(context, sources[0]["endpoint"])
+        subscription = Subscription(context, sources["0"]["endpoint"])
         live = None
         number = 0
         # A subscription takes effect shortly after the connection.
@@ -234,7 +234,7 @@ async def test_subscribers_get_what_replays_repeat(client: Client) -> None:
         await completed(client, prompt=[0] * 8, max_tokens=1)
         messages = [live, await subscription.receive()]
         context.destroy(linger=0)
-    again = await replayed(sources[0]["replay_endpoint"], messages[0].sequence)
+    again = await replayed(sources["0"]["replay_endpoint"], messages[0].sequence)
     assert again[: len(messages)] == messages
 
 

@@ -104,10 +104,12 @@ def test_vllm_ranks_with_different_block_sizes_are_refused() -> None:
 
 def test_the_event_sockets_of_vllm() -> None:
     listed = [EventSocket("tcp://*:1", 0, "tcp://*:11", "kv"), EventSocket("tcp://h:2", 1, None, None)]
-    assert read_event_sockets(listed, "e") == {
-        0: Endpoints("tcp://e:1", "tcp://e:11", "kv"),
-        1: Endpoints("tcp://h:2", "", ""),
-    }
+    by_rank = {0: EventSocket("tcp://*:1", None, "tcp://*:11", "kv"), 1: EventSocket("tcp://h:2")}
+    for sockets in (listed, by_rank):
+        assert read_event_sockets(sockets, "e") == {
+            0: Endpoints("tcp://e:1", "tcp://e:11", "kv"),
+            1: Endpoints("tcp://h:2", "", ""),
+        }
 
 
 def test_what_sglang_says_of_itself() -> None:

@@ -51,8 +51,9 @@ def publish_to(publisher: ZmqPublisher) -> Publish:
 
 def source(config: KvEventsConfig, publisher: ZmqPublisher) -> dict[str, Any]:
     """Returns a rank's entry of ``/kv_event_sources``."""
-    return {
+    return config.model_dump(exclude={"bind", "format"}) | {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
         "endpoint": publisher.endpoint.replace("//0.0.0.0:", "//*:"),
         "replay_endpoint": publisher.replay_endpoint.replace("//0.0.0.0:", "//*:") or None,
-        "topic": config.topic,
     }

@@ -81,9 +81,8 @@ class VllmServer:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def kv_event_sources(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Returns the sockets of each rank."""
-        sources = self._options.kv_event_sources
-        return json_response([{"data_parallel_rank": rank} | source for rank, source in sources.items()])
+        """Returns the sockets of each rank, by rank as vLLM 0.33 does."""
+        return json_response({str(rank): source for rank, source in self._options.kv_event_sources.items()})
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Lists the model and its adapters."""

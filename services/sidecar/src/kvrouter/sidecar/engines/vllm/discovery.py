@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from kvrouter.relay.engine_sockets import Endpoints
@@ -16,12 +17,15 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 
 
 class EventSocket(msgspec.Struct):
-    """An entry of ``/kv_event_sources``."""
+    """An entry of ``/kv_event_sources``. vLLM 0.33 lists entries by rank; later releases name the rank in each."""
 
     endpoint: str
     data_parallel_rank: int | None = None
     replay_endpoint: str | None = None
     topic: str | None = None
+
+
+_EVENT_SOCKETS: Any = dict[int, EventSocket] | list[EventSocket]
 
 
 async def discover(http: EngineHttp) -> Discovered:
@@ -41,7 +45,7 @@ async def discover(http: EngineHttp) -> Discovered:
     except UnexpectedAnswer as error:
         found.problems["block_size"] = str(error)
     try:
-        sources = await http.get_as("/kv_event_sources", list[EventSocket])
+        sources = await http.get_as("/kv_event_sources", _EVENT_SOCKETS)
         found.events = read_event_sockets(sources, http.host)
     except UnexpectedAnswer as error:
         found.problems["events"] = str(error)
@@ -67,11 +71,10 @@ def read_cache_config(found: Discovered, samples: Sequence[EngineSample]) -> Non
     found.ranks = blocks or None
 
 
-def read_event_sockets(sockets: Sequence[EventSocket], host: str) -> dict[int, Endpoints]:
+def read_event_sockets(sockets: Mapping[int, EventSocket] | Sequence[EventSocket], host: str) -> dict[int, Endpoints]:
     """Returns the event sockets by rank. A wildcard address is that of ``host``."""
+    by_rank = sockets if isinstance(sockets, Mapping) else {each.data_parallel_rank or 0: each for each in sockets}
     return {
-        each.data_parallel_rank or 0: Endpoints(
-            at_host(each.endpoint, host), at_host(each.replay_endpoint or "", host), each.topic or ""
-        )
-        for each in sockets
+        rank: Endpoints(at_host(each.endpoint, host), at_host(each.replay_endpoint or "", host), each.topic or "")
+        for rank, each in by_rank.items()
     }
