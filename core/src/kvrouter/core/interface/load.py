@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvrouter.core.interface.ranks import Rank
@@ -49,14 +48,13 @@ class LoadColumns(NamedTuple):
         return self.packed[number * count : (number + 1) * count]
 
 
-@dataclass(frozen=True, slots=True)
-class BookingRequest:
+class BookingRequest(NamedTuple):
     """What ``ActiveSequences.book`` counts on a rank. It is read and not kept."""
 
     key: tuple[str, int, int]
     """(request_id, attempt, stage)"""
     rank: Rank
-    sequence_hashes: bytes = field(repr=False)
+    sequence_hashes: bytes
     """Packed sequence hashes of the prompt's full blocks."""
     prompt_tokens: int
     prefill_tokens: int

@@ -201,7 +201,7 @@ class Selector:
         booking = Booking(
             key,
             context.pool,
-            context.prompt if self._predictions is not None else context.prompt._replace(local_hashes=b""),
+            context.prompt if self._predictions is not None else context.prompt.without_local_hashes(),
             Placement(decision.rank, decision.prefill_tokens),
             response,
             audited=queried_indexer and context.constraints.stage != Stage.STAGE_DECODE,

@@ -23,6 +23,10 @@ class Prompt(NamedTuple):
     sequence_hashes: bytes
     """Packed little-endian u64: the sequence hash of each full block."""
 
+    def without_local_hashes(self) -> Prompt:
+        """Returns the prompt as bookings keep it: load is counted by sequence hashes."""
+        return Prompt(self.tokens, b"", self.sequence_hashes)
+
     def __repr__(self) -> str:
         """Returns the size only: hashes are long."""
         return f"Prompt(tokens={self.tokens})"
