@@ -209,19 +209,20 @@ async def test_the_openai_api_has_the_fields_of_sglang(client: Client) -> None:
 
 
 async def test_load_is_published_when_it_changes() -> None:
-    async with serving(dp_size=1, load_publish_endpoint="tcp://*:0", clock_factor=1, speed=0.1) as client:
+    slow: dict[str, Any] = {"clock_factor": 1, "speed": 0.1, "num_blocks": 4096}
+    async with serving(dp_size=1, load_publish_endpoint="tcp://*:0", **slow) as client:
         _, info = await client.get("/server_info")
         events = info["kv_events"]
         assert events["load_topic"] == "load"
         with zmq.asyncio.Context() as context:
             subscription = Subscription(context, f"tcp://127.0.0.1:{events['load_endpoint_port_base']}", b"load")
-            stream = client.stream("/generate", request(100, stream=True))
+            stream = client.stream("/generate", request(10_000, stream=True))
             await anext(stream)
             running, waiting, used, total, rank, *_ = 0, 0, 0, 0, 0
             while not running:
                 message = await subscription.receive()
                 kind, running, waiting, used, total, rank, *_ = msgspec.msgpack.decode(message.payload)
-            assert (kind, waiting, total, rank) == ("LoadStat", 0, 64 * BLOCK, 0)
+            assert (kind, waiting, total, rank) == ("LoadStat", 0, 4096 * BLOCK, 0)
             assert used >= len(PROMPT)
             await stream.aclose()  # type: ignore[attr-defined]
             context.destroy(linger=0)

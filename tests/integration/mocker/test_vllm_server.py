@@ -104,6 +104,12 @@ async def test_token_ids_go_in_and_come_out(client: Client) -> None:
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
+async def test_output_is_drawn_from_the_vocabulary() -> None:
+    async with serving(vocabulary_size=3) as client:
+        (choice,) = (await completed(client, max_tokens=100, return_token_ids=True))["choices"]
+        assert set(choice["token_ids"]) == {0, 1, 2}
+
+
 async def test_a_stream_has_the_tokens_of_the_whole_response(client: Client) -> None:
     fields = {"seed": 7, "return_token_ids": True, "request_id": "same"}
     whole = await completed(client, **fields)

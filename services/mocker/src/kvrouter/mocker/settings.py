@@ -29,6 +29,9 @@ class MockerSettings(EngineServerSettings):
     max_model_len: int = Field(
         default=0, ge=0, description="Longest sequence, prompt and output, in tokens; 0 is what the cache holds."
     )
+    vocabulary_size: int = Field(
+        default=32_000, ge=1, le=1 << 32, description="Number of token ids from which the output is drawn, from 0 on."
+    )
     speed: float = Field(
         default=1.0, gt=0, description="Speed relative to the time model; 2 halves the time of every step."
     )
