@@ -131,6 +131,20 @@ async def test_a_stream_that_was_deleted_is_made_again(namespace: str, etcd_endp
         assert event_ids(await stream_batches(client, settings.component)) == [1]
 
 
+async def test_a_missing_stream_is_made_although_somebody_subscribes_to_its_subjects(
+    namespace: str, etcd_endpoint: str, nats_url: str
+) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url)
+    async with nats_client(nats_url) as client:
+        # Messages without a stream have a receiver now, so the server does not say that none stored them.
+        await client.subscribe(settings.component.events_wildcard)
+        await client.flush()
+        async with running(settings, EchoEngine()) as worker:
+            store(worker.rank(), 1)
+            await worker.flush()
+            assert event_ids(await stream_batches(client, settings.component)) == [0]
+
+
 async def test_an_idle_worker_is_heard(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url, heartbeat_seconds=0.05)
     async with running(settings, EchoEngine()) as worker, nats_client(nats_url) as client:

@@ -23,6 +23,7 @@ from typing import Any
 
 from kvrouter.core import Scope
 from kvrouter.net.logs import get_logger
+from kvrouter.publisher.adapters.salts import split_salt
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.events.engine_hashes import engine_hash_of
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -158,8 +159,8 @@ class TensorRtLlmEvents:
             full.append(block)
         scope = None
         if parent is None:
-            salt = full[0].get("cache_salt") if full else None
-            scope = Scope(lora_name=self._adapter(data), cache_salt=str(salt or ""))
+            tenant, salt = split_salt(str(full[0].get("cache_salt") or "") if full else "")
+            scope = Scope(lora_name=self._adapter(data), cache_salt=salt, tenant=tenant)
         # Blocks of one event may be in different tiers.
         while full:
             tier = _tier(full[0].get("cache_level", 0))

@@ -174,10 +174,14 @@ class DurableTransport:
             raise TransportAway(await self._unanswered(js) or repr(error)) from error
 
     async def _unanswered(self, js: JetStreamContext) -> str:
-        """Returns why the stream does not answer; empty if that cannot be determined."""
+        """Returns why the stream does not answer; empty if that cannot be determined. Creates it if it is missing.
+
+        The server says that there is no stream only if nobody else subscribes to the subject.
+        """
         if not self._link.connected:
             return ""
         try:
+            await ensure_stream(js, self._component)
             refused = await write_error(js, self._component.stream)
         except _NATS_ERRORS:
             return ""
