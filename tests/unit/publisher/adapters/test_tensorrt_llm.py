@@ -154,11 +154,12 @@ def test_extra_ids_keep_tokens_apart() -> None:
 
 
 def test_a_salt_keeps_a_sequence_apart() -> None:
-    trt = Trt()
-    first, second = block(1, tokens(0, 1), cache_salt="salt"), block(2, tokens(4, 1), cache_salt="salt")
-    trt.emit(CREATED, stored(first), stored(second, parent=1))
-    assert trt.overlap(2) == 0
-    assert trt.overlap(2, scope=Scope(cache_salt="salt")) == 2
+    for salt, scope in (("salt", Scope(cache_salt="salt")), ("tenant:t:s", Scope(cache_salt="s", tenant="t"))):
+        trt = Trt()
+        first, second = block(1, tokens(0, 1), cache_salt=salt), block(2, tokens(4, 1), cache_salt=salt)
+        trt.emit(CREATED, stored(first), stored(second, parent=1))
+        assert trt.overlap(2) == 0
+        assert trt.overlap(2, scope=scope) == 2
 
 
 def test_hashes_may_be_hexadecimal_digests() -> None:
