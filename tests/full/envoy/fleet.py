@@ -142,7 +142,8 @@ class Fleet:
         """Runs a completion through Envoy: status, body and headers."""
         body = {"model": MODEL, "prompt": tokens, "max_tokens": 4} | fields
         async with self.client.post(self.url("/v1/completions"), json=body) as response:
-            return response.status, await response.json(content_type=None), dict(response.headers)
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, await response.json(content_type=None), headers
 
     async def stream(self, tokens: list[int], **fields: Any) -> aiohttp.ClientResponse:
         """Begins a streamed completion through Envoy."""

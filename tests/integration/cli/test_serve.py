@@ -13,7 +13,7 @@ from typing import cast
 
 import aiohttp
 import pytest
-from kvrouter.devtools.replay.open_loop import ReplayOptions
+from kvrouter.devtools.replay.frontend_target import ReplayOptions
 from kvrouter.devtools.replay.sequential import sequential_replay
 from kvrouter.devtools.replay.statistics import expected_cached_tokens
 from kvrouter.devtools.system.ports import free_port

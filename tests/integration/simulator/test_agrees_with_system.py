@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import cast
 
 import pytest
-from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
+from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
+from kvrouter.devtools.replay.open_loop import replay
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.replay.statistics import hit_rate
@@ -66,8 +67,8 @@ async def played(stack: Stack, mode: str) -> list[RequestRecord]:
     requests = [replace(request, pieces=tuple(apart + piece for piece in request.pieces)) for request in trace()]
     async with open_channel(stack.frontend) as channel:
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
-        options = ReplayOptions(model=stack.options.model, id_prefix=mode, mode=mode)
-        result = await replay(frontend, requests, TimeScale(load=1.0, clock=stack.options.clock), options)
+        target = FrontendTarget(frontend, ReplayOptions(model=stack.options.model, id_prefix=mode, mode=mode))
+        result = await replay(target, requests, TimeScale(load=1.0, clock=stack.options.clock))
     assert [record.error_message for record in result.records if record.error is not None] == []
     return result.records
 

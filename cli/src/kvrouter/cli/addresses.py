@@ -15,3 +15,8 @@ def parse_address(text: str) -> str:
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise WrongUsage(f"expected host:port, received {text!r}")
     return text
+
+
+def is_url(text: str) -> bool:
+    """Returns whether the text is a URL of HTTP or HTTPS."""
+    return text.startswith(("http://", "https://"))

@@ -39,7 +39,7 @@ async def engine() -> AsyncIterator[str]:
         openai=True, enable_prompt_tokens_details=True, clock_factor=20, max_batched_tokens=1024, drain_seconds=0.1
     )
     async with serving_vllm(settings, CollectorRegistry()) as server:
-        yield f"http://{server}"
+        yield server.url
 
 
 @asynccontextmanager

@@ -4,7 +4,8 @@ from typing import Any, cast
 
 import pytest
 from kvrouter.devtools.replay import open_loop as module
-from kvrouter.devtools.replay.open_loop import ReplayOptions, ReplayResult, generate_request, replay
+from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions, generate_request
+from kvrouter.devtools.replay.open_loop import ReplayResult, replay
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
@@ -46,7 +47,7 @@ class ScriptedFrontend:
 
 
 async def run(frontend: ScriptedFrontend, requests: list[TraceRequest], **options: Any) -> ReplayResult:
-    return await replay(cast("Frontend", frontend), requests, FAST, OPTIONS, **options)
+    return await replay(FrontendTarget(cast("Frontend", frontend), OPTIONS), requests, FAST, **options)
 
 
 def test_a_request_asks_for_as_many_tokens_as_the_trace_says() -> None:
@@ -112,6 +113,9 @@ async def test_lateness_is_what_was_lost_between_due_and_sent() -> None:
             pass
 
     result = await replay(
-        cast("Frontend", ScriptedFrontend()), trace(2, every_ms=10.0), TimeScale(1.0, 1.0), OPTIONS, on_end=block
+        FrontendTarget(cast("Frontend", ScriptedFrontend()), OPTIONS),
+        trace(2, every_ms=10.0),
+        TimeScale(1.0, 1.0),
+        on_end=block,
     )
     assert result.records[1].late_wall_ms > 10

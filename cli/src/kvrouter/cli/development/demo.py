@@ -21,7 +21,8 @@ from kvrouter.cli.development.options import (
 )
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.devtools.replay.charts import DrawnRun, draw
-from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
+from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
+from kvrouter.devtools.replay.open_loop import replay
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.probes import event_counts, faulty_events, histogram_quantile
 from kvrouter.devtools.replay.progress import replay_progress
@@ -108,8 +109,8 @@ async def _measure(stack: Stack, mode: str, options: DemoOptions, console: Conso
     async with open_channel(stack.frontend) as channel:
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         with replay_progress(console, mode, len(options.requests)) as on_end:
-            replay_options = ReplayOptions(model=stack.options.model, id_prefix=mode)
-            result = await replay(frontend, options.requests, options.time_scale, replay_options, on_end)
+            target = FrontendTarget(frontend, ReplayOptions(model=stack.options.model, id_prefix=mode))
+            result = await replay(target, options.requests, options.time_scale, on_end)
     events = await event_counts(stack.indexer)
     late_s = await histogram_quantile(stack.worker_metrics, STEP_LATENESS, 0.99)
     counts = SystemCounts(

@@ -1,20 +1,23 @@
-"""``kvrouter replay``: replays a trace through a running system."""
+"""``kvrouter replay``: replays a trace against running systems and compares them."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from kvrouter.cli.addresses import parse_address
+from kvrouter.cli.addresses import is_url, parse_address
 from kvrouter.cli.development.options import Load, OfModel, Requests, check_modes, parse_time_scale, read_requests
-from kvrouter.cli.errors import CommandFailed
+from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.devtools.replay.charts import DrawnRun, draw
-from kvrouter.devtools.replay.open_loop import ReplayOptions, replay
+from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
+from kvrouter.devtools.replay.open_loop import ReplayResult, replay
+from kvrouter.devtools.replay.openai_target import OpenAiOptions, TargetFailed, openai_target, served_models
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.probes import event_counts, faulty_events
 from kvrouter.devtools.replay.progress import replay_progress
@@ -39,8 +42,8 @@ class ReplayCommand:
 
     requests: Sequence[TraceRequest]
     trace_name: str
-    target: str
-    """gRPC address of the Frontend, host:port."""
+    targets: Sequence[str]
+    """Where the trace is replayed, in turn: addresses of Frontends (host:port), or URLs of OpenAI servers."""
     indexer: str | None
     """gRPC address of an Indexer whose events are counted, host:port; None counts none."""
     model: str | None
@@ -48,60 +51,120 @@ class ReplayCommand:
     time_scale: TimeScale
     mode: str | None
     """Routing mode of all requests; None for the Scheduler's own."""
+    separate_caches: bool
+    """Whether each run has a cache salt of its own."""
+    vocabulary: int
+    """Number of token ids of the model, for OpenAI servers."""
+    ignore_eos: bool
+    """Whether outputs have the trace's length, at OpenAI servers."""
     results: Path | None
     """Folder for a picture and the statistics; None writes neither."""
 
 
-async def replay_running(command: ReplayCommand, console: Console) -> RunStatistics:
-    """Replays the trace, prints the statistics, and writes them if a folder is given.
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a target serves."""
+
+    name: str
+    """How the run is called in the table."""
+    workers: int
+    """Number of workers; 0 if unknown."""
+    block_size: int
+
+
+async def replay_running(command: ReplayCommand, console: Console) -> list[RunStatistics]:
+    """Replays the trace at each target, prints the statistics, and writes them if a folder is given.
 
     Raises:
-        CommandFailed: the Frontend does not answer, or does not serve the model.
+        CommandFailed: a target does not answer, or does not serve the model.
     """
+    drawn = [await _run(target, command, console) for target in command.targets]
+    runs = [run.statistics for run in drawn]
+    print_report(console, runs)
+    if command.results is not None:
+        command.results.mkdir(parents=True, exist_ok=True)
+        write_json(command.results / "statistics.json", runs, command.trace_name)
+        draw(command.results / "picture.png", drawn)
+        for name in ("picture.png", "statistics.json"):
+            console.print(f"{command.results / name}", highlight=False, soft_wrap=True)
+    return runs
+
+
+async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnRun:
+    run_id = f"replay-{time.time_ns():x}"
+    salt = run_id if command.separate_caches else ""
     before = await event_counts(command.indexer) if command.indexer is not None else None
-    async with open_channel(command.target) as channel:
-        frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
-        model = await _model(frontend, command)
-        mode = command.mode or "the Scheduler's mode"
-        options = ReplayOptions(model=model.name, id_prefix=f"replay-{time.time_ns():x}", mode=command.mode)
-        with replay_progress(console, mode, len(command.requests)) as on_end:
-            result = await replay(frontend, command.requests, command.time_scale, options, on_end)
+    if is_url(address):
+        served, result = await _replay_openai(address, command, salt, console)
+    else:
+        served, result = await _replay_frontend(address, command, run_id, salt, console)
     after = await event_counts(command.indexer) if command.indexer is not None else None
-    counts = SystemCounts(
-        events_applied=after.applied - before.applied if before is not None and after is not None else None,
-        events_faulty=faulty_events(after) - faulty_events(before)
-        if before is not None and after is not None
-        else None,
-    )
+    counts = SystemCounts()
+    if before is not None and after is not None:
+        counts = SystemCounts(after.applied - before.applied, faulty_events(after) - faulty_events(before))
     run_statistics = statistics_of_run(
         result,
-        mode=mode,
-        workers=model.workers,
-        block_size=model.block_size,
+        mode=served.name,
+        workers=served.workers or len({record.worker for record in result.records if record.worker}) or 1,
+        block_size=served.block_size,
         time_scale=command.time_scale,
         counts=counts,
     )
-    print_report(console, [run_statistics])
-    if command.results is not None:
-        command.results.mkdir(parents=True, exist_ok=True)
-        write_json(command.results / "statistics.json", [run_statistics], command.trace_name)
-        draw(command.results / "picture.png", [DrawnRun(run_statistics, result.records)])
-        for name in ("picture.png", "statistics.json"):
-            console.print(f"{command.results / name}", highlight=False, soft_wrap=True)
-    return run_statistics
+    return DrawnRun(run_statistics, result.records)
 
 
-async def _model(frontend: Frontend, command: ReplayCommand) -> Model:
+async def _replay_frontend(
+    address: str, command: ReplayCommand, run_id: str, salt: str, console: Console
+) -> tuple[_Served, ReplayResult]:
+    async with open_channel(address) as channel:
+        frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
+        model = await _model(frontend, address, command)
+        mode = command.mode or "the Scheduler's mode"
+        name = mode if len(command.targets) == 1 else address
+        options = ReplayOptions(model=model.name, id_prefix=run_id, mode=command.mode, cache_salt=salt)
+        with replay_progress(console, name, len(command.requests)) as on_end:
+            result = await replay(FrontendTarget(frontend, options), command.requests, command.time_scale, on_end)
+    return _Served(name, model.workers, model.block_size), result
+
+
+async def _replay_openai(url: str, command: ReplayCommand, salt: str, console: Console) -> tuple[_Served, ReplayResult]:
+    api_key = os.environ.get("OPENAI_API_KEY", "")
+    try:
+        models = await served_models(url, api_key)
+    except TargetFailed as error:
+        raise CommandFailed(str(error)) from None
+    model = _chosen(url, models, command.model)
+    options = OpenAiOptions(
+        url,
+        model,
+        api_key=api_key,
+        vocabulary=command.vocabulary,
+        ignore_eos=command.ignore_eos,
+        cache_salt=salt,
+    )
+    name = url.split("://", 1)[1].rstrip("/")
+    async with openai_target(options) as target:
+        with replay_progress(console, name, len(command.requests)) as on_end:
+            result = await replay(target, command.requests, command.time_scale, on_end)
+    return _Served(name, models[model], block_size=1), result
+
+
+async def _model(frontend: Frontend, address: str, command: ReplayCommand) -> Model:
     try:
         models = (await frontend.list_models(ListModelsRequest(), deadline=Deadline.after(_CALL_SECONDS))).models
     except KvRouterError as error:
-        raise CommandFailed(f"the Frontend at {command.target} does not answer: {error}") from None
-    wanted = [model for model in models if command.model in (None, model.name)]
-    served = ", ".join(sorted(model.name for model in models)) or "none"
+        raise CommandFailed(f"the Frontend at {address} does not answer: {error}") from None
+    by_name = {model.name: model for model in models}
+    return by_name[_chosen(address, by_name, command.model)]
+
+
+def _chosen(address: str, served: Collection[str], model: str | None) -> str:
+    wanted = [name for name in served if model in (None, name)]
+    named = ", ".join(sorted(served)) or "none"
     if not wanted:
-        raise CommandFailed(f"{command.target} does not serve {command.model or 'any model'}; it serves: {served}")
+        raise CommandFailed(f"{address} does not serve {model or 'any model'}; it serves: {named}")
     if len(wanted) > 1:
-        raise CommandFailed(f"{command.target} serves several models, choose one with --model: {served}")
+        raise CommandFailed(f"{address} serves several models, choose one with --model: {named}")
     return wanted[0]
 
 
@@ -110,8 +173,12 @@ def replay_command(
         Path | None, typer.Argument(help="Mooncake trace or recording; the shipped trace by default.")
     ] = None,
     target: Annotated[
-        str, typer.Option(help="gRPC address of the Frontend, host:port.")
-    ] = f"127.0.0.1:{DEFAULT_GRPC_PORT}",
+        list[str] | None,
+        typer.Option(
+            help="gRPC address of a Frontend, host:port, or URL of an OpenAI server. May be repeated: the runs follow "
+            f"each other and are compared. [default: 127.0.0.1:{DEFAULT_GRPC_PORT}]"
+        ),
+    ] = None,
     indexer: Annotated[
         str | None, typer.Option(help="gRPC address of an Indexer whose events are counted, host:port.")
     ] = None,
@@ -122,22 +189,42 @@ def replay_command(
     clock: Annotated[
         float, typer.Option(help="Engine seconds that pass in one second of wall time at the running engines.")
     ] = 1.0,
-    mode: Annotated[str | None, typer.Option(help="Routing mode; the Scheduler's own by default.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="Routing mode, at a Frontend's gRPC address; the Scheduler's own by default.")
+    ] = None,
+    separate_caches: Annotated[
+        bool,
+        typer.Option(
+            "--separate-caches", help="Give each run a cache salt of its own, so that it finds no blocks of others."
+        ),
+    ] = False,
+    vocabulary: Annotated[
+        int, typer.Option(min=2, max=1 << 32, help="Number of token ids of the model, at an OpenAI server.")
+    ] = 1 << 16,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Whether outputs at an OpenAI server have the trace's length, by an extension.")
+    ] = True,
     results: Annotated[Path | None, typer.Option(help="Directory for a picture and the results as JSON.")] = None,
 ) -> None:
-    """Replay a trace against a running system."""
+    """Replay a trace against running systems, and compare them."""
+    targets = target or [f"127.0.0.1:{DEFAULT_GRPC_PORT}"]
     if mode is not None:
         check_modes([mode])
+        if any(is_url(each) for each in targets):
+            raise WrongUsage("--mode: an OpenAI server has its own mode; name the Frontend's gRPC address instead")
     command = ReplayCommand(
         requests=read_requests(trace, requests, of_model),
         trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
-        target=parse_address(target),
+        targets=[each if is_url(each) else parse_address(each) for each in targets],
         indexer=parse_address(indexer) if indexer is not None else None,
         model=model,
         time_scale=parse_time_scale(load, clock),
         mode=mode,
+        separate_caches=separate_caches,
+        vocabulary=vocabulary,
+        ignore_eos=ignore_eos,
         results=results,
     )
-    run_statistics = run_interruptibly(replay_running(command, Console()))
-    if run_statistics.errors or not run_statistics.valid:
+    runs = run_interruptibly(replay_running(command, Console()))
+    if any(run.errors or not run.valid for run in runs):
         raise typer.Exit(1)

@@ -23,7 +23,7 @@ class RequestRecord:
     ended_engine_s: float | None = None
     """When its response ended by the client's clock, engine seconds after the start of the run; None while it runs."""
     error: str | None = None
-    """Name of the status code of its failure; None if it succeeded."""
+    """Name of the status code, or kind, of its failure; None if it succeeded."""
     error_message: str = ""
     """Message of its failure."""
     cached_tokens: int | None = None
@@ -49,11 +49,31 @@ class RequestRecord:
     """Engine seconds in one wall second."""
     _queued_ms: float = 0.0
     _last_token_ns: int | None = None
+    _last_arrival_ms: float | None = None
 
     @property
     def completed(self) -> bool:
         """Whether it ended without an error."""
         return self.ended_engine_s is not None and self.error is None
+
+    def fail(self, code: str, message: str) -> None:
+        """Records a failure."""
+        self.error, self.error_message = code, message
+
+    def take_tokens(self, since_sent_s: float, count: int) -> None:
+        """Adds output tokens of a server that reports no times of its own.
+
+        Args:
+            since_sent_s: Wall seconds since the request was sent.
+            count: Number of tokens; several that arrive together are spread evenly since the last ones.
+        """
+        at_ms = since_sent_s * 1000 * self.clock
+        if self._last_arrival_ms is None:
+            self.ttft_ms = at_ms
+        else:
+            self.itl_ms += [(at_ms - self._last_arrival_ms) / count] * count
+        self._last_arrival_ms = at_ms
+        self.output_tokens += count
 
     def take(self, piece: FrontendServiceGenerateResponse) -> None:
         """Adds a piece of the response."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import cast
 
-from kvrouter.devtools.replay.open_loop import ReplayOptions, generate_request
+from kvrouter.devtools.replay.frontend_target import ReplayOptions, generate_request
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend, Indexer, Worker
