@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.worker import RankPublisher, RequestOutput, Worker, WorkerConfig, running
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
@@ -43,6 +44,8 @@ class EchoEngine:
 
     def submit(self, request: WorkerServiceGenerateRequest) -> None:
         """Queues a request for the next step."""
+        if request.scope.ByteSize():
+            raise RequestRefused("this engine has no LoRA adapters, and keeps no caches apart", field="scope")
         cached = self._cache(tuple(request.token_ids))
         output = list(request.token_ids)[: request.stop_conditions.max_tokens]
         self.running[request.request_id] = EchoedPrompt(output, cached)

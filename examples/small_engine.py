@@ -27,8 +27,8 @@ class SmallEngine:
 
     async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """Runs a request."""
-        if request.scope.lora_name:
-            raise RequestRefused("this engine has no LoRA adapters", field="scope.lora_name")
+        if request.scope.ByteSize():
+            raise RequestRefused("this engine has no LoRA adapters, and keeps no caches apart", field="scope")
         # Only full blocks can be reused, and only from the start of the prompt on.
         prompt = tuple(request.token_ids)
         prefixes = [prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)]

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+from kvrouter.publisher.check.suite import run_checks
+from kvrouter.publisher.check.worker_under_test import CheckOptions
 from kvrouter.publisher.worker_server import SERVICE
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
@@ -72,6 +74,10 @@ async def test_the_example_serves_reports_and_stops(namespace: str, etcd_endpoin
                 return event_ids(await stream_batches(client, component)) == [0]
 
             await eventually(reported)
+        checked = CheckOptions(endpoint[1], 0, component, etcd_endpoint, nats_url)
+        results = {result.name: result.outcome async for result in run_checks(checked)}
+        assert {name for name, outcome in results.items() if outcome != "passed"} == {"long prompt", "restart"}
+        assert "failed" not in results.values()
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
     finally:

@@ -34,6 +34,8 @@ Fault = Literal[
     "no hits",
     "hits of everything",
     "no cached tokens",
+    "salt ignored",
+    "salt unreported",
     "abort ignored",
     "output goes on",
     "answers everything",
@@ -54,7 +56,7 @@ class FaultyEngine:
         self.rank = RankPublisher(
             subject="", worker_id=1, dp_rank=0, incarnation=_INCARNATION, block_size=BLOCK, total_blocks=1000
         )
-        self._cache: dict[tuple[int, ...], int] = {}
+        self._cache: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def submit(self, request: WorkerServiceGenerateRequest) -> None:
         bad = len(request.token_ids) >= MAX_MODEL_LEN or request.scope.lora_name
@@ -89,7 +91,7 @@ class FaultyEngine:
 
     async def _run(self, request: WorkerServiceGenerateRequest) -> None:
         tokens = tuple(request.token_ids)
-        cached: int | None = self._store(tokens)
+        cached: int | None = self._store(tokens, "" if self.fault == "salt ignored" else request.scope.cache_salt)
         assert self.server is not None
         if self.fault == "no hits":
             cached = 0
@@ -112,16 +114,17 @@ class FaultyEngine:
             self.server.emit([output])
             await asyncio.sleep(0.005)
 
-    def _store(self, tokens: tuple[int, ...]) -> int:
-        prefixes = [tokens[:end] for end in range(BLOCK, len(tokens) + 1, BLOCK)]
-        hits = sum(prefix in self._cache for prefix in prefixes)
-        for number, prefix in list(enumerate(prefixes))[hits:]:
-            self._cache[prefix] = len(self._cache) + 1
-            self._report(tokens, prefix, None if number == 0 else self._cache[prefixes[number - 1]])
+    def _store(self, tokens: tuple[int, ...], salt: str) -> int:
+        keys = [(salt, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        hits = sum(key in self._cache for key in keys)
+        for number, key in list(enumerate(keys))[hits:]:
+            self._cache[key] = len(self._cache) + 1
+            self._report(tokens, key, None if number == 0 else self._cache[keys[number - 1]])
         return hits * BLOCK
 
-    def _report(self, prompt: tuple[int, ...], prefix: tuple[int, ...], parent: int | None) -> None:
-        tokens, size, scope = prefix[-BLOCK:], BLOCK, Scope()
+    def _report(self, prompt: tuple[int, ...], key: tuple[str, tuple[int, ...]], parent: int | None) -> None:
+        salt, prefix = key
+        tokens, size, scope = prefix[-BLOCK:], BLOCK, Scope(cache_salt=salt)
         match self.fault:
             case "no events":
                 return
@@ -137,12 +140,13 @@ class FaultyEngine:
                 parent = None
             case "other scope":
                 scope = Scope(cache_salt="salt")
-        hashed = local_hashes(tokens, size, scope)[-8 * (BLOCK // size) :]
-        hashes = [self._cache[prefix] * 10 + part for part in range(BLOCK // size)]
+            case "salt unreported":
+                scope = Scope()
+        parts = BLOCK // size
         self.rank.stored_hashes(
-            local_hashes=hashed,
-            engine_hashes=hashes,
-            parent=None if parent is None else parent * 10 + BLOCK // size - 1,
+            local_hashes=local_hashes(tokens, size, scope)[-8 * parts :],
+            engine_hashes=[self._cache[key] * 10 + part for part in range(parts)],
+            parent=None if parent is None else parent * 10 + parts - 1,
         )
 
 

@@ -58,6 +58,8 @@ async def test_a_worker_alone_passes_what_can_be_checked_of_it() -> None:
         ("other scope", "published blocks", "of which 0", "scope"),
         ("no hits", "cached tokens", "0", "does not have what it published"),
         ("hits of everything", "shared prefix", str(4 * BLOCK), "more than it published"),
+        ("salt ignored", "cache salt", str(4 * BLOCK), "request.scope"),
+        ("salt unreported", "cache salt", "0", "scope of the request"),
         ("abort ignored", "abort", "1 running requests and 4 active blocks", "abort()"),
         ("abort ignored", "disconnect", "2 running requests", "disconnects"),
         ("answers everything", "long prompt", "success with 1 tokens", "RequestRefused"),
@@ -163,7 +165,7 @@ async def test_events_over_core_nats_are_checked(namespace: str, etcd_endpoint: 
             CheckOptions(worker.endpoint, component=settings.component, etcd=etcd_endpoint, nats=nats_url)
         )
     assert {name for name, result in results.items() if result.outcome != "passed"} == {"restart"}
-    assert results["events over NATS"].received == "6 events"
+    assert results["events over NATS"].received == "10 events"
 
 
 async def test_the_mocker_passes_every_check(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
@@ -203,4 +205,4 @@ async def test_a_failed_check_is_printed_and_fails_the_command() -> None:
     assert "failed    cached tokens     expected cached_tokens of 32" in said
     assert "to do: the engine does not have what it published" in said
     assert "failed    restart           expected an incarnation other than 5" in said
-    assert said.splitlines()[-1] == "11 passed, 3 failed, 4 skipped"
+    assert said.splitlines()[-1] == "12 passed, 3 failed, 4 skipped"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from kvrouter.core import local_hashes, sequence_hashes
+from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import Output, RankSnapshot, WorkerUnderTest
+from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, RankSnapshot, WorkerUnderTest
 from kvrouter.publisher.errors import InvalidEvent
+from kvrouter.publisher.events.blocks import BASE_SCOPE
 from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason
@@ -149,6 +151,37 @@ async def check_shared_prefix(worker: WorkerUnderTest, probe: CacheProbe) -> str
     return await _check_hit(worker, [*probe.prompt[:shared], *other])
 
 
+async def check_salt(worker: WorkerUnderTest, probe: CacheProbe) -> str:
+    """Sends the prompt with a cache salt: no block of the unsalted prompt may be reused, and its own are published."""
+    _sent(probe)
+    scope = Scope(cache_salt=secrets.token_hex(8))
+    try:
+        output = await worker.generate(worker.request(probe.prompt, scope=scope))
+    except grpc.aio.AioRpcError as error:
+        if error.code() in CLIENT_ERRORS:
+            return f"refused with {error.code().name}"
+        raise
+    if output.cached_tokens:
+        raise CheckFailed(
+            expected="cached_tokens of 0 for a prompt with a salt that no request had before",
+            received=str(output.cached_tokens),
+            advice="make request.scope a part of what identifies a block, so that different salts, tenants and adapters "
+            "share none, or refuse requests that have one.",
+        )
+
+    async def published() -> bool | None:
+        blocks = await published_blocks(worker, probe.prompt, scope)
+        return blocks == len(probe.prompt) // worker.block_size or None
+
+    if not await worker.until(published):
+        raise CheckFailed(
+            expected=f"the {len(probe.prompt) // worker.block_size} full blocks of a salted prompt in the rank's state",
+            received=str(await published_blocks(worker, probe.prompt, scope)),
+            advice="pass the scope of the request to rank.stored(): it is a part of the hashes.",
+        )
+    return f"{len(probe.prompt) // worker.block_size} blocks of its own"
+
+
 async def _check_hit(worker: WorkerUnderTest, prompt: Sequence[int]) -> str:
     size = worker.block_size
     published = await published_blocks(worker, prompt)
@@ -177,11 +210,11 @@ async def _check_hit(worker: WorkerUnderTest, prompt: Sequence[int]) -> str:
     )
 
 
-async def published_blocks(worker: WorkerUnderTest, prompt: Sequence[int]) -> int:
+async def published_blocks(worker: WorkerUnderTest, prompt: Sequence[int], scope: Scope = BASE_SCOPE) -> int:
     """Returns the number of leading blocks of a prompt in the rank's state."""
     found = {block.sequence_hash for block in (await worker.snapshot()).blocks}
     count = 0
-    for each in _sequences(prompt, worker.block_size):
+    for each in _sequences(prompt, worker.block_size, scope):
         if each not in found:
             break
         count += 1
@@ -246,8 +279,8 @@ def _sent(probe: CacheProbe) -> RankSnapshot:
     return probe.before
 
 
-def _sequences(prompt: Sequence[int], block_size: int) -> list[int]:
-    return _unpacked(sequence_hashes(local_hashes(prompt, block_size)))
+def _sequences(prompt: Sequence[int], block_size: int, scope: Scope = BASE_SCOPE) -> list[int]:
+    return _unpacked(sequence_hashes(local_hashes(prompt, block_size, scope)))
 
 
 def _unpacked(hashes: bytes) -> list[int]:

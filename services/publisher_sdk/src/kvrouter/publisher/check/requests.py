@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from kvrouter.core import Scope
 from kvrouter.publisher.check.cache import CacheProbe
 from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import Output, WorkerUnderTest, add_piece, read_output
+from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, WorkerUnderTest, add_piece, read_output
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 _LONG_OUTPUT = 100_000
 _MUCH_OUTPUT = 256
 """Tokens after an abort that show that it was ignored, if the request ends by itself."""
-_CLIENT_ERRORS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE)
-_NO_ADAPTER = "kvrouter-check-unknown-adapter"
+_NO_ADAPTER = Scope(lora_name="kvrouter-check-unknown-adapter")
 
 
 async def check_abort(worker: WorkerUnderTest, probe: CacheProbe) -> str:
@@ -153,7 +153,7 @@ async def check_unknown_adapter(worker: WorkerUnderTest, probe: CacheProbe) -> s
         raise CheckSkipped("--any-adapter: the engine serves adapters of any name")
     prompt = worker.prompt(worker.block_size)
     return await _check_refused(
-        worker, probe, "an unknown LoRA adapter", lambda: worker.request(prompt, lora=_NO_ADAPTER)
+        worker, probe, "an unknown LoRA adapter", lambda: worker.request(prompt, scope=_NO_ADAPTER)
     )
 
 
@@ -165,7 +165,7 @@ async def _check_refused(
     try:
         output = await worker.generate(request())
     except grpc.aio.AioRpcError as error:
-        if error.code() in _CLIENT_ERRORS:
+        if error.code() in CLIENT_ERRORS:
             return f"{error.code().name}: {error.details()}"
         raise CheckFailed(
             expected=expected,

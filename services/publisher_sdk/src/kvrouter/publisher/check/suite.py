@@ -47,6 +47,7 @@ def _checks(worker: WorkerUnderTest, probe: CacheProbe, messages: PublishedMessa
         ("published blocks", partial(cache.check_published_blocks, worker, probe)),
         ("cached tokens", partial(cache.check_cached_tokens, worker, probe)),
         ("shared prefix", partial(cache.check_shared_prefix, worker, probe)),
+        ("cache salt", partial(cache.check_salt, worker, probe)),
         ("event log", partial(cache.check_event_log, worker, probe)),
         ("events over NATS", partial(check_published_events, worker, probe, messages)),
         ("load", partial(check_load, worker, probe)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc.aio
+from kvrouter.core import Scope
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS
 from kvrouter.v1.common_pb2 import BlockScope, CopyCounting, Cursor
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
@@ -28,6 +29,9 @@ from kvrouter.v1.worker_pb2 import (
 )
 from kvrouter.v1.worker_pb2_grpc import WorkerServiceStub
 from tenacity import AsyncRetrying, retry_if_result, stop_after_delay, wait_fixed
+
+CLIENT_ERRORS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE)
+"""Codes of refusals that are the client's fault, and do not count against the worker."""
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.05
@@ -120,14 +124,16 @@ class WorkerUnderTest:
         """Returns a prompt that no cache has."""
         return [random.SystemRandom().randint(1, self.options.largest_token) for _ in range(tokens)]
 
-    def request(self, token_ids: Sequence[int], *, max_tokens: int = 1, lora: str = "") -> WorkerServiceGenerateRequest:
+    def request(
+        self, token_ids: Sequence[int], *, max_tokens: int = 1, scope: Scope | None = None
+    ) -> WorkerServiceGenerateRequest:
         """Returns a request with a new id."""
         return WorkerServiceGenerateRequest(
             request_id=f"check-{secrets.token_hex(8)}",
             token_ids=token_ids,
             stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
             dp_rank=self.options.dp_rank,
-            scope=BlockScope(lora_name=lora) if lora else None,
+            scope=BlockScope(lora_name=scope.lora_name, cache_salt=scope.cache_salt) if scope else None,
         )
 
     @asynccontextmanager
