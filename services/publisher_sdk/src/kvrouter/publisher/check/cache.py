@@ -165,8 +165,8 @@ async def check_salt(worker: WorkerUnderTest, probe: CacheProbe) -> str:
         raise CheckFailed(
             expected="cached_tokens of 0 for a prompt with a salt that no request had before",
             received=str(output.cached_tokens),
-            advice="make request.scope a part of what identifies a block, so that different salts, tenants and adapters "
-            "share none, or refuse requests that have one.",
+            advice="make request.scope a part of what identifies a block, so that requests of different salts share "
+            "none, or refuse requests that have one.",
         )
 
     async def published() -> bool | None:
