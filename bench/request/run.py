@@ -35,7 +35,8 @@ from systems import peer_home
 
 HERE = Path(__file__).parent
 DEFAULT = ("requests", "stream", "overlap", "decisions", "emit")
-LONG = ("corners", "memory-one", "memory-split")
+CORNERS = {f"corners-{workers}": workers for workers in traffic.CORNER_WORKERS}
+LONG = (*CORNERS, "memory-one", "memory-split")
 
 
 async def main(options: argparse.Namespace, console: Console) -> Samples:
@@ -56,13 +57,14 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
     parts: dict[str, Callable[[Path], Awaitable[None]]] = {
         "requests": partial(over_http, traffic.requests),
         "stream": partial(over_http, traffic.stream),
-        "corners": partial(over_http, traffic.corners),
         "overlap": lambda directory: overlap(samples, directory, options.rounds, options.seconds, say),
         "decisions": decisions,
         "emit": lambda _: sending(samples, say),
         "memory-one": partial(in_memory, ONE_PROCESS),
         "memory-split": partial(in_memory, SPLIT),
     }
+    for name, workers in CORNERS.items():
+        parts[name] = partial(over_http, partial(traffic.corners, workers=workers))
     for name in options.only.split(","):
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="bench-request-") as directory:

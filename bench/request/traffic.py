@@ -45,15 +45,26 @@ async def compare(
     rounds: int,
     seconds: float,
     say: Say,
+    may_fail: bool = False,
 ) -> None:
-    """Runs each work with all systems in turn, as often as there are rounds."""
+    """Runs each work with all systems in turn, as often as there are rounds.
+
+    Raises:
+        NoLoad: requests failed, unless they may: then the system has no sample of that work.
+    """
     for row, work in works.items():
         enough = max(seconds, work.concurrency * (work.prefix + work.suffix) / _TOKENS_PER_SECOND)
         for system in systems:
             await load(system.url, work, _WARM_SECONDS)
         for round_number in range(rounds):
             for system in systems:
-                values = await _measure(system, work, enough)
+                try:
+                    values = await _measure(system, work, enough)
+                except NoLoad as error:
+                    if not may_fail:
+                        raise
+                    say(f"{row} {error}")
+                    continue
                 samples.add(row, system.name, round_number, values)
                 say(f"{row} {system.name}: {values['cpu_us']:,.0f} µs, p50 {values['p50_us']:,.0f} µs")
 
@@ -76,14 +87,13 @@ async def stream(samples: Samples, directory: Path, rounds: int, seconds: float,
                 samples.add("token", system, round_number, {name: per_token})
 
 
-async def corners(samples: Samples, directory: Path, rounds: int, seconds: float, say: Say, **chosen: object) -> None:
-    """Measures the corners of scaling: short and long prompts, one and many at once, few and many workers."""
-    for workers in CORNER_WORKERS:
-        works = {f"{name}, {workers} workers": work for name, work in CORNERS.items()}
-        place = directory / str(workers)
-        place.mkdir()
-        async with running_systems(directory=place, engines=Engines(workers), **chosen) as systems:
-            await compare(samples, works, systems, rounds=rounds, seconds=seconds, say=say)
+async def corners(
+    samples: Samples, directory: Path, rounds: int, seconds: float, say: Say, *, workers: int, **chosen: object
+) -> None:
+    """Measures the corners of scaling with so many workers: short and long prompts, one and many at once."""
+    works = {f"{name}, {workers} workers": work for name, work in CORNERS.items()}
+    async with running_systems(directory=directory, engines=Engines(workers), **chosen) as systems:
+        await compare(samples, works, systems, rounds=rounds, seconds=seconds, say=say, may_fail=True)
 
 
 async def _measure(system: System, work: Work, seconds: float) -> dict[str, float]:
