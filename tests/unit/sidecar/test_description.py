@@ -112,6 +112,11 @@ def test_the_event_sockets_of_vllm() -> None:
         }
 
 
+def test_ranks_of_vllm_that_publish_nothing_have_no_sockets() -> None:
+    silent = [EventSocket("tcp://*:1", enable_kv_cache_events=False), EventSocket("tcp://*:1", publisher="null")]
+    assert [read_event_sockets([each], "e") for each in silent] == [{}, {}]
+
+
 def test_what_sglang_says_of_itself() -> None:
     engine = Discovered("sglang")
     info = ServerInfo(

@@ -21,6 +21,7 @@ def engines(*flags: str) -> list[EngineOptions]:
     [
         ([], "engine"),
         (["--engine", "127.0.0.1:8000"], "expected http://host:port"),
+        (["--engine", "http://user:word@e:1"], "--engine-api-key"),
         (["--engine", "http://e:1", "--engine", "http://e:1"], "named twice"),
         (["--engine", "http://e:1,http://e:2", "--kv-events", "none"], "expected one for each of 2 engines"),
         (["--engine", "http://e:1", "--kv-replay", "tcp://e:1"], "--kv-events"),
@@ -34,6 +35,7 @@ def test_wrong_options_are_named(wrong: list[str], named: str) -> None:
     with pytest.raises(SettingsError) as caught:
         engines(*wrong)
     assert named in str(caught.value)
+    assert "word@" not in str(caught.value)
 
 
 def test_further_engines_have_the_next_ids_and_ports() -> None:

@@ -121,6 +121,9 @@ class SidecarSettings(ServiceSettings):
             parts = urlsplit(url)
             if parts.scheme not in {"http", "https"} or not parts.hostname:
                 raise ValueError(f"expected http://host:port, received {url!r}")
+            if parts.username is not None:
+                # Logs and the registration contain the URL.
+                raise ValueError("expected no user and password in the URL: use --engine-api-key")
         return urls
 
     @field_validator("kv_events", "kv_replay")

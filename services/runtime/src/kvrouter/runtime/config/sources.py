@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 _PREFIX = "KVROUTER_"
+_CREDENTIALS = re.compile(r"//[^/@]*@")
+"""User and password in a URL, which an error must not repeat."""
 _TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "mocker", "replay"})
 """Tables of other services, which a file may contain."""
 
@@ -107,7 +110,8 @@ def _explain(kind: type[BaseModel], problem: Any, values: Mapping[str, _Value]) 
     message = message[:1].lower() + message[1:]
     if name is None or name not in values:
         return message if name is None else f"--{_kebab(name)}: {message}"
-    return f"{values[name].source}: {message} (received {str(values[name].value)[:200]!r})"
+    received = _CREDENTIALS.sub("//...@", str(values[name].value))
+    return f"{values[name].source}: {message} (received {received[:200]!r})"
 
 
 def _names(name: str, field: FieldInfo) -> list[str]:

@@ -23,6 +23,8 @@ class EventSocket(msgspec.Struct):
     data_parallel_rank: int | None = None
     replay_endpoint: str | None = None
     topic: str | None = None
+    enable_kv_cache_events: bool = True
+    publisher: str | None = "zmq"
 
 
 _EVENT_SOCKETS: Any = dict[int, EventSocket] | list[EventSocket]
@@ -72,9 +74,10 @@ def read_cache_config(found: Discovered, samples: Sequence[EngineSample]) -> Non
 
 
 def read_event_sockets(sockets: Mapping[int, EventSocket] | Sequence[EventSocket], host: str) -> dict[int, Endpoints]:
-    """Returns the event sockets by rank. A wildcard address is that of ``host``."""
+    """Returns the event sockets of the ranks that publish. A wildcard address is that of ``host``."""
     by_rank = sockets if isinstance(sockets, Mapping) else {each.data_parallel_rank or 0: each for each in sockets}
     return {
         rank: Endpoints(at_host(each.endpoint, host), at_host(each.replay_endpoint or "", host), each.topic or "")
         for rank, each in by_rank.items()
+        if each.enable_kv_cache_events and each.publisher == "zmq"
     }
