@@ -56,8 +56,8 @@ pub fn write(tokens: &[u8]) -> Vec<u8> {
 /// Where in a JSON object the value of a field is: the last one, if there are several. None if there is none, or if a
 /// name is written with an escape, which may be that of the field.
 ///
-/// Nothing is validated, and an array ends at its first `]`. If the value is a valid array of numbers, and the object is
-/// valid with `[]` in its place, then the text was valid.
+/// Nothing is validated, and an array ends at its first `]` unless it begins with a text or an array. If the value is
+/// valid, and the object is valid with `[]` in its place, then the text was valid.
 pub fn find_value(text: &[u8], field: &[u8]) -> Option<Range<usize>> {
     let [b'{', object @ ..] = skip_space(text) else { return None };
     let (mut rest, mut found) = (object, None);
@@ -69,7 +69,7 @@ pub fn find_value(text: &[u8], field: &[u8]) -> Option<Range<usize>> {
         let [b':', after @ ..] = skip_space(after) else { return found };
         let value = skip_space(after);
         rest = match value.first() {
-            Some(b'[') if name == field => value.get(find(value, b']')? + 1..)?,
+            Some(b'[') if name == field && !is_nested(value) => value.get(find(value, b']')? + 1..)?,
             _ => skip_value(value),
         };
         if name == field {
@@ -80,6 +80,11 @@ pub fn find_value(text: &[u8], field: &[u8]) -> Option<Range<usize>> {
             _ => return found,
         }
     }
+}
+
+/// Whether an array begins with a text or another array, so that it has more brackets than its own.
+fn is_nested(array: &[u8]) -> bool {
+    matches!(array.get(1..).map(skip_space), Some([b'"' | b'[', ..]))
 }
 
 /// Where a byte is; fast, since `contains` looks at many bytes at once.
@@ -231,6 +236,8 @@ mod tests {
             (r#"{"p":[1],"p":[2],"q":[3]}"#, Some("[2]")),
             (r#"{"a":"\\","p":[1]}"#, Some("[1]")),
             (r#"{"p":"[1]"}"#, Some("\"[1]\"")),
+            (r#"{"p":[ "]",[1]],"q":1}"#, Some(r#"[ "]",[1]]"#)),
+            (r#"{"p":[[1],[2]]}"#, Some("[[1],[2]]")),
             (r#"{"p":[1],"p":{"a":[2]}}"#, Some(r#"{"a":[2]}"#)),
             (r#"{"\u0070":[1],"p":[2]}"#, None),
             (r#"["p",[1]]"#, None),

@@ -22,7 +22,6 @@ TOKENIZER = "tokenizer.json"
 NAMES = (
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
     "special_tokens_map.json",
     TOKENIZER,
     "tokenizer_config.json",

@@ -81,16 +81,16 @@ async def test_a_client_that_disconnects_during_prefill_frees_its_load(
     ("sent", "status", "param"),
     [
         (body(model="nobody"), 404, "model"),
-        (body(prompt=[]), 400, "token_ids"),
+        (body(prompt=[]), 400, "prompt"),
         (body(prompt="text"), 400, "prompt"),
         (body(max_tokens=0), 400, "max_tokens"),
-        (body(router_config_override={"router_temperature": -1}), 400, "overrides.router_temperature"),
+        (body(router_config_override={"router_temperature": -1}), 400, "router_config_override.router_temperature"),
         (
             body(router_config_override={"active_decode_blocks_threshold": 2}),
             400,
-            "overrides.active_decode_blocks_threshold",
+            "router_config_override.active_decode_blocks_threshold",
         ),
-        (body(worker_id=9, router_config_override={"mode": "direct"}), 404, "constraints.worker_id"),
+        (body(worker_id=9, router_config_override={"mode": "direct"}), 404, "worker_id"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -113,8 +113,9 @@ async def test_a_body_that_is_no_json_is_refused(system: System, http: aiohttp.C
         assert response.status == 405
     async with http.get("/nothing") as response:
         assert response.status == 404
-    async with http.post("/v1/chat/completions", json={"messages": []}) as response:
-        assert response.status == 404
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+    async with http.post("/v1/chat/completions", json=chat) as response:
+        assert response.status == 400
         assert "token ids to /v1/completions" in (await response.json())["error"]["message"]
 
 

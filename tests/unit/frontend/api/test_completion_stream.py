@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ class Client:
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
+        self.headers: dict[str, str] = {}
         self.ended = self.closed = False
         self.reads = asyncio.Event()
         self.reads.set()
@@ -34,6 +35,9 @@ class Client:
     @property
     def is_full(self) -> bool:
         return not self.reads.is_set()
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        self.headers.update(headers)
 
     def write_event(self, data: bytes) -> None:
         assert b"\n" not in data
@@ -65,8 +69,9 @@ def stream(client: Client, **fields: Any) -> CompletionStream:
 
 async def test_each_piece_is_written_as_it_arrives() -> None:
     client = Client()
-    completion = stream(client)
+    completion = stream(client, return_token_ids=True)
     completion.output(b"", GenerateOutput(token_ids=[10, 11], cached_tokens=16))
+    assert client.headers == {"x-request-id": "r", "x-kvrouter-worker": "5:0"}
     assert len(client.events) == 1
     completion.output(b"", LAST)
     await completion.end()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completions import WholeCompletion
+from kvrouter.frontend.api.openai.text_request import TextPrompt
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.common_pb2 import Rank
@@ -55,14 +56,27 @@ def test_fields_reach_the_contract() -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"prompt": "text"}, "prompt"),
+        ({"prompt": 5}, "prompt"),
         ({"prompt": [1, -1]}, "prompt.1"),
         ({"prompt": [1 << 32]}, "prompt.0"),
-        ({"prompt": [[1, 2]]}, "prompt.0"),
+        ({"prompt": [[1, "2"]]}, "prompt.0.1"),
+        ({"prompt": [[1], []]}, "prompt.1"),
+        ({"prompt": ["a", 1]}, "prompt.1"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["\ud800"]}, "prompt.0"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"n": 2}, "n"),
-        ({"echo": True}, "echo"),
+        ({"n": 1000}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "prompt": [[1]] * 65}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"unknown": 1}, "unknown"),
         ({"worker_id": 1 << 64}, "worker_id"),
         ({"router_config_override": {"weight": 1}}, "router_config_override.weight"),
     ],
@@ -73,10 +87,32 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
     assert caught.value.info.field == field
 
 
-def test_the_error_for_a_text_prompt_gives_advice() -> None:
-    with pytest.raises(BadRequest) as caught:
-        parse(prompt="hello")
-    assert "token ids" in caught.value.info.advice
+def test_fields_at_their_defaults_ask_for_nothing() -> None:
+    completion = parse(
+        logprobs=None,
+        echo=False,
+        best_of=1,
+        max_tokens=None,
+        n=1,
+        stop=None,
+        suffix=None,
+        logit_bias=None,
+        response_format={"type": "text"},
+        user="u",
+    )
+    assert completion.is_plain
+    assert completion.to_generate().stop_conditions.max_tokens == 16
+
+
+def test_a_list_of_prompts_may_have_texts_and_token_ids() -> None:
+    completion = parse(prompt=[[1, 2], 'a "text" [é]', [3]], n=2)
+    assert not completion.is_plain
+    request = completion.to_text_request()
+    assert [prompt.field for prompt in request.prompts] == ["prompt", "prompt.1", "prompt"]
+    assert isinstance(request.prompts[1], TextPrompt)
+    assert request.prompts[1].text == 'a "text" [é]'
+    assert array("I", request.prompts[0].tokens(None, 10)).tolist() == [1, 2]
+    assert request.sequences == 2
 
 
 def test_a_body_that_is_no_json_is_refused() -> None:
@@ -106,7 +142,7 @@ def whole(request: CompletionRequest) -> Any:
 
 
 def test_a_whole_response_has_all_pieces() -> None:
-    response = whole(parse())
+    response = whole(parse(return_token_ids=True))
     (choice,) = response["choices"]
     assert choice["prompt_token_ids"] == [1, 2, 3]
     assert choice["token_ids"] == [10, 11, 12]
@@ -114,6 +150,19 @@ def test_a_whole_response_has_all_pieces() -> None:
     assert response["id"] == "cmpl-r"
     assert response["usage"] == USAGE
     assert response["kvrouter"]["worker_id"] == 5
+
+
+def test_the_prompt_is_returned_only_on_request() -> None:
+    (choice,) = whole(parse())["choices"]
+    assert choice["token_ids"] == [10, 11, 12]
+    assert "prompt_token_ids" not in choice
+
+
+def test_cached_tokens_that_are_not_reported_are_unknown() -> None:
+    completion = WholeCompletion(parse())
+    completion.routed(ROUTING)
+    completion.output(b"", PIECES[1])
+    assert json.loads(completion.body())["usage"]["prompt_tokens_details"] is None
 
 
 def test_a_whole_response_has_no_token_ids_if_none_are_requested() -> None:
@@ -131,14 +180,13 @@ MANY = 300_000
     [
         ("[" + "[]," * MANY + "1]", "prompt.0"),
         ("[1.5" + ",1.5" * MANY + "]", "prompt.0"),
-        ('["a"' + ',"a"' * MANY + "]", "prompt.0"),
+        ('["a"' + ',"a"' * MANY + "]", "prompt"),
         ("[" + "1," * MANY + "null]", f"prompt.{MANY}"),
         ("[" + "12345," * MANY + "-1]", f"prompt.{MANY}"),
         ("[" + "1," * MANY + '"' + "a," * MANY + '"]', f"prompt.{MANY}"),
         ("[" + "1," * MANY + "[" + "1," * MANY + "1]]", f"prompt.{MANY}"),
         ("[1," + "9" * MANY + "]", "prompt.1"),
         ("[1,1e999]", "prompt.1"),
-        ('"' + "a" * MANY + '"', "prompt"),
         ("{" + '"a":1,' * MANY + '"a":1}', "prompt"),
         ("null", "prompt"),
     ],
@@ -239,7 +287,7 @@ def test_the_last_prompt_of_the_body_counts(body: bytes, prompt: list[int]) -> N
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"model": "m", "prompt": [1], "prompt": "text"}',
+        b'{"model": "m", "prompt": [1], "prompt": 5}',
         b'{"model": "m", "prompt": [1]]}',
         b'{"model": "m", "prompt": [1}',
         b'{"model": "m", "prompt": [1]',

@@ -16,6 +16,7 @@ _LARGEST = (1 << 32) - 1
 _WHITE = b" \t\n\r"
 _NAME = re.compile(_SPACE + rb'"([^"\\]*)(["\\])')
 _COLON = re.compile(_SPACE + rb":" + _SPACE)
+_NESTED = re.compile(rb"\[" + _SPACE + rb'["\[]')
 _ARRAY = re.compile(rb"[^\]]*\]")
 _STRING = re.compile(rb'"(?:\\.|[^"])*+"?', re.DOTALL)
 _COMMA = re.compile(_SPACE + rb",")
@@ -24,8 +25,8 @@ _COMMA = re.compile(_SPACE + rb",")
 def find_json_value(text: bytes | bytearray | memoryview, field: str) -> tuple[int, int] | None:
     """Finds the value of a field in a JSON object: the last one, if there are several.
 
-    Nothing is validated, and an array ends at its first ``]``. If the value is a valid array of numbers, and the object
-    is valid with ``[]`` in its place, then the text was valid.
+    Nothing is validated, and an array ends at its first ``]`` unless it begins with a text or an array. If the value is
+    valid, and the object is valid with ``[]`` in its place, then the text was valid.
 
     Returns:
         Start and end of the value. None if there is none, or if a name is written with an escape, which may be that of
@@ -47,7 +48,7 @@ def find_json_value(text: bytes | bytearray | memoryview, field: str) -> tuple[i
         if colon is None:
             return found
         start = colon.end()
-        if name[1] == field.encode() and text[start : start + 1] == b"[":
+        if name[1] == field.encode() and text[start : start + 1] == b"[" and not _NESTED.match(text, start):
             array = _ARRAY.match(text, start)
             if array is None:
                 return None

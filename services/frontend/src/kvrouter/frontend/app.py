@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,13 @@ from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
+from kvrouter.net.model_files import fetch_files
 from kvrouter.runtime import http_server
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
@@ -31,6 +33,7 @@ from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
+from kvrouter.v1.registry_pb2 import ModelFile
 from prometheus_client import CollectorRegistry
 
 _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -68,10 +71,19 @@ async def running(
     recorder: Recorder | None = None
     if settings.record:
         recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)
-    service = FrontendService(runtime.directory, links, WorkerClient(pool, health, metrics), metrics, options, recorder)
+    texts = TextModels(
+        runtime.directory,
+        None if settings.static_workers else lambda namespace, files: _fetch_files(runtime, namespace, files),
+        {model: Path(directory) for model, directory in settings.tokenizers.items()},
+        runtime.registry,
+        cache_bytes=settings.tokenizer_cache_bytes,
+    )
+    worker_client = WorkerClient(pool, health, metrics)
+    service = FrontendService(runtime.directory, links, worker_client, metrics, options, recorder, texts)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")
+        loading = group.create_task(texts.run(), name="tokenizers")
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
@@ -80,9 +92,14 @@ async def running(
         finally:
             linking.cancel()
             probing.cancel()
+            loading.cancel()
             if recorder is not None:
                 recorder.stop()
             await pool.close()
+
+
+async def _fetch_files(runtime: Runtime, namespace: str, files: Sequence[ModelFile]) -> Mapping[str, bytes]:
+    return await fetch_files((await runtime.nats()).jetstream(), namespace, files)
 
 
 @asynccontextmanager

@@ -92,6 +92,15 @@ class FrontendSettings(RoutingSettings):
         default="",
         description="Address of the endpoint picker for gateways such as Envoy, host:port; empty for none.",
     )
+    tokenizers: dict[str, str] = Field(
+        default_factory=dict,
+        description="Directories with tokenizer files by model, instead of the files that its workers publish.",
+    )
+    tokenizer_cache_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 16,
+        description="Memory of the cache of tokenized prefixes of each model, in bytes.",
+    )
     record: Annotated[str, AfterValidator(_checked_file)] = Field(
         default="",
         description="File to record requests in, as lengths and block ids; empty records nothing.",

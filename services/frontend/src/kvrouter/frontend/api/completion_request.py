@@ -1,84 +1,38 @@
-"""The body of ``POST /v1/completions``: vLLM's fields, with the prompt as token ids."""
+"""The body of ``POST /v1/completions``: vLLM's fields."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
-from google.protobuf.message import Message
 from kvrouter.core import find_json_value
-from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, check_uint64, decode_json
-from kvrouter.frontend.api.token_list import Prompt, TokenId
+from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, decode_json
+from kvrouter.frontend.api.openai.prompt_list import parse_prompts
+from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest, TokenPrompt
+from kvrouter.frontend.api.request_fields import SharedFields, UInt32, unsupported
+from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
-_UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-_Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
-_UInt64 = Annotated[int, msgspec.Meta(ge=0)]
-"""``check_uint64`` checks the upper bound, which msgspec cannot."""
+DEFAULT_MAX_TOKENS = 16
+
+_TEXTS = re.compile(rb'\s*(?:"|\[\s*["\[])')
+"""Begin of a prompt that is not a list of token ids: a text, or a list of texts or lists."""
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides tokens."""
-
-    include_usage: bool = False
-
-
-class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Routing options of one request."""
-
-    overlap_score_weight: float | None = None
-    router_temperature: float | None = None
-    mode: str | None = None
-    active_decode_blocks_threshold: float | None = None
-    active_prefill_tokens_threshold: _UInt64 | None = None
-
-
-class CompletionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CompletionFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of the body. Fields that only an engine understands are refused instead of silently dropped."""
 
-    model: str
     prompt: msgspec.Raw
-    max_tokens: _UInt32 = 16
-    min_tokens: _UInt32 = 0
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    stop_token_ids: list[TokenId] = []
-    ignore_eos: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: _UInt32 | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: _UInt64 | None = None
-    n: Literal[1] = 1
-    request_id: str = ""
-    priority: _Int32 = 0
-    cache_salt: str = ""
-    conversation_id: str = ""
-    user: str | None = None
-    return_token_ids: bool = True
-    add_special_tokens: bool = False
-    worker_id: _UInt64 | None = None
-    dp_rank: _UInt32 | None = None
-    router_config_override: RouterConfigOverride = RouterConfigOverride()
+    max_tokens: UInt32 | None = None
+    add_special_tokens: bool = True
+    echo: bool | None = None
+    best_of: UInt32 | None = None
+    logprobs: UInt32 | None = None
+    suffix: str | None = None
 
-
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-)
-_CONSTRAINTS = ("worker_id", "dp_rank")
 
 # As lenient as pydantic, with which vLLM parses bodies: "5" is accepted where a number is expected.
 _FIELDS = msgspec.json.Decoder(CompletionFields, strict=False)
@@ -90,6 +44,9 @@ class CompletionRequest:
 
     fields: CompletionFields
     prompt: Prompt
+    """The prompt if it is a single list of token ids; otherwise empty."""
+    prompts: Sequence[PromptSource]
+    """All prompts."""
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> CompletionRequest:
@@ -102,51 +59,77 @@ class CompletionRequest:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
             PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
         """
+        text = b""
         prompt: Prompt | None = None
         found = find_json_value(body, "prompt")
         if found is not None:
             start, end = found
             with memoryview(body) as view:
-                prompt = Prompt.parse(bytes(view[start:end]), limit=max_prompt_tokens)
+                text = bytes(view[start:end])
+                if not _TEXTS.match(text):
+                    prompt = Prompt.parse(text, limit=max_prompt_tokens)
                 body = b"".join((view[:start], b"[]", view[end:]))
         if len(body) > MAX_FIELDS_BYTES:
             raise BadRequest(
                 f"body: {len(body)} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
-                advice="Send a single prompt of token ids, and shorter fields.",
+                advice="Send shorter fields.",
             )
         fields = decode_json(_FIELDS, body)
-        check_uint64(fields.seed, "seed")
-        check_uint64(fields.worker_id, "worker_id")
-        threshold = fields.router_config_override.active_prefill_tokens_threshold
-        check_uint64(threshold, "router_config_override.active_prefill_tokens_threshold")
-        if prompt is None:
-            prompt = Prompt.parse(bytes(fields.prompt), limit=max_prompt_tokens)
-        return cls(fields, prompt)
+        text = text or bytes(fields.prompt)
+        prompts: Sequence[PromptSource]
+        if prompt is None and _TEXTS.match(text):
+            special = fields.add_special_tokens
+            prompts = parse_prompts(text, add_special_tokens=special, limit=max_prompt_tokens)
+            prompt = Prompt(b"", b"")
+        else:
+            prompt = prompt or Prompt.parse(text, limit=max_prompt_tokens)
+            prompts = [TokenPrompt(prompt.token_ids)]
+        fields.check(len(prompts))
+        if fields.suffix:
+            raise unsupported("suffix")
+        if fields.best_of not in (None, fields.n or 1):
+            raise unsupported("best_of")
+        return cls(fields, prompt, prompts)
+
+    def with_fields(self, fields: CompletionFields) -> CompletionRequest:
+        """Returns the request with other fields."""
+        return self if fields is self.fields else replace(self, fields=fields)
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of output tokens."""
+        return DEFAULT_MAX_TOKENS if self.fields.max_tokens is None else self.fields.max_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one sequence of token ids after one prompt of token ids."""
+        fields = self.fields
+        return (
+            (fields.n is None or fields.n == 1)
+            and not fields.stop
+            and not fields.echo
+            and fields.logprobs is None
+            and len(self.prompts) == 1
+            and isinstance(self.prompts[0], TokenPrompt)
+        )
 
     def to_generate(self) -> FrontendServiceGenerateRequest:
         """Returns the request as the Frontend's gRPC contract defines it, without the prompt."""
-        fields = self.fields
-        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
-        request = FrontendServiceGenerateRequest(request_id=fields.request_id, model=fields.model)
-        stop = request.stop_conditions
-        stop.max_tokens = fields.max_tokens
-        stop.min_tokens = fields.min_tokens
-        stop.ignore_eos = fields.ignore_eos
-        if fields.stop_token_ids:
-            stop.stop_token_ids.extend(fields.stop_token_ids)
-        _set(request.sampling_options, fields, _SAMPLING)
-        _set(request.overrides, fields.router_config_override, RouterConfigOverride.__struct_fields__)
-        _set(request.constraints, fields, _CONSTRAINTS)
-        if fields.cache_salt:
-            request.scope.cache_salt = fields.cache_salt
-        request.priority = fields.priority
-        request.conversation_id = fields.conversation_id
-        return request
+        return self.fields.generate_request(self.max_tokens)
 
+    def to_text_request(self) -> TextRequest:
+        """Returns the request for any number of prompts and sequences.
 
-def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
-    """Sets the fields of a message that are given."""
-    for name in names:
-        value = getattr(fields, name)
-        if value is not None:
-            setattr(message, name, value)
+        Raises:
+            BadRequest: it wants more log probabilities than those of the tokens themselves.
+        """
+        if self.fields.logprobs:
+            raise unsupported("logprobs")
+        return TextRequest(
+            fields=self.fields,
+            prompts=self.prompts,
+            max_tokens=self.max_tokens,
+            is_chat=False,
+            echo=bool(self.fields.echo),
+            logprobs=self.fields.logprobs is not None,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -32,6 +33,10 @@ class EventSink(Protocol):
         """Whether the client has not read what was written."""
         ...
 
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Adds headers to the response, unless an event was written."""
+        ...
+
     def write_event(self, data: bytes) -> None:
         """Writes an event."""
         ...
@@ -56,7 +61,7 @@ class CompletionStream:
         self._frame = CompletionFrame(request)
         options = request.fields.stream_options
         self._includes_usage = options is not None and options.include_usage
-        self._prompt_is_due = self._frame.returns_token_ids
+        self._prompt_is_due = self._frame.returns_prompt
         # The text of a chunk before its token ids, and after them by finish reason.
         self._before = b""
         self._after = {
@@ -70,6 +75,7 @@ class CompletionStream:
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
         self._frame.routed(routing)
+        self._events.add_headers(self._frame.headers)
         envelope = msgspec.json.encode(self._frame.envelope())
         self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
 

@@ -1,4 +1,4 @@
-"""The response of ``/v1/completions`` as a whole, in vLLM's format. ``text`` is empty: the gateway has no tokenizer."""
+"""The response of ``/v1/completions`` as a whole, for token ids: in vLLM's format, with an empty ``text``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,46 @@ FINISH_REASONS: dict[int, str | None] = {
 }
 
 
+def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
+    """Returns how a request was routed, as responses contain it."""
+    routed: dict[str, Any] = {
+        "worker_id": routing.rank.worker_id,
+        "dp_rank": routing.rank.dp_rank,
+        "predicted_overlap_blocks": routing.predicted_overlap_blocks,
+        "prompt_blocks": routing.prompt_blocks,
+        "mode": routing.mode,
+        "router_us": routing.router_us,
+        "queued_us": routing.queued_us,
+    }
+    if routing.ignored_overrides:
+        routed["ignored_overrides"] = list(routing.ignored_overrides)
+    return routed
+
+
+def routing_headers(routing: RoutingInfo) -> dict[str, str]:
+    """Returns the headers that say where a request ran."""
+    rank = routing.rank
+    return {"x-request-id": routing.request_id, "x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}"}
+
+
 class CompletionFrame:
     """What whole responses and streams have in common: everything but the output."""
 
     def __init__(self, request: CompletionRequest) -> None:
-        self.returns_token_ids = request.fields.return_token_ids
+        self.returns_token_ids = request.fields.return_token_ids is not False
+        self.returns_prompt = request.fields.return_token_ids is True
+        """Whether the prompt is returned too: only on request, since it may be long."""
         self._cached_tokens: int | None = None
         self.output_tokens = 0
         self._model = request.fields.model
         self._prompt = request.prompt
         self._created = int(time.time())
         self._routing: RoutingInfo | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that say where the request runs."""
+        return {} if self._routing is None else routing_headers(self._routing)
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
@@ -63,26 +92,12 @@ class CompletionFrame:
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens or 0},
+            "prompt_tokens_details": None if self._cached_tokens is None else {"cached_tokens": self._cached_tokens},
         }
         return {"usage": usage, "kvrouter": self._routed()}
 
     def _routed(self) -> dict[str, Any] | None:
-        routing = self._routing
-        if routing is None:
-            return None
-        routed = {
-            "worker_id": routing.rank.worker_id,
-            "dp_rank": routing.rank.dp_rank,
-            "predicted_overlap_blocks": routing.predicted_overlap_blocks,
-            "prompt_blocks": routing.prompt_blocks,
-            "mode": routing.mode,
-            "router_us": routing.router_us,
-            "queued_us": routing.queued_us,
-        }
-        if routing.ignored_overrides:
-            routed["ignored_overrides"] = list(routing.ignored_overrides)
-        return routed
+        return None if self._routing is None else describe_routing(self._routing)
 
 
 class WholeCompletion:
@@ -103,6 +118,11 @@ class WholeCompletion:
         self._token_ids.extend(output.token_ids)
         self._finish_reason = FINISH_REASONS.get(output.finish_reason)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        return self._frame.headers
+
     def body(self) -> bytes:
         """Returns the response as JSON."""
         choice: dict[str, Any] = {
@@ -114,5 +134,6 @@ class WholeCompletion:
         }
         if self._frame.returns_token_ids:
             choice["token_ids"] = encode_token_ids(self._token_ids)
+        if self._frame.returns_prompt:
             choice["prompt_token_ids"] = self._frame.prompt_token_ids()
         return msgspec.json.encode(self._frame.envelope() | {"choices": [choice]} | self._frame.usage())

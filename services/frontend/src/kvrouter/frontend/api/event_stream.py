@@ -6,6 +6,7 @@ and does not wait. So this class writes the response to the transport itself, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from email.utils import formatdate
 
 from aiohttp import HttpVersion11, web
@@ -21,12 +22,17 @@ class EventStream(web.StreamResponse):
         super().__init__()
         self.begun = False
         """Whether the head of the response is written."""
+        self._added: dict[str, str] = {}
         self._request = request
         self._protocol = request.protocol
         self._transport = request.transport
         self._chunked = request.version >= HttpVersion11
         # Without chunks, the end of the connection is the end of the body.
         self._keeps_connection = request.keep_alive and self._chunked
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Adds headers to the response, unless its head is written."""
+        self._added.update(headers)
 
     @property
     def prepared(self) -> bool:
@@ -84,6 +90,7 @@ class EventStream(web.StreamResponse):
             "Content-Type: text/event-stream",
             "Cache-Control: no-cache",
             f"Date: {formatdate(usegmt=True)}",
+            *(f"{name}: {value}" for name, value in self._added.items()),
         ]
         if self._chunked:
             lines.append("Transfer-Encoding: chunked")

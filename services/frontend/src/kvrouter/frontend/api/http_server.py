@@ -1,10 +1,11 @@
-"""The HTTP API of the gateway: completions over token ids, models, busy thresholds, health and metrics."""
+"""The HTTP API of the gateway: chats, completions, models, busy thresholds, health and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,9 +18,16 @@ from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.event_stream import EventStream
 from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
+from kvrouter.frontend.api.models import model_objects
+from kvrouter.frontend.api.openai.chat_request import parse_chat
+from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
+from kvrouter.frontend.api.openai.text_request import TextRequest
+from kvrouter.frontend.api.openai.text_runner import prepare, run_all
+from kvrouter.frontend.api.openai.whole_response import WholeResponse
+from kvrouter.frontend.api.request_fields import with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import KvRouterError, UnknownModel
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -60,8 +68,7 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
         "error": {
             "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
             "type": _error_type(status),
-            # The contract nests the stop conditions in a message; in the HTTP body they are top-level fields.
-            "param": error.info.field.removeprefix("stop_conditions.") or None,
+            "param": _param(error.info.field),
             "code": error.code.name.lower(),
         }
     }
@@ -69,6 +76,15 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
     if error.info.HasField("retry_after_ms"):
         headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
     return status, body, headers
+
+
+def _param(field: str) -> str | None:
+    """Returns the field of the HTTP body for a field of the contract, which nests what is top-level in the body."""
+    for message in ("stop_conditions.", "sampling_options.", "constraints."):
+        field = field.removeprefix(message)
+    if field.startswith("overrides."):
+        return f"router_config_override.{field.removeprefix('overrides.')}"
+    return "prompt" if field == "token_ids" else field or None
 
 
 def _error_type(status: int) -> str:
@@ -129,6 +145,7 @@ class HttpApi:
                 web.get("/health", self.health),
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
+                web.get("/v1/models/{model:.+}", self.model),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat_completions),
                 web.get("/busy_threshold", self.list_busy_thresholds),
@@ -155,27 +172,24 @@ class HttpApi:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Lists the models that are served, each once."""
+        """Lists the models that are served, each once, and their LoRA adapters."""
         answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
-        names = {model.name: model for model in answer.models}
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "owned_by": "kvrouter",
-                "max_model_len": model.max_model_len or None,
-                "block_size": model.block_size,
-                "workers": model.workers,
-            }
-            for name, model in names.items()
-        ]
-        return web.json_response({"object": "list", "data": data})
+        return web.json_response({"object": "list", "data": list(model_objects(answer.models).values())})
 
-    async def chat_completions(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Refuses chat completions and says what to send instead."""
-        raise web.HTTPNotFound(
-            reason="the gateway has no tokenizer and no chat templates; send token ids to /v1/completions"
-        )
+    async def model(self, request: web.Request) -> web.Response:
+        """Returns one model or LoRA adapter."""
+        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        models = model_objects(answer.models)
+        name = request.match_info["model"]
+        if name not in models:
+            raise UnknownModel(name, models)
+        return web.json_response(models[name])
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """Runs a chat and returns it as one response or as server-sent events."""
+        body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
+        chat = parse_chat(body) if len(body) <= _LONG_BODY_BYTES else await asyncio.to_thread(parse_chat, body)
+        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
 
     async def set_busy_threshold(self, request: web.Request) -> web.Response:
         """Sets the given thresholds of a model and returns those in force."""
@@ -192,6 +206,8 @@ class HttpApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
         completion_request = await self._parsed(request)
+        if not completion_request.is_plain or self._frontend.has_text(completion_request.fields.model):
+            return await self._run_text(request, completion_request.to_text_request())
         if completion_request.fields.stream:
             return await self._stream(request, completion_request)
         completion = WholeCompletion(completion_request)
@@ -201,38 +217,61 @@ class HttpApi:
             completion,
             deadline=Deadline.never(),
         )
-        return web.Response(body=completion.body(), content_type="application/json", charset="utf-8")
+        return web.Response(
+            body=completion.body(), headers=completion.headers, content_type="application/json", charset="utf-8"
+        )
 
     async def _parsed(self, request: web.Request) -> CompletionRequest:
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if len(body) <= _LONG_BODY_BYTES:
-            return self._parse(body)
-        # The parser releases the GIL between pieces of the prompt, so other requests continue meanwhile.
-        return await asyncio.to_thread(self._parse, body)
+            parsed = self._parse(body)
+        else:
+            # The parser releases the GIL between pieces of the prompt, so other requests continue meanwhile.
+            parsed = await asyncio.to_thread(self._parse, body)
+        return parsed.with_fields(with_headers(parsed.fields, request.headers))
 
     def _parse(self, body: bytearray) -> CompletionRequest:
         return CompletionRequest.parse(body, max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens)
 
+    async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
+        prepared = await prepare(self._frontend, text_request)
+        if not text_request.fields.stream:
+            whole = WholeResponse(prepared.frame)
+            await run_all(self._frontend, prepared, whole)
+            headers = prepared.frame.headers
+            return web.Response(body=whole.body(), headers=headers, content_type="application/json", charset="utf-8")
+        events = EventStream(request)
+        stream = StreamedResponse(prepared.frame, events)
+        return await _streamed(request, events, stream, lambda: run_all(self._frontend, prepared, stream))
+
     async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
         events = EventStream(request)
         stream = CompletionStream(completion_request, events)
-        try:
-            await self._frontend.run(
-                completion_request.to_generate(),
-                completion_request.prompt.token_ids,
-                stream,
-                deadline=Deadline.never(),
-            )
-            await stream.end()
-        except KvRouterError as error:
-            if not events.begun:
-                raise
-            stream.fail(error_body(error)[1])
-        except Exception:
-            if not events.begun:
-                raise
-            log.exception("http.request_failed", path=request.path)
-            stream.fail(_INTERNAL)
-        finally:
-            stream.close()
-        return events
+        generate, prompt = completion_request.to_generate(), completion_request.prompt.token_ids
+        return await _streamed(
+            request, events, stream, lambda: self._frontend.run(generate, prompt, stream, deadline=Deadline.never())
+        )
+
+
+async def _streamed(
+    request: web.Request,
+    events: EventStream,
+    stream: CompletionStream | StreamedResponse,
+    run: Callable[[], Awaitable[None]],
+) -> EventStream:
+    """Runs a request whose output is streamed. An error after the first event is an event."""
+    try:
+        await run()
+        await stream.end()
+    except KvRouterError as error:
+        if not events.begun:
+            raise
+        stream.fail(error_body(error)[1])
+    except Exception:
+        if not events.begun:
+            raise
+        log.exception("http.request_failed", path=request.path)
+        stream.fail(_INTERNAL)
+    finally:
+        stream.close()
+    return events

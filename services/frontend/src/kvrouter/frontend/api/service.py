@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrouter.frontend.api.output_buffer import OutputBuffer
-from kvrouter.frontend.api.validation import Limits, check_request, check_routing, component_of_model, describe_models
+from kvrouter.frontend.api.validation import (
+    Limits,
+    check_request,
+    check_routing,
+    component_of_model,
+    describe_models,
+    resolve_model,
+)
 from kvrouter.frontend.lifecycle.generation import Generation
-from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
+from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, take_prompt
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
@@ -79,8 +87,11 @@ class FrontendService:
         metrics: FrontendMetrics,
         options: GatewayOptions,
         recorder: Recorder | None = None,
+        texts: TextModels | None = None,
     ) -> None:
         self.options = options
+        self.texts = texts
+        """Tokenizers and chat templates; None if prompts are token ids only."""
         self._directory = directory
         self._links = links
         self._workers = workers
@@ -150,8 +161,11 @@ class FrontendService:
         generation: Generation | None = None
         self._in_flight += 1
         try:
-            view = self._view(request.model)
+            view, lora_name = self.resolve(request.model)
             known_model = view.descriptor.model
+            if lora_name:
+                request.model = known_model
+                request.scope.lora_name = lora_name
             check_request(request, len(prompt) // TOKEN_BYTES, view, self.options.limits)
             generation = Generation(
                 request,
@@ -162,7 +176,8 @@ class FrontendService:
                 self._metrics,
                 max_attempts=self.options.max_attempts,
             )
-            await generation.run(receiver, deadline=deadline)
+            with suppress(OutputComplete):
+                await generation.run(receiver, deadline=deadline)
             code = "OK"
         except KvRouterError as error:
             code = error.code.name
@@ -172,6 +187,20 @@ class FrontendService:
             self._metrics.requests.labels(known_model, code).inc()
             if self._recorder is not None and generation is not None and (outline := generation.outline()):
                 self._recorder.note(outline)
+
+    def resolve(self, model: str) -> tuple[ComponentView, str]:
+        """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        return resolve_model(model, self._directory.components)
+
+    def has_text(self, model: str) -> bool:
+        """Returns whether the output of a model or LoRA adapter is returned as text."""
+        if self.texts is None or not self.texts.any_loaded:
+            return False
+        return self.texts.find(self.resolve(model)[0].descriptor.model) is not None
 
     async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
         """Returns the rank that a request would go to; booked under a lease if the request names a booking.

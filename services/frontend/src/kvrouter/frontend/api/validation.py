@@ -48,6 +48,26 @@ def component_of_model(
     return max(serving, key=lambda view: (len(view.workers), str(view.name)))
 
 
+def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[ComponentView, str]:
+    """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+    Raises:
+        UnknownModel: no component serves it.
+    """
+    try:
+        return component_of_model(model, components), ""
+    except UnknownModel:
+        serving = [
+            view
+            for view in components.values()
+            if view.descriptor.role != Role.ROLE_PREFILL
+            and any(model in worker.lora_names for worker in view.workers.values())
+        ]
+        if not serving:
+            raise
+    return max(serving, key=lambda view: (len(view.workers), str(view.name))), model
+
+
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
     """Returns every model that has live workers, in order of name.
 

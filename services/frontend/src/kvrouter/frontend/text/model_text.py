@@ -39,8 +39,6 @@ class ModelText:
             self.no_template = "" if source else "its tokenizer has no chat template"
         except InvalidTemplate as error:
             self.no_template = str(error)
-        self.end_token_ids = self._end_tokens(special, _json_object(files, "generation_config.json"))
-        """Tokens that end the output."""
 
     def detokenizer(self, prompt: bytes, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Returns the detokenizer of an output after a prompt, a packed buffer."""
@@ -51,12 +49,6 @@ class ModelText:
         """Returns the text of tokens, special tokens included."""
         known = [token for token in token_ids if token < self.tokenizer.vocabulary_size]
         return str(self.tokenizer.library.decode(known, skip_special_tokens=False))
-
-    def _end_tokens(self, special: Mapping[str, str], generation: Mapping[str, Any]) -> tuple[int, ...]:
-        found = generation.get("eos_token_id")
-        ids = [found] if isinstance(found, int) else [each for each in found or () if isinstance(each, int)]
-        end = self.tokenizer.id_of(special["eos_token"]) if "eos_token" in special else None
-        return tuple(dict.fromkeys(ids if end is None else [*ids, end]))
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Chats and completions with text, several prompts or several sequences."""

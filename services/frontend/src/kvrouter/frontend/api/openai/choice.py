@@ -1,0 +1,92 @@
+"""One sequence of a response: its tokens as text, its stop strings, and why it ended."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrouter.frontend.api.completions import FINISH_REASONS
+from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.stop_strings import StopStrings
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import GenerateOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a sequence."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None
+    stop_reason: str | None
+
+
+class ChoiceSink(Protocol):
+    """Receives the pieces of all sequences of a response."""
+
+    def routed(self, index: int, routing: RoutingInfo) -> None:
+        """Receives where a sequence runs."""
+        ...
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Receives a piece of a sequence."""
+        ...
+
+
+class Choice:
+    """An OutputReceiver that turns the output of one sequence into text."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: bytes,
+        text: ModelText | None,
+        sink: ChoiceSink,
+        *,
+        stop: Sequence[str],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        min_tokens: int,
+    ) -> None:
+        """``text`` is None if the model has no tokenizer; the text is empty then."""
+        self.index = index
+        self.prompt_tokens = len(prompt) // 4
+        self.output_tokens = 0
+        self.cached_tokens: int | None = None
+        """None if the worker does not say it."""
+        self._sink = sink
+        self._detokenizer = None if text is None else text.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+        self._stop = StopStrings(stop, include=include_stop)
+        self._min_tokens = min_tokens
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the sequence runs."""
+        self._sink.routed(self.index, routing)
+
+    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+        """Adds a piece of the output.
+
+        Raises:
+            OutputComplete: a stop string occurred.
+        """
+        tokens = output.token_ids
+        self.output_tokens += len(tokens)
+        if output.HasField("cached_tokens"):
+            self.cached_tokens = output.cached_tokens
+        finish_reason = FINISH_REASONS.get(output.finish_reason)
+        text = "" if self._detokenizer is None else self._detokenizer.feed(tokens)
+        if self.output_tokens > self._min_tokens:
+            text = self._stop.feed(text)
+        if self._stop.matched is not None:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            text += self._stop.end()
+        piece = Piece(text, array("I", tokens), output.logprobs, finish_reason, self._stop.matched)
+        self._sink.add(self.index, piece)
+        if self._stop.matched is not None:
+            raise OutputComplete

@@ -1,0 +1,95 @@
+"""The parts of a response around its choices, for chats and completions, whole and streamed."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from kvrouter.frontend.api.completions import describe_routing, routing_headers
+from kvrouter.frontend.api.openai.choice import Choice
+from kvrouter.frontend.api.openai.text_request import TextPrompt, TextRequest
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+
+
+class TextFrame:
+    """What whole responses and streams have in common."""
+
+    def __init__(self, request: TextRequest, text: ModelText | None, prompts: Sequence[bytes]) -> None:
+        self.request = request
+        self.text = text
+        self.prompts = prompts
+        self.choices: list[Choice] = []
+        asked = request.fields.return_token_ids
+        self.returns_token_ids = text is None if asked is None else asked
+        """Whether token ids are returned. Without a tokenizer they are all that there is."""
+        self.returns_prompt = bool(asked)
+        self._created = int(time.time())
+        self._routing: RoutingInfo | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that say where the first sequence runs."""
+        return {} if self._routing is None else routing_headers(self._routing)
+
+    def routed(self, index: int, routing: RoutingInfo) -> None:
+        """Adds where a sequence runs. The response says it of the first."""
+        if index == 0 or self._routing is None:
+            self._routing = routing
+
+    def prompt_of(self, index: int) -> bytes:
+        """Returns the prompt of a sequence as a packed buffer."""
+        return self.prompts[index // self.request.sequences]
+
+    def echo(self, index: int) -> str:
+        """Returns the prompt of a sequence as text if the response repeats it; otherwise an empty text."""
+        if not self.request.echo or self.text is None:
+            return ""
+        source = self.request.prompts[index // self.request.sequences]
+        return source.text if isinstance(source, TextPrompt) else self.text.text_of(array("I", self.prompt_of(index)))
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """Returns the fields before the choices of an object of this kind."""
+        prefix = "chatcmpl" if self.request.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self._routing.request_id}" if self._routing is not None else prefix,
+            "object": kind,
+            "created": self._created,
+            "model": self.request.fields.model,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Returns the numbers of tokens, and how the first sequence was routed."""
+        each = self.choices[:: self.request.sequences]
+        prompt_tokens = sum(choice.prompt_tokens for choice in each)
+        output_tokens = sum(choice.output_tokens for choice in self.choices)
+        cached = [choice.cached_tokens for choice in each if choice.cached_tokens is not None]
+        return {
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": output_tokens,
+                "total_tokens": prompt_tokens + output_tokens,
+                "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+            },
+            "kvrouter": None if self._routing is None else describe_routing(self._routing),
+        }
+
+    def logprobs(self, token_ids: Sequence[int], values: Sequence[float], offset: int) -> dict[str, Any] | None:
+        """Returns the log probabilities of tokens that begin at an offset of the text; None if there are none."""
+        if not self.request.logprobs or len(values) != len(token_ids):
+            return None
+        tokens = [f"token_id:{token}" if self.text is None else self.text.text_of([token]) for token in token_ids]
+        if self.request.is_chat:
+            entries = zip(tokens, values, strict=True)
+            content = [
+                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, value in entries
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}

@@ -1,0 +1,91 @@
+"""A chat or completion whose prompts are not tokenized yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrouter.frontend.api.request_fields import SharedFields
+from kvrouter.frontend.text.model_text import ModelText
+
+
+class PromptSource(Protocol):
+    """One prompt, not tokenized yet."""
+
+    field: str
+    """The field of the body that has it."""
+    characters: int
+    """Its size."""
+
+    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+        """Returns its tokens as a packed buffer. Runs in a thread.
+
+        Raises:
+            BadRequest, PromptTooLong.
+        """
+        ...
+
+
+class TokenPrompt:
+    """A prompt of token ids."""
+
+    field = "prompt"
+    characters = 0
+
+    def __init__(self, token_ids: bytes) -> None:
+        self._token_ids = token_ids
+
+    def tokens(self, text: ModelText | None, limit: int) -> bytes:  # noqa: ARG002
+        """Returns the token ids."""
+        return self._token_ids
+
+
+class TextPrompt:
+    """A prompt that is a text."""
+
+    def __init__(self, text: str, *, add_special_tokens: bool, field: str) -> None:
+        self.field = field
+        self.characters = len(text)
+        self.text = text
+        self._add_special_tokens = add_special_tokens
+
+    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+        """Returns the tokens of the text."""
+        assert text is not None, "a text is tokenized only for a model with a tokenizer"  # noqa: S101
+        return text.tokenizer.encode(self.text, special_tokens=self._add_special_tokens, limit=limit, field=self.field)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A chat or completion, parsed."""
+
+    fields: SharedFields
+    prompts: Sequence[PromptSource]
+    max_tokens: int | None
+    """Maximum number of output tokens of a sequence; None for the rest of the model's length."""
+    is_chat: bool
+    echo: bool = False
+    logprobs: bool = False
+    """Whether the log probability of each token is returned."""
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences for each prompt."""
+        return 1 if self.fields.n is None else self.fields.n
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        options = self.fields.stream_options
+        return options is not None and options.include_usage
+
+    def needs_text(self) -> str:
+        """Returns the field that needs a tokenizer; empty if none does."""
+        if self.is_chat:
+            return "messages"
+        if self.fields.stop_strings():
+            return "stop"
+        if self.echo:
+            return "echo"
+        return next((each.field for each in self.prompts if not isinstance(each, TokenPrompt)), "")

@@ -1,0 +1,109 @@
+"""Runs chats and completions: tokenizes their prompts, and runs a request for each sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.frontend.api.openai.choice import Choice, ChoiceSink
+from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest
+from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import BadRequest
+
+UNKNOWN_LENGTH_TOKENS = 4096
+"""Output tokens of a chat without ``max_tokens`` whose model's length is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedText:
+    """A request whose prompts are tokenized."""
+
+    frame: TextFrame
+    longest: int
+    """Maximum number of prompt and output tokens together; 0 for no limit."""
+
+
+async def prepare(frontend: FrontendService, request: TextRequest) -> PreparedText:
+    """Tokenizes the prompts of a request, in a thread. Nothing is booked yet.
+
+    Raises:
+        UnknownModel, BadRequest, PromptTooLong.
+    """
+    view, _ = frontend.resolve(request.fields.model)
+    model = view.descriptor.model
+    texts = frontend.texts
+    needed = request.needs_text()
+    text = None if texts is None else texts.get(model, needed) if needed else texts.find(model)
+    limits = frontend.options.limits
+    longest = view.descriptor.max_model_len
+    limit = min(limits.max_prompt_tokens, longest - 1) if longest else limits.max_prompt_tokens
+    prompts: Sequence[bytes]
+    if text is None or texts is None:
+        if needed:
+            raise BadRequest(f"{needed} needs a tokenizer", field=needed, advice="Send token ids to /v1/completions.")
+        prompts = _tokenized(request.prompts, None, limit)
+    else:
+        found = text
+        characters = sum(prompt.characters for prompt in request.prompts)
+        prompts = await texts.timed(lambda: _tokenized(request.prompts, found, limit), characters=characters)
+    for prompt, source in zip(prompts, request.prompts, strict=True):
+        if not prompt:
+            raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
+    return PreparedText(TextFrame(request, text, prompts), longest)
+
+
+async def run_all(frontend: FrontendService, prepared: PreparedText, sink: ChoiceSink) -> None:
+    """Runs all sequences to their end. The first error ends all.
+
+    Raises:
+        KvRouterError: a sequence failed.
+    """
+    frame = prepared.frame
+    request = frame.request
+    fields = request.fields
+    runs = []
+    for index in range(len(frame.prompts) * request.sequences):
+        prompt = frame.prompt_of(index)
+        choice = Choice(
+            index,
+            prompt,
+            frame.text,
+            sink,
+            stop=fields.stop_strings(),
+            include_stop=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+            min_tokens=fields.min_tokens,
+        )
+        frame.choices.append(choice)
+        generate = fields.generate_request(_max_tokens(frontend, prepared, prompt))
+        sampling = generate.sampling_options
+        if index % request.sequences and sampling.HasField("seed"):
+            sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
+        if request.logprobs:
+            sampling.logprobs = 1
+        runs.append((generate, prompt, choice))
+    if len(runs) == 1:
+        await frontend.run(*runs[0], deadline=Deadline.never())
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(frontend.run(*run, deadline=Deadline.never()))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _tokenized(prompts: Sequence[PromptSource], text: ModelText | None, limit: int) -> list[bytes]:
+    return [prompt.tokens(text, limit) for prompt in prompts]
+
+
+def _max_tokens(frontend: FrontendService, prepared: PreparedText, prompt: bytes) -> int:
+    given = prepared.frame.request.max_tokens
+    if given is not None:
+        return given
+    rest = prepared.longest - len(prompt) // 4 if prepared.longest else UNKNOWN_LENGTH_TOKENS
+    return max(1, min(rest, frontend.options.limits.max_output_tokens))

@@ -1,0 +1,72 @@
+"""The response of a chat or completion as a whole."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+from kvrouter.frontend.api.openai.choice import Piece
+from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+
+
+class _Sequence:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids = array("I")
+        self.logprobs = array("d")
+        self.finish_reason: str | None = None
+        self.stop_reason: str | None = None
+
+
+class WholeResponse:
+    """A ChoiceSink that collects all sequences."""
+
+    def __init__(self, frame: TextFrame) -> None:
+        self._frame = frame
+        self._sequences: dict[int, _Sequence] = {}
+
+    def routed(self, index: int, routing: RoutingInfo) -> None:
+        """Adds where a sequence runs, which begins anew with each attempt."""
+        self._frame.routed(index, routing)
+        self._sequences[index] = _Sequence()
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Adds a piece of a sequence."""
+        sequence = self._sequences[index]
+        sequence.texts.append(piece.text)
+        sequence.token_ids.extend(piece.token_ids)
+        sequence.logprobs.extend(piece.logprobs)
+        sequence.finish_reason = piece.finish_reason
+        sequence.stop_reason = piece.stop_reason
+
+    def body(self) -> bytes:
+        """Returns the response as JSON."""
+        frame = self._frame
+        choices = [self._choice(index, sequence) for index, sequence in sorted(self._sequences.items())]
+        kind = "chat.completion" if frame.request.is_chat else "text_completion"
+        return msgspec.json.encode(frame.envelope(kind) | {"choices": choices} | frame.usage())
+
+    def _choice(self, index: int, sequence: _Sequence) -> dict[str, Any]:
+        frame = self._frame
+        text = "".join(sequence.texts)
+        choice: dict[str, Any] = {"index": index}
+        if frame.request.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            offset = 0
+        else:
+            echoed = frame.echo(index)
+            choice["text"] = echoed + text
+            offset = len(echoed)
+        choice |= {
+            "logprobs": frame.logprobs(sequence.token_ids, sequence.logprobs, offset),
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+        }
+        if frame.returns_token_ids:
+            choice["token_ids"] = encode_token_ids(sequence.token_ids)
+        if frame.returns_prompt:
+            choice["prompt_token_ids"] = encode_token_ids(frame.prompt_of(index))
+        return choice

@@ -1,0 +1,202 @@
+"""Fields that completions and chats have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from google.protobuf.message import Message
+from kvrouter.frontend.api.json_body import check_uint64
+from kvrouter.frontend.api.token_list import TokenId
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+UInt64 = Annotated[int, msgspec.Meta(ge=0)]
+"""``check_uint64`` checks the upper bound, which msgspec cannot."""
+
+MAX_SEQUENCES = 128
+"""Maximum number of prompts times sequences of one request."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+_CONSTRAINTS = ("worker_id", "dp_rank")
+_UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries besides tokens."""
+
+    include_usage: bool = False
+
+
+class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Routing options of one request."""
+
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    mode: str | None = None
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: UInt64 | None = None
+
+
+_F = TypeVar("_F", bound="SharedFields")
+
+
+class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of chats and completions. A field that no worker here could obey is accepted at its default only."""
+
+    model: str
+    min_tokens: UInt32 = 0
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: UInt64 | None = None
+    n: UInt32 | None = 1
+    request_id: str = ""
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    conversation_id: str = ""
+    return_token_ids: bool | None = None
+    worker_id: UInt64 | None = None
+    dp_rank: UInt32 | None = None
+    router_config_override: RouterConfigOverride = RouterConfigOverride()
+    # Of the client's business only.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Accepted where they ask for nothing.
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """Returns the stop strings.
+
+        Raises:
+            BadRequest: one is empty, or they are too many or too long.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOP_STRINGS or any(not 1 <= len(each) <= MAX_STOP_CHARACTERS for each in stop):
+            raise BadRequest(
+                f"stop: expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+                field="stop",
+                advice="Send fewer or shorter stop strings.",
+            )
+        return stop
+
+    def check(self, prompts: int) -> None:
+        """Checks what the decoder does not.
+
+        Raises:
+            BadRequest: a field is out of range or not supported.
+        """
+        check_uint64(self.seed, "seed")
+        check_uint64(self.worker_id, "worker_id")
+        check_uint64(
+            self.router_config_override.active_prefill_tokens_threshold,
+            "router_config_override.active_prefill_tokens_threshold",
+        )
+        sequences = 1 if self.n is None else self.n
+        if not 1 <= sequences * prompts <= MAX_SEQUENCES or sequences < 1:
+            raise BadRequest(
+                f"n: expected 1 to {MAX_SEQUENCES // max(1, prompts)} sequences for each of {prompts} prompts, "
+                f"received {sequences}",
+                field="n",
+                advice="Send fewer prompts, or a smaller n.",
+            )
+        self.stop_strings()
+        if self.logit_bias:
+            raise unsupported("logit_bias")
+        if self.response_format is not None and self.response_format.get("type", "text") != "text":
+            raise unsupported("response_format")
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
+            if getattr(self, name) is not None:
+                raise unsupported(name)
+
+    def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
+        """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
+        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
+        request = FrontendServiceGenerateRequest(request_id=self.request_id, model=self.model)
+        stop = request.stop_conditions
+        stop.max_tokens = max_tokens
+        stop.min_tokens = self.min_tokens
+        stop.ignore_eos = self.ignore_eos
+        if self.stop_token_ids:
+            stop.stop_token_ids.extend(self.stop_token_ids)
+        _set(request.sampling_options, self, _SAMPLING)
+        if self.top_k is not None:
+            request.sampling_options.top_k = max(0, self.top_k)  # vLLM's value for all tokens is -1.
+        _set(request.overrides, self.router_config_override, RouterConfigOverride.__struct_fields__)
+        _set(request.constraints, self, _CONSTRAINTS)
+        if self.cache_salt:
+            request.scope.cache_salt = self.cache_salt
+        request.priority = self.priority or 0
+        request.conversation_id = self.conversation_id
+        return request
+
+
+def with_headers(fields: _F, headers: Mapping[str, str]) -> _F:
+    """Returns the fields with what headers say: ``x-request-id``, and ``x-data-parallel-rank`` as vLLM reads it.
+
+    Fields of the body take precedence.
+
+    Raises:
+        BadRequest: a rank is not a number.
+    """
+    changes: dict[str, Any] = {}
+    request_id = headers.get("x-request-id")
+    if request_id and not fields.request_id:
+        changes["request_id"] = request_id
+    rank = headers.get("x-data-parallel-rank")
+    if rank is not None and fields.dp_rank is None:
+        if not (rank.isascii() and rank.isdigit() and int(rank) < 1 << 32):
+            raise BadRequest(
+                f"x-data-parallel-rank: expected a number of 32 bits, received {rank[:32]!r}",
+                field="x-data-parallel-rank",
+                advice="Send the number of a rank, from 0.",
+            )
+        changes["dp_rank"] = int(rank)
+    return msgspec.structs.replace(fields, **changes) if changes else fields
+
+
+def unsupported(name: str) -> BadRequest:
+    """Returns the error for a field that workers here cannot obey."""
+    return BadRequest(f"{name}: not supported by the workers of this model", field=name, advice=_UNSUPPORTED)
+
+
+def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
+    """Sets the fields of a message that are given."""
+    for name in names:
+        value = getattr(fields, name)
+        if value is not None:
+            setattr(message, name, value)

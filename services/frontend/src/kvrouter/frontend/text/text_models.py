@@ -1,0 +1,180 @@
+"""Loads the tokenizers and chat templates of the served models: from the operator's directories, or as published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.text_thread import TextThreads
+from kvrouter.frontend.text.tokenizer import InvalidTokenizer
+from kvrouter.net.model_files import InvalidModelFiles, read_model_files
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.registry_pb2 import ModelFile
+from nats.errors import Error as NatsError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_RETRY_SECONDS = 5.0
+"""Pause before files that could not be fetched or loaded are tried again."""
+_FETCH_SECONDS = 60.0
+_AWAY = (NatsError, TimeoutError, OSError)
+_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+
+_T = TypeVar("_T")
+
+log = structlog.get_logger(component="frontend")
+
+Fetch = Callable[[str, Sequence[ModelFile]], Awaitable[Mapping[str, bytes]]]
+"""Returns the content of files that were published in a namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the files of a model are."""
+
+    directory: Path | None
+    namespace: str
+    files: tuple[bytes, ...]
+    """Encoded ModelFiles."""
+
+
+class TextModels:
+    """Tokenizers and templates by model. ``run`` must be running."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        fetch: Fetch | None,
+        directories: Mapping[str, Path],
+        registry: CollectorRegistry,
+        *,
+        cache_bytes: int,
+    ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            directory: The served models, with their published files.
+            fetch: Fetches published files; None without NATS.
+            directories: Directories of the operator's choice, by model. They take precedence.
+            registry: Registry for the metrics.
+            cache_bytes: Memory of the cache of each model's tokenizer.
+        """
+        self.threads = TextThreads()
+        self._directory = directory
+        self._fetch = fetch
+        self._directories = directories
+        self._cache_bytes = cache_bytes
+        self._loaded: dict[str, ModelText] = {}
+        self._sources: dict[str, _Source] = {}
+        self._failures: dict[str, str] = {}
+        loaded = Gauge("kvrouter_frontend_tokenizers", "Models whose tokenizer is loaded.", registry=registry)
+        loaded.set_function(lambda: len(self._loaded))
+        self._failed = Counter(
+            "kvrouter_frontend_tokenizer_failures", "Tokenizers that could not be loaded.", registry=registry
+        )
+        self._seconds = Histogram(
+            "kvrouter_frontend_tokenization_seconds",
+            "Time to render and tokenize a prompt, waiting for the thread included.",
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+
+    @property
+    def any_loaded(self) -> bool:
+        """Whether any model has a tokenizer."""
+        return bool(self._loaded)
+
+    def find(self, model: str) -> ModelText | None:
+        """Returns the tokenizer and template of a model; None if there is none."""
+        return self._loaded.get(model)
+
+    def get(self, model: str, field: str) -> ModelText:
+        """Returns the tokenizer and template of a model, which a field of the request needs.
+
+        Raises:
+            BadRequest: there is none; the error says why.
+        """
+        found = self._loaded.get(model)
+        if found is None:
+            reason = self._failures.get(model, "no worker publishes one, and no directory is set for it")
+            raise BadRequest(
+                f"{field} needs a tokenizer, and the model {model[:128]!r} has none here: {reason}",
+                field=field,
+                advice="Send token ids to /v1/completions, or publish the model's tokenizer.",
+            )
+        return found
+
+    async def timed(self, job: Callable[[], _T], *, characters: int) -> _T:
+        """Runs a job on prompts of so many characters in a thread."""
+        with self._seconds.time():
+            return await self.threads.run(job, characters=characters)
+
+    async def run(self) -> None:
+        """Loads what is missing or has changed, until cancelled."""
+        try:
+            async for directory in self._directory.changes():
+                while not await self._load_all(self._wanted(directory)):
+                    try:
+                        async with asyncio.timeout(_RETRY_SECONDS):
+                            await directory.changed()
+                    except TimeoutError:
+                        continue
+        finally:
+            self.threads.close()
+
+    def _wanted(self, directory: Directory) -> dict[str, _Source]:
+        sources: dict[str, _Source] = {}
+        for name, view in sorted(directory.components.items(), key=lambda item: str(item[0])):
+            model = view.descriptor.model
+            if model in self._directories:
+                sources[model] = _Source(self._directories[model], name.namespace, ())
+            elif view.descriptor.model_files and model not in sources:
+                files = tuple(file.SerializeToString(deterministic=True) for file in view.descriptor.model_files)
+                sources[model] = _Source(None, name.namespace, files)
+        return sources
+
+    async def _load_all(self, sources: Mapping[str, _Source]) -> bool:
+        """Returns whether everything is loaded."""
+        for model in self._sources.keys() - sources.keys():
+            del self._sources[model]
+            self._loaded.pop(model, None)
+            self._failures.pop(model, None)
+        complete = True
+        for model, source in sources.items():
+            if self._sources.get(model) == source and model not in self._failures:
+                continue
+            self._sources[model] = source
+            complete = await self._load(model, source) and complete
+        return complete
+
+    async def _load(self, model: str, source: _Source) -> bool:
+        try:
+            if source.directory is not None:
+                files: Mapping[str, bytes] = await asyncio.to_thread(read_model_files, source.directory)
+            elif self._fetch is None:
+                raise InvalidModelFiles("published files need NATS: set a directory")
+            else:
+                async with asyncio.timeout(_FETCH_SECONDS):
+                    files = await self._fetch(source.namespace, [ModelFile.FromString(file) for file in source.files])
+            text = await asyncio.to_thread(ModelText, files, cache_bytes=self._cache_bytes)
+        except (InvalidModelFiles, InvalidTokenizer, *_AWAY) as error:
+            reason = str(error) or repr(error)
+            if self._failures.get(model) != reason:
+                log.warning("tokenizer.failed", model=model, error=reason, consequence="requests need token ids")
+            self._failures[model] = reason
+            self._failed.inc()
+            return False
+        self._failures.pop(model, None)
+        self._loaded[model] = text
+        log.info(
+            "tokenizer.loaded",
+            model=model,
+            vocabulary=text.tokenizer.vocabulary_size,
+            chat_template=text.no_template or "loaded",
+        )
+        return True
