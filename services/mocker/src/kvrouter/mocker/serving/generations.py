@@ -11,7 +11,7 @@ from functools import partial
 from kvrouter.mocker.driver import Tokens
 from kvrouter.mocker.engine.types import UNSCOPED, EngineRequest, FinishReason, Scope, pack_tokens
 from kvrouter.mocker.serving.output_text import OutputText
-from kvrouter.mocker.serving.service import EngineService
+from kvrouter.mocker.serving.service import EngineService, Receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Generations:
         self._requested_rank = dp_rank
         self._texts = [OutputText(each.sampling.stop, include_stop=each.sampling.include_stop) for each in sequences]
         self._arrived: asyncio.Queue[tuple[int, Tokens]] = asyncio.Queue()
-        self._running: set[int] = set()
+        self._running: dict[int, Receive] = {}
 
     def start(self) -> None:
         """Starts all sequences.
@@ -92,15 +92,16 @@ class Generations:
             ValueError: a prompt is no prompt.
         """
         for index, sequence in enumerate(self._sequences):
-            rank = self._service.start(sequence.to_engine(), self._requested_rank, partial(self._receive, index))
-            self._running.add(index)
+            receive = partial(self._receive, index)
+            rank = self._service.start(sequence.to_engine(), self._requested_rank, receive)
+            self._running[index] = receive
             if index == 0:
                 self.dp_rank = rank
 
     def close(self) -> None:
         """Aborts the sequences that have not ended."""
-        for index in self._running:
-            self._service.cancel(self._sequences[index].request_id)
+        for index, receive in self._running.items():
+            self._service.cancel(self._sequences[index].request_id, receive)
         self._running.clear()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
@@ -111,8 +112,7 @@ class Generations:
                 continue  # A stop string ended the sequence while the engine had further tokens.
             piece = self._piece(index, tokens)
             if piece.finish_reason is not None:
-                self._running.remove(index)
-                self._service.cancel(self._sequences[index].request_id)
+                self._service.cancel(self._sequences[index].request_id, self._running.pop(index))
             yield index, piece
 
     def _piece(self, index: int, tokens: Tokens) -> Piece:

@@ -54,10 +54,11 @@ class EngineService:
         self._running[request.request_id] = _Running(rank, driver, receive)
         return rank
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request whose output nobody receives any more."""
-        running = self._running.pop(request_id, None)
-        if running is not None:
+    def cancel(self, request_id: str, receive: Receive) -> None:
+        """Ends the request with this receiver, unless it has ended; a later one with the same id continues."""
+        running = self._running.get(request_id)
+        if running is not None and running.receive is receive:
+            del self._running[request_id]
             running.driver.abort(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> int:
