@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import logging, sys
@@ -44,3 +45,11 @@ def test_the_configuration_of_logging_applies() -> None:
 def test_the_configuration_of_structlog_applies() -> None:
     out, _ = run(CONFIGURED_STRUCTLOG)
     assert out == '{"rank": 4, "event": "publish.json"}\n'
+
+
+def test_no_library_logs_by_itself() -> None:
+    root = Path(__file__).parents[3]
+    libraries = ("protos", "core", "net", "services/publisher_sdk")
+    sources = [path for library in libraries for path in (root / library / "src").rglob("*.py")]
+    own = [path for path in sources if path.name != "logs.py" and "structlog.get_logger" in path.read_text()]
+    assert [str(path) for path in own] == []

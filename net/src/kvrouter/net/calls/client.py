@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import grpc.aio
-import structlog
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallError, NotSent, ProtocolViolation
@@ -15,10 +14,11 @@ from kvrouter.net.calls.limits import VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE
+from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a stream is given up: far above a round trip, far below a lease."""

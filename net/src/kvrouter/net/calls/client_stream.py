@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-import structlog
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import (
     CallError,
@@ -23,6 +22,7 @@ from kvrouter.net.calls.errors import (
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
+from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallRequestKind,
     CallResponse,
@@ -32,7 +32,7 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamResponse,
 )
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _FURTHER = CallRequestKind.CALL_REQUEST_KIND_FURTHER
 _REQUESTS_ENDED = CallRequestKind.CALL_REQUEST_KIND_ENDED

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc.aio
-import structlog
 from google.rpc.status_pb2 import Status
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallRefused, ProtocolViolation
@@ -16,11 +15,12 @@ from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_stream import ServerStream
+from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallStreamService"].full_name
 """Full name of the service, for reflection."""

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
 from kvrouter.net.calls.errors import CallRefused
+from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import CallFailure, CallResponseKind
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MORE = CallResponseKind.CALL_RESPONSE_KIND_UNSPECIFIED
 LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST

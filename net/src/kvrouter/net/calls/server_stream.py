@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-import structlog
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallRefused, ProtocolViolation, TooMuchUnread, status_code
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server_call import PART, Method, ServerCall
+from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallFailure,
     CallRequest,
@@ -26,7 +26,7 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamResponse,
 )
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 _FURTHER = CallRequestKind.CALL_REQUEST_KIND_FURTHER

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
 import aetcd
-import structlog
 from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, connect, parse_endpoints, pause
+from kvrouter.net.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 DEFAULT_TTL_SECONDS = 10
 """Time after which an unrenewed lease expires: how long a dead process appears to be alive."""

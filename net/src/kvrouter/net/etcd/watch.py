@@ -11,12 +11,12 @@ from typing import Any
 
 import aetcd
 import grpc
-import structlog
 from aetcd import rpc
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_text, printable
 from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect, pause
+from kvrouter.net.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _LASTING_SECONDS = 10.0
 """A watch that lasted this long was healthy: the failure that ends it counts as the first."""
