@@ -38,6 +38,6 @@ async def test_from_nothing_to_a_routed_request(tmp_path: Path) -> None:
                 second = json.loads(await guide.run("curl"))
                 assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
                 checks = await guide.run("publisher.check")
-                assert checks.splitlines()[-1] == "16 passed, 0 failed, 3 skipped"
+                assert checks.splitlines()[-1] == "17 passed, 0 failed, 3 skipped"
                 assert "kvrouter/small" in await guide.run("kvrouter top")
             await system.interrupt()

@@ -43,6 +43,8 @@ Fault = Literal[
     "never finishes",
     "too many tokens",
     "no load",
+    "no call stream",
+    "call stream missing",
 ]
 
 
@@ -82,7 +84,11 @@ class FaultyEngine:
         return {0: LoadReport(running_requests=running, active_blocks=4 * running, total_blocks=1000)}
 
     def load_response(self) -> GetLoadResponse:
-        response = GetLoadResponse(model="m", block_size=0 if self.fault == "no block size" else BLOCK)
+        response = GetLoadResponse(
+            model="m",
+            block_size=0 if self.fault == "no block size" else BLOCK,
+            serves_call_stream=self.fault != "no call stream",
+        )
         for report in self.load().values():
             report.rank.CopyFrom(Rank(worker_id=1))
             report.incarnation = _INCARNATION
@@ -155,6 +161,8 @@ async def serving(fault: Fault) -> AsyncIterator[str]:
     """Serves a worker with a defect, without etcd and NATS; yields its address."""
     engine = FaultyEngine(fault)
     server = engine.server = WorkerServer(engine, {0: engine.rank}, engine.load_response)
+    if fault == "call stream missing":
+        server._call_streams.register = lambda _: None  # type: ignore[method-assign]
     endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     try:
         yield endpoint

@@ -67,6 +67,7 @@ async def test_a_worker_alone_passes_what_can_be_checked_of_it() -> None:
         ("fails on bad requests", "long prompt", "INTERNAL", "count against the worker"),
         ("never finishes", "completion", "FINISH_REASON_ERROR", "finish_reason"),
         ("too many tokens", "completion", "2 tokens", "max_tokens"),
+        ("call stream missing", "call stream", "call stream to 127.0.0.1", "announce none"),
         ("no load", "load", "[]", "LoadReport for each rank"),
     ],
 )
@@ -77,6 +78,10 @@ async def test_a_defect_is_found_and_explained(fault: Fault, check: str, receive
     assert received in found.received
     assert advice in found.advice
     assert found.expected
+
+
+async def test_call_streams_are_optional() -> None:
+    assert (await of_worker("no call stream"))["call stream"].outcome == "skipped"
 
 
 async def test_cached_tokens_are_optional() -> None:
@@ -205,4 +210,4 @@ async def test_a_failed_check_is_printed_and_fails_the_command() -> None:
     assert "failed    cached tokens     expected cached_tokens of 32" in said
     assert "to do: the engine does not have what it published" in said
     assert "failed    restart           expected an incarnation other than 5" in said
-    assert said.splitlines()[-1] == "12 passed, 3 failed, 4 skipped"
+    assert said.splitlines()[-1] == "13 passed, 3 failed, 4 skipped"

@@ -50,11 +50,16 @@ async def check_completion(worker: WorkerUnderTest, probe: CacheProbe) -> str:
             received=f"{len(output.token_ids)} tokens",
             advice="generate at most stop_conditions.max_tokens tokens, and send each once.",
         )
-    _check_finish(output)
+    check_finish(output)
     return f"1 token for a prompt of {len(probe.prompt)} tokens"
 
 
-def _check_finish(output: Output) -> None:
+def check_finish(output: Output) -> None:
+    """Checks the finish reason of a request that was served.
+
+    Raises:
+        CheckFailed: it is missing, or says that the request was not served.
+    """
     finished = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
     if output.finish_reason not in finished:
         raise CheckFailed(

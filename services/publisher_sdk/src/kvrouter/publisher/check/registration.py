@@ -30,6 +30,7 @@ async def check_reachable(worker: WorkerUnderTest) -> str:
 
     response = await worker.until(reached) or await worker.loads()
     worker.model, worker.block_size = response.model, response.block_size
+    worker.serves_call_stream = response.serves_call_stream
     worker.worker_id = next((report.rank.worker_id for report in response.reports), 0)
     if not response.model or not response.block_size:
         raise CheckFailed(
@@ -64,6 +65,7 @@ async def check_registration(worker: WorkerUnderTest) -> str:
         ) from None
     worker.registration, worker.worker_id = registration, registration.worker_id
     worker.max_model_len = worker.max_model_len or registration.max_model_len
+    worker.serves_call_stream |= registration.serves_call_stream
     if not lease:
         raise CheckFailed(
             expected="a registration under a lease",

@@ -8,6 +8,7 @@ from functools import partial
 import grpc.aio
 from kvrouter.publisher.check import cache, requests
 from kvrouter.publisher.check.cache import CacheProbe
+from kvrouter.publisher.check.call_stream import check_call_stream
 from kvrouter.publisher.check.load import check_load
 from kvrouter.publisher.check.messages import (
     PublishedMessages,
@@ -52,6 +53,7 @@ def _checks(worker: WorkerUnderTest, probe: CacheProbe, messages: PublishedMessa
         ("events over NATS", partial(check_published_events, worker, probe, messages)),
         ("load", partial(check_load, worker, probe)),
         ("loads over NATS", partial(check_published_loads, worker, messages)),
+        ("call stream", partial(check_call_stream, worker, probe)),
         ("abort", partial(requests.check_abort, worker, probe)),
         ("disconnect", partial(requests.check_disconnect, worker, probe)),
         ("empty prompt", partial(requests.check_empty_prompt, worker, probe)),

@@ -97,6 +97,7 @@ class WorkerUnderTest:
         self.block_size = 0
         self.worker_id = 0
         self.max_model_len = options.max_model_len
+        self.serves_call_stream = False
         self.registration: WorkerRegistration | None = None
         """Its registration; None if it is not looked up."""
         self._channel: grpc.aio.Channel | None = None
