@@ -24,7 +24,7 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::python::{
-        ActiveSequences, ApplySummary, EventBatch, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex,
+        ActiveSequences, ApplySummary, EventBatch, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex, RankState,
         find_json_value, local_hashes, sequence_hashes, tokens_from_json, tokens_to_json,
     };
 }

@@ -21,13 +21,13 @@ impl StateSnapshot {
         Self { incarnation, next_event_id, digest, blocks }
     }
 
-    /// Returns the encoded GetRankStateResponses, parents before children; at least one.
+    /// Returns the encoded GetRankStateResponses, by depth and engine hash, so parents before children; at least one.
     ///
     /// A parent is included only if it is still resident at the position that it had when its child was stored.
     /// `counting` is the CopyCounting of the rank.
     pub fn into_chunks(mut self, counting: i32, chunk_blocks: usize) -> impl Iterator<Item = Vec<u8>> {
         let places: HashMap<u64, u64> = self.blocks.iter().map(|(hash, block)| (*hash, block.sequence)).collect();
-        self.blocks.sort_by_key(|(_, block)| block.depth);
+        self.blocks.sort_unstable_by_key(|(engine_hash, block)| (block.depth, *engine_hash));
         let chunk_blocks = chunk_blocks.max(1);
         let count = self.blocks.len().div_ceil(chunk_blocks).max(1);
         (0..count).map(move |number| {

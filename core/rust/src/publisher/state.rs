@@ -73,6 +73,23 @@ impl RankState {
         Ok(self.blocks.copies.get(tier_index(tier)?).copied().unwrap_or_default())
     }
 
+    /// Returns the engine hashes of a chunk of blocks that ends with this one, in order.
+    ///
+    /// Blocks that are not resident, and those before them, are missing. A block that consists of parts is a chunk by
+    /// itself.
+    pub fn chunk(&self, engine_hash: u64, blocks: usize) -> Vec<u64> {
+        let mut found = Vec::new();
+        let mut place = Some(engine_hash);
+        while let Some((engine_hash, block)) = place.and_then(|place| Some((place, self.blocks.get(place)?)))
+            && found.len() < blocks
+        {
+            found.push(engine_hash);
+            place = block.parent.filter(|_| block.parts <= 1 && self.has_parent(block));
+        }
+        found.reverse();
+        found
+    }
+
     /// Records a chain of blocks below `parent`, or at the start of a sequence if it is None.
     ///
     /// `locals` has `parts` local hashes for each engine hash: an engine's block may consist of several blocks. Without

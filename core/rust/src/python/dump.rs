@@ -1,18 +1,22 @@
 //! Python iterator over the chunks of a dump.
 
 use std::sync::{Mutex, PoisonError};
-use std::vec::IntoIter;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 /// Encoded chunks. Each is copied to a Python object when it is read, so that no call holds the GIL for a whole dump.
 #[pyclass(frozen, module = "kvrouter.core._native")]
-pub struct DumpChunks(Mutex<IntoIter<Vec<u8>>>);
+pub struct DumpChunks(Mutex<Box<dyn Iterator<Item = Vec<u8>> + Send>>);
 
 impl DumpChunks {
     pub fn new(chunks: Vec<Vec<u8>>) -> Self {
-        Self(Mutex::new(chunks.into_iter()))
+        Self::lazy(chunks.into_iter())
+    }
+
+    /// Encodes each chunk when it is read.
+    pub fn lazy(chunks: impl Iterator<Item = Vec<u8>> + Send + 'static) -> Self {
+        Self(Mutex::new(Box::new(chunks)))
     }
 }
 
@@ -23,7 +27,7 @@ impl DumpChunks {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        let chunk = self.0.lock().unwrap_or_else(PoisonError::into_inner).next()?;
+        let chunk = py.detach(|| self.0.lock().unwrap_or_else(PoisonError::into_inner).next())?;
         Some(PyBytes::new(py, &chunk))
     }
 }

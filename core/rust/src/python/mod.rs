@@ -9,6 +9,7 @@ mod hashing;
 mod json_tokens;
 mod predicted;
 mod prefix_index;
+mod rank_state;
 mod sequences;
 mod shared;
 
@@ -18,6 +19,7 @@ pub use hashing::{local_hashes, sequence_hashes};
 pub use json_tokens::{find_json_value, tokens_from_json, tokens_to_json};
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
+pub use rank_state::RankState;
 pub use sequences::ActiveSequences;
 
 use pyo3::prelude::*;

@@ -67,7 +67,7 @@ impl RankState {
 }
 
 impl BlockRecord {
-    fn parse(message: &[u8]) -> Result<Self, Malformed> {
+    pub fn parse(message: &[u8]) -> Result<Self, Malformed> {
         let mut record = Self::default();
         let mut fields = Fields::new(message);
         while let Some(field) = fields.next()? {

@@ -84,10 +84,13 @@ IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.valu
 
 FORECAST_MODEL: Any = None
 """The class ``interface.ForecastModel`` of the native core; None without the native core."""
+RANK_STATE: Any = None
+"""The native class behind a publisher's rank state; None without the native core."""
 if IMPLEMENTATION == "native":
     from kvrouter.core import _native
 
     FORECAST_MODEL = _native.ForecastModel
+    RANK_STATE = _native.RankState
 
 if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
@@ -110,6 +113,7 @@ __all__ = [
     "FORECAST_MODEL",
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
+    "RANK_STATE",
     "REQUESTED",
     "ActiveSequences",
     "ApplySummary",

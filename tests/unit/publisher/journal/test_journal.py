@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvrouter.core import local_hashes
 from kvrouter.publisher.errors import UnknownParent
 from kvrouter.publisher.events.rank_state import RankState
-from kvrouter.publisher.events.state_chunks import state_chunks
 from kvrouter.publisher.journal import journal as journal_module
 from kvrouter.publisher.journal.journal import NO_POSITION, Head, Journal, JournalPath, Recovered, Unusable, recover
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -26,7 +25,7 @@ HEAD = Head(7, 0, 99, BLOCK, CopyCounting.COPY_COUNTING_COUNTED, "life")
 
 
 def content(state: RankState) -> list[GetRankStateResponse]:
-    return list(state_chunks(state, HEAD.copy_counting))
+    return list(state.chunks(HEAD.copy_counting))
 
 
 class Kept:

@@ -8,16 +8,17 @@ follows that definition, so that an index that applied every event has the same 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvrouter.core import Scope, sequence_hashes
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.events.block_table import BlockTable
 from kvrouter.publisher.events.blocks import BASE_SCOPE, TIERS, Block, BlockNote, NumberedEvent, tier_index
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of, part_hashes
+from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS, state_chunks
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from kvrouter.v1.worker_pb2 import BlockRecord
+from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse
 
 MAX_EVENT_BLOCKS = 8192
 """Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well."""
@@ -27,7 +28,10 @@ _le64 = struct.Struct("<Q")
 
 
 class RankState:
-    """Blocks, digest and event numbers of one rank in one incarnation. Not thread-safe."""
+    """Blocks, digest and event numbers of one rank in one incarnation. Not thread-safe.
+
+    The definition of what the Rust core does (``NativeRankState``), and what runs without it.
+    """
 
     def __init__(self, incarnation: int, copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED) -> None:
         self.incarnation = incarnation
@@ -94,6 +98,10 @@ class RankState:
     def blocks(self) -> list[tuple[int, Block]]:
         """Returns (engine hash, block) of all blocks, as a copy."""
         return self._blocks.items()
+
+    def chunks(self, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
+        """Returns the state as of now in chunks. Later changes do not affect the chunks."""
+        return state_chunks(self.cursor, self.digest, self.blocks(), copy_counting, chunk_blocks)
 
     def stored(
         self,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvrouter.publisher.events.blocks import TIERS, Block
-from kvrouter.publisher.events.rank_state import RankState
-from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.common_pb2 import CopyCounting, Cursor
 from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
 
 CHUNK_BLOCKS = 4096
@@ -14,10 +13,13 @@ CHUNK_BLOCKS = 4096
 
 
 def state_chunks(
-    state: RankState, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS
+    cursor: Cursor,
+    digest: int,
+    blocks: Sequence[tuple[int, Block]],
+    copy_counting: CopyCounting,
+    chunk_blocks: int = CHUNK_BLOCKS,
 ) -> Iterator[GetRankStateResponse]:
-    """Returns the state as of now in chunks. Later changes do not affect the chunks."""
-    cursor, digest, blocks = state.cursor, state.digest, state.blocks()
+    """Returns a state in chunks."""
     count = max(1, -(-len(blocks) // chunk_blocks))
     return (
         GetRankStateResponse(
@@ -28,12 +30,12 @@ def state_chunks(
 
 
 def block_records(blocks: Sequence[tuple[int, Block]], chunk_blocks: int) -> Iterator[list[BlockRecord]]:
-    """Yields a state's blocks in chunks, parents before children; at least one chunk.
+    """Yields a state's blocks in chunks, by depth and engine hash, so parents before children; at least one chunk.
 
     A parent is included only if it is still resident at the position that it had when its child was stored.
     """
     held = dict(blocks)
-    ordered = sorted(blocks, key=lambda item: item[1].depth)
+    ordered = sorted(blocks, key=lambda item: (item[1].depth, item[0]))
     for start in range(0, max(len(ordered), 1), chunk_blocks):
         records = []
         for engine_hash, block in ordered[start : start + chunk_blocks]:

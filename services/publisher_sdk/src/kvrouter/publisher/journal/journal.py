@@ -27,8 +27,8 @@ from kvrouter.core import Scope
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidEvent
 from kvrouter.publisher.events.blocks import BlockNote, NumberedEvent
+from kvrouter.publisher.events.native_rank_state import make_rank_state
 from kvrouter.publisher.events.rank_state import RankState
-from kvrouter.publisher.events.state_chunks import state_chunks
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.events_pb2 import KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
@@ -109,7 +109,7 @@ def _read(data: bytes, desired: Head) -> Recovered:
     ]
     if differences:
         raise Unusable(f"the file belongs to another worker or engine: it differs in {', '.join(differences)}")
-    state = RankState(head.incarnation, head.copy_counting)
+    state = make_rank_state(head.incarnation, head.copy_counting)
     chunks, position, tail, whole = [], NO_POSITION, list[NumberedEvent](), False
     partial, notes = False, list[BlockNote]()
     noted: bytes | None = None
@@ -309,7 +309,7 @@ class Journal:
             written = self._added
             anew = self._anew or self._log_bytes > max(_LEAST_LOG_BYTES, self._state_bytes)
             self._anew = False
-            chunks = state_chunks(self._state, self._head.copy_counting) if anew else None
+            chunks = self._state.chunks(self._head.copy_counting) if anew else None
             position = self._position
             unsent = list(self._unsent()) if anew else []
             notes = _encoded_notes(self._partial, self._state.notes()) if anew else b""

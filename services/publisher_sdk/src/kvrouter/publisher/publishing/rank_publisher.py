@@ -14,8 +14,8 @@ from kvrouter.publisher.events.blocks import BASE_SCOPE, NumberedEvent
 from kvrouter.publisher.events.copy_counting import CopyCountingCheck
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
 from kvrouter.publisher.events.event_log import EventLog
-from kvrouter.publisher.events.rank_state import RankState
-from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS, state_chunks
+from kvrouter.publisher.events.native_rank_state import make_rank_state
+from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.batch_sender import BatchSender
 from kvrouter.publisher.publishing.rank_stats import RankStats
@@ -61,7 +61,7 @@ class RankPublisher:
         self._copy_counting = copy_counting
         self._lock = threading.RLock()
         found = journal.recovered if journal else None
-        self._state = found.state if found else RankState(incarnation, copy_counting)
+        self._state = found.state if found else make_rank_state(incarnation, copy_counting)
         self.on_partial: Callable[[], None] | None = None
         """Called when ``is_partial`` has changed; from any thread."""
         self._check = CopyCountingCheck(dp_rank, copy_counting, total_blocks)
@@ -323,7 +323,7 @@ class RankPublisher:
     def state_chunks(self, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
         """Returns the rank's state as of now in chunks. Later changes do not affect the chunks."""
         with self._lock:
-            return state_chunks(self._state, self._copy_counting, chunk_blocks)
+            return self._state.chunks(self._copy_counting, chunk_blocks)
 
     def events(self, from_: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
         """Returns the events from a cursor to below ``until_event_id`` (0 for all) in batches; none if up to date.
