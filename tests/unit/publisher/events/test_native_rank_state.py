@@ -47,7 +47,7 @@ def test_both_do_the_same_after_any_history(history: list[tuple[Any, ...]], coun
     for change in history:
         one, other = (outcome_of(state, change) for state in both)
         assert one == other
-        check_equal(*both, counting)
+    check_equal(*both, counting)
     loaded = make_rank_state(7, counting), RankState(7, counting)
     for state in loaded:
         state.load(both[0].next_event_id, [block for chunk in both[0].chunks(counting) for block in chunk.blocks])
