@@ -78,11 +78,13 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "serving": ("errors",),
         # Checks a worker from outside.
         "check": ("config", "errors", "events"),
+        "model_files": ("config", "publishing"),
         "worker_server": ("errors", "publishing", "serving"),
         "worker": (
             "config",
             "errors",
             "journal",
+            "model_files",
             "publish_only",
             "publishing",
             "registration",

@@ -26,8 +26,6 @@ from kvrouter.devtools.system.stack import (
 from rich.console import Console
 from rich.table import Table
 
-_FIRST_PROMPT_TOKENS = 40
-
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
@@ -73,6 +71,7 @@ async def up(options: UpOptions, console: Console) -> None:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             restarts=True,
+            has_text=True,
         )
         async with running_stack(stack_options, lambda words: console.print(f"{words} ...")) as stack:
             _describe(stack, console)
@@ -100,10 +99,12 @@ def _describe(stack: Stack, console: Console) -> None:
         table.add_row(what, where)
     console.print()
     console.print(table)
-    body = {"model": options.model, "prompt": list(range(1, _FIRST_PROMPT_TOKENS + 1)), "max_tokens": 8}
+    message = {"role": "user", "content": "Tell me a story about prefixes. " * 8}
+    body = {"model": options.model, "messages": [message], "max_tokens": 8}
     console.print("\nA first request, in another terminal (twice: the second finds its prompt cached):\n")
     console.print(
-        f"  curl -s http://{stack.http}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"  curl -s http://{stack.http}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'",
         highlight=False,
         soft_wrap=True,
         markup=False,

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess, ProcessDied
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer, ServerProcess, StartFailed
+from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -58,6 +59,8 @@ class StackOptions:
     """Tokens in each piece of a response after the first token. Every token has its own time stamp all the same."""
     mode: str = "forecast"
     """Routing mode of the Scheduler."""
+    has_text: bool = False
+    """Whether the engines publish a small tokenizer, so that the Frontend takes and returns text."""
     model: str = "mock-model"
     """Name of the model that the engines serve."""
     component: str = "workers"
@@ -98,6 +101,7 @@ class Stack:
         """HTTP address of each worker's metrics."""
         self.processes: dict[str, ManagedProcess] = {}
         """Services and workers by name."""
+        self._tokenizer = options.directory / "tokenizer"
         self._ready = False
         self._stopping = False
 
@@ -108,6 +112,9 @@ class Stack:
             StackFailed: the system is not ready after a minute.
             StartFailed, BinaryMissing: nats-server or etcd cannot run.
         """
+        if self.options.has_text:
+            self._tokenizer.mkdir(exist_ok=True)
+            await asyncio.to_thread(write_small_tokenizer, self._tokenizer)
         say("starting nats-server and etcd")
         await asyncio.gather(self.nats.start(), self.etcd.start())
         for server in (self.nats, self.etcd):
@@ -150,6 +157,9 @@ class Stack:
             self._command("scheduler", "scheduler", *where, "--bind", self.scheduler, "--router-mode", options.mode),
             self._command("frontend", "frontend", *where, "--bind", self.frontend, "--host", host, "--port", port),
         ]
+        text: tuple[str, ...] = ()
+        if options.has_text:
+            text = ("--tokenizer", str(self._tokenizer), "--vocabulary-size", str(VOCABULARY_SIZE))
         for number, metrics in enumerate(self.worker_metrics, start=1):
             commands.append(
                 self._command(
@@ -158,6 +168,7 @@ class Stack:
                     *(*where, "--bind", "127.0.0.1:0", "--http-bind", metrics),
                     *("--component", options.component, "--model", options.model, "--worker-id", str(number)),
                     *("--num-blocks", str(options.blocks), "--block-size", str(options.block_size)),
+                    *text,
                     *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
                 )
             )

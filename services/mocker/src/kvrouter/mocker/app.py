@@ -61,6 +61,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         transport=TRANSPORTS["core-nats" if settings.enable_local_indexer else settings.transport],
         role=ROLES[settings.role],
         labels=settings.labels,
+        tokenizer=settings.tokenizer,
         publishes_events=settings.events,
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,

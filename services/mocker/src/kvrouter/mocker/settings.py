@@ -29,6 +29,9 @@ class MockerSettings(EngineServerSettings):
     max_model_len: int = Field(
         default=0, ge=0, description="Longest sequence, prompt and output, in tokens; 0 is what the cache holds."
     )
+    tokenizer: str = Field(
+        default="", description="Directory of a tokenizer to publish for the model, so that Frontends take text."
+    )
     vocabulary_size: int = Field(
         default=32_000, ge=1, le=1 << 32, description="Number of token ids from which the output is drawn, from 0 on."
     )

@@ -16,6 +16,7 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
 from kvrouter.publisher.journal.resume import claimed, places, recover_worker
+from kvrouter.publisher.model_files import name_model_files, publish_model_files
 from kvrouter.publisher.publish_only import PublishOnly
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
@@ -39,6 +40,7 @@ from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.registry_pb2 import ModelFile
 from kvrouter.v1.worker_pb2 import GetLoadResponse
 from nats.errors import Error as NatsError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -132,6 +134,8 @@ class Worker:
             companions=companions(component, config.worker_id, incarnation),
         )
         self._registered_unix_ns = time.time_ns()
+        self._model_files: Sequence[ModelFile] = ()
+        """What this worker has published."""
         self._load_reports_sent = 0
         self._report_numbers = itertools.count(1)
         self._draining = False
@@ -212,6 +216,7 @@ class Worker:
         self._register()
         self._leasing = tasks.create_task(self._keys.run())
         self._background.append(tasks.create_task(self._link.run()))
+        self._background.append(tasks.create_task(self._publish_model_files()))
         if self.config.load_report_seconds:
             self._background.append(tasks.create_task(self._report_load()))
         for rank in self._ranks.values():
@@ -278,6 +283,11 @@ class Worker:
         async with connect(self.config.etcd) as client:
             await join_component(client, self.config.component, self.config.descriptor())
             await keep_incarnation(client, self.config.component, self.config.worker_id, self.incarnation)
+            if self._model_files:
+                await name_model_files(client, self.config.component, self._model_files, replace=False)
+
+    async def _publish_model_files(self) -> None:
+        self._model_files = await publish_model_files(self.config, self._link)
 
     async def _report_load(self) -> None:
         while True:
