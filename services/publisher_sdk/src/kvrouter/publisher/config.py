@@ -86,8 +86,8 @@ class WorkerConfig:
     """Address at which decode workers meet this prefill worker, ``host:port``; empty for none."""
 
     tokenizer: str = ""
-    """Path or name of the model's tokenizer; empty if unknown. If it is a directory on this machine, the worker publishes
-    the tokenizer and the chat template for the Frontends."""
+    """Path or name of the model's tokenizer; empty if unknown. If it is a directory on this machine, the worker
+    publishes the tokenizer and the chat template for the Frontends."""
 
     publishes_events: bool = True
     """Whether the worker reports its cache."""
