@@ -11,6 +11,7 @@ from kvrouter.core import MemoryBudget
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.relay.metrics import RelayMetrics
@@ -66,6 +67,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     FrontendMetrics(frontend)
     ProcessMetrics(frontend)
     Recorder(MagicMock(known_blocks=0, size=0), frontend)
+    TextModels(MagicMock(), None, {}, frontend, cache_bytes=0)
     _Connections(MagicMock(), frontend, "frontend")
     yield "Frontend", frontend
     scheduler = CollectorRegistry()
