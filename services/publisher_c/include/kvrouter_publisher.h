@@ -92,8 +92,8 @@ typedef enum kvr_finish_reason {
 /* Importance of a log event. */
 typedef enum kvr_log_level { KVR_LOG_INFO = 1, KVR_LOG_WARNING = 2, KVR_LOG_ERROR = 3 } kvr_log_level;
 
-/* Takes a log event: its name, such as "nats.disconnected", and its details. Called from threads of the library; it must
- * not call the library. */
+/* Takes a log event: its name, such as "nats.disconnected", and its details. Called from threads of the library; it
+ * must not call the library. */
 typedef void (*kvr_log_function)(void *context, kvr_log_level level, const char *event, const char *details);
 
 /* A data-parallel rank. */
@@ -154,7 +154,8 @@ typedef struct kvr_config {
     uint32_t load_report_ms;
     /* Time after which a worker that died is no longer a candidate, seconds, at least 2; by default 10. */
     uint32_t lease_ttl_seconds;
-    /* Time for running requests to finish when the worker stops, milliseconds; by default 30000. Then they are aborted. */
+    /* Time for running requests to finish when the worker stops, milliseconds; by default 30000. Then they are
+     * aborted. */
     uint32_t drain_ms;
     /* Time for unsent events to be sent when the worker stops, milliseconds; by default 5000. */
     uint32_t flush_ms;
@@ -181,8 +182,8 @@ typedef struct kvr_worker kvr_worker;
 /* Returns the message of this thread's last failure; empty if it had none. Valid until this thread's next call. */
 const char *kvr_last_error(void);
 
-/* Registers a worker and begins a new incarnation of its cache. Waits for etcd, at most timeout_ms (0 for no limit), but
- * not for NATS. On success *worker is the worker. */
+/* Registers a worker and begins a new incarnation of its cache. Waits for etcd, at most timeout_ms (0 for no limit),
+ * but not for NATS. On success *worker is the worker. */
 kvr_status kvr_open(const kvr_config *config, uint32_t timeout_ms, kvr_worker **worker);
 
 /* Refuses new requests, lets running ones finish, deregisters, sends unsent events, and stops serving. The engine must
@@ -205,8 +206,8 @@ typedef struct kvr_multimodal {
     uint64_t hash;
 } kvr_multimodal;
 
-/* Blocks that the engine stored, each the parent of the next. Begin with kvr_stored_blocks_init(). Only full blocks may be
- * reported. */
+/* Blocks that the engine stored, each the parent of the next. Begin with kvr_stored_blocks_init(). Only full blocks
+ * may be reported. */
 typedef struct kvr_stored_blocks {
     uint32_t dp_rank;
     kvr_tier tier;
@@ -218,18 +219,18 @@ typedef struct kvr_stored_blocks {
     size_t hash_count;
     /* Engine hash of the block before the first; NULL at the start of a sequence. */
     const uint64_t *parent;
-    /* What besides the tokens decides whether the blocks may be shared; NULL for none. If all three are NULL, the blocks
-     * have the parent's. */
+    /* What besides the tokens decides whether the blocks may be shared; NULL for none. If all three are NULL, the
+     * blocks have the parent's. */
     const char *lora_name;
     const char *cache_salt;
     const char *tenant;
     const kvr_multimodal *multimodal;
     size_t multimodal_count;
-    /* Whether the report repeats blocks that are resident already, such as the hits of a request, instead of storing new
-     * copies. Blocks that are not resident are stored nevertheless. */
+    /* Whether the report repeats blocks that are resident already, such as the hits of a request, instead of storing
+     * new copies. Blocks that are not resident are stored nevertheless. */
     bool repeats;
-    /* Tokens per engine hash, if the engine stores larger blocks in this tier: a multiple of the component's block size. 0
-     * for the component's. */
+    /* Tokens per engine hash, if the engine stores larger blocks in this tier: a multiple of the component's block
+     * size. 0 for the component's. */
     uint32_t block_size;
 } kvr_stored_blocks;
 
@@ -244,8 +245,8 @@ static inline kvr_stored_blocks kvr_stored_blocks_init(void) {
 /* Reports stored blocks. */
 kvr_status kvr_stored(kvr_worker *worker, const kvr_stored_blocks *blocks);
 
-/* Reports that resident blocks are now in another tier too, for engines that do not repeat the tokens. *recorded, unless
- * NULL, becomes the number of blocks that could be placed. */
+/* Reports that resident blocks are now in another tier too, for engines that do not repeat the tokens. *recorded,
+ * unless NULL, becomes the number of these hashes that were recorded. */
 kvr_status kvr_stored_known(kvr_worker *worker, uint32_t dp_rank, const uint64_t *engine_hashes, size_t hash_count,
                             kvr_tier tier, uint64_t *recorded);
 
@@ -254,12 +255,12 @@ kvr_status kvr_stored_known(kvr_worker *worker, uint32_t dp_rank, const uint64_t
 kvr_status kvr_removed(kvr_worker *worker, uint32_t dp_rank, const uint64_t *engine_hashes, size_t hash_count,
                        kvr_tier tier);
 
-/* Reports that all blocks left a tier, or every tier for KVR_TIER_ALL, also when the rank's engine restarted. The latter
- * makes a rank complete again after a loss of events. */
+/* Reports that all blocks left a tier, or every tier for KVR_TIER_ALL, also when the rank's engine restarted. The
+ * latter makes a rank complete again after a loss of events. */
 kvr_status kvr_cleared(kvr_worker *worker, uint32_t dp_rank, kvr_tier tier);
 
-/* Reports that events of the engine were lost, so that blocks may be missing. If removals may be among them, all blocks are
- * dropped. What is reported from now on is published. */
+/* Reports that events of the engine were lost, so that blocks may be missing. If removals may be among them, all
+ * blocks are dropped. What is reported from now on is published. */
 kvr_status kvr_events_lost(kvr_worker *worker, uint32_t dp_rank, bool removals);
 
 /* Sets *resident to whether a block is resident in a tier, by what was reported. */
@@ -296,7 +297,8 @@ typedef struct kvr_load {
     uint64_t cached_tokens_total;
 } kvr_load;
 
-/* Reports the load of a rank, such as after each step. The newest report is published; too frequent ones are skipped. */
+/* Reports the load of a rank, such as after each step. The newest report is published; too frequent ones are
+ * skipped. */
 kvr_status kvr_report_load(kvr_worker *worker, const kvr_load *load);
 
 /* -- Requests ------------------------------------------------------------------------------------------------------ */
@@ -341,8 +343,8 @@ typedef struct kvr_message {
     size_t encoded_size;
 } kvr_message;
 
-/* Waits for the next message, at most timeout_ms (0 returns at once, UINT32_MAX waits without limit). KVR_TIMEOUT if there
- * is none; KVR_STOPPED once the worker was stopped and all messages were taken. */
+/* Waits for the next message, at most timeout_ms (0 returns at once, UINT32_MAX waits without limit). KVR_TIMEOUT if
+ * there is none; KVR_STOPPED once the worker was stopped and all messages were taken. */
 kvr_status kvr_poll(kvr_worker *worker, uint32_t timeout_ms, kvr_message **message);
 
 /* Frees a message. NULL is ignored. */

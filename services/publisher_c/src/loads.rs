@@ -50,6 +50,6 @@ impl Loads {
     pub fn take_unpublished(&self) -> Vec<(u32, LoadReport)> {
         let mut latest = self.lock();
         let ranks = std::mem::take(&mut latest.unpublished);
-        ranks.into_iter().filter_map(|rank| Some((rank, latest.reports.get(&rank)?.clone()))).collect()
+        ranks.into_iter().filter_map(|rank| Some((rank, *latest.reports.get(&rank)?))).collect()
     }
 }

@@ -11,8 +11,11 @@ pub enum Level {
     Error = 3,
 }
 
-/// Takes log events: level, name of the event, and its details.
-pub struct Log(Box<dyn Fn(Level, &str, &str) + Send + Sync>);
+/// Takes an event's level, name and details.
+type Sink = dyn Fn(Level, &str, &str) + Send + Sync;
+
+/// Takes log events.
+pub struct Log(Box<Sink>);
 
 impl Log {
     pub fn new(sink: impl Fn(Level, &str, &str) + Send + Sync + 'static) -> Self {

@@ -144,14 +144,15 @@ impl Rank {
         Ok(())
     }
 
-    /// Reports that resident blocks are now in another tier too. Returns the number of blocks that were recorded.
+    /// Reports that resident blocks are now in another tier too. Returns the number of these hashes that were
+    /// recorded.
     pub fn stored_known(&self, engine_hashes: &[u64], tier: i32) -> Result<u64, Error> {
         let mut recorded = self.lock();
-        let before = recorded.state.copies_in(tier)?;
+        let before = recorded.state.unplaced_blocks;
         let events = recorded.state.stored_known(engine_hashes, tier)?;
-        let stored = recorded.state.copies_in(tier)?.saturating_sub(before);
+        let unplaced = recorded.state.unplaced_blocks - before;
         self.append(recorded, events);
-        Ok(stored)
+        Ok((engine_hashes.len() as u64).saturating_sub(unplaced))
     }
 
     /// Reports that blocks, or one physical copy of each, left a tier.

@@ -148,6 +148,7 @@ impl Requests {
 
     /// Ends a request that the engine cannot serve. Returns whether it was running.
     pub fn refuse(&self, engine_id: &str, code: Code, message: &str) -> bool {
+        let code = if code == Code::Ok { Code::InvalidArgument } else { code };
         let error = refusal(code, ErrorReason::BadRequest, message, ErrorInfo::default());
         let ended = self.lock().end(engine_id, Some(Err(error)));
         self.ended.notify_waiters();

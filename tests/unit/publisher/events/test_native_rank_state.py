@@ -40,7 +40,7 @@ changes = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(changes, max_size=40), st.sampled_from(CopyCounting.values()))
 def test_both_do_the_same_after_any_history(history: list[tuple[Any, ...]], counting: CopyCounting) -> None:
     both = RankState(7, counting), NativeRankState(7, counting)
