@@ -101,7 +101,7 @@ class FaultyEngine:
         return web.json_response({"data": [{"id": "m", "root": "m", "max_model_len": 256}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.metrics)
+        return web.Response(text=self.metrics, status=self.health)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return web.json_response({"model_path": "m", "page_size": 4, "max_total_num_tokens": 256})

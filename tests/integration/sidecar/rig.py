@@ -138,6 +138,10 @@ class Sidecar:
                 yield response.output
 
 
+ENDLESS = {"num_blocks": 1 << 16}
+"""Options of an engine with room for requests that do not end during a test."""
+ENDLESS_TOKENS = 200_000
+
 Beside = Callable[..., AbstractAsyncContextManager[Sidecar]]
 """Runs a sidecar beside the engines at some URLs, with options."""
 

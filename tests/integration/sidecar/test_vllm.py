@@ -16,6 +16,8 @@ from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, TransferParams
 
 from .rig import (
     BLOCK,
+    ENDLESS,
+    ENDLESS_TOKENS,
     Beside,
     EngineServer,
     Sidecar,
@@ -100,13 +102,16 @@ async def test_salt_tenant_and_adapter_are_those_of_the_blocks(sidecar: Sidecar,
     assert len(first_blocks) == 4
 
 
-async def test_a_caller_that_goes_away_aborts_its_request(sidecar: Sidecar, server: ServedEngine) -> None:
-    async for output in sidecar.outputs(PROMPT, max_tokens=200):
-        assert output.token_ids
-        assert server.service.running == 1
-        break
-    await until(lambda: server.service.running == 0)
-    await until(lambda: sidecar.count("requests_total", result="aborted") == 1)
+async def test_a_caller_that_goes_away_aborts_its_request(run: Beside) -> None:
+    engine = vllm(**ENDLESS)
+    async with engine.started() as server, run(engine.url) as sidecar:
+        await sidecar.ready()
+        async for output in sidecar.outputs(PROMPT, max_tokens=ENDLESS_TOKENS):
+            assert output.token_ids
+            assert server.service.running == 1
+            break
+        await until(lambda: server.service.running == 0)
+        await until(lambda: sidecar.count("requests_total", result="aborted") == 1)
 
 
 @pytest.mark.parametrize(
@@ -133,22 +138,18 @@ async def test_what_an_engine_refuses_is_the_fault_of_the_request(
     assert sidecar.count("requests_total", result="refused") == 1
 
 
-async def test_the_load_is_the_engines(sidecar: Sidecar, server: ServedEngine) -> None:
-    started = asyncio.Event()
-
-    async def generate() -> None:
-        async for _ in sidecar.outputs(PROMPT, max_tokens=200, dp_rank=1):
-            started.set()
-
-    running = asyncio.create_task(generate())
-    await started.wait()
-    await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 1])
-    loads = {each.rank.dp_rank: each for each in sidecar.worker.load_reports()}
-    assert loads[1].active_blocks >= 4
-    assert loads[1].total_blocks == 64
-    running.cancel()
-    await asyncio.wait({running})
-    await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 0])
+async def test_the_load_is_the_engines(run: Beside) -> None:
+    engine = vllm(dp_size=2, **ENDLESS)
+    async with engine.started(), run(engine.url) as sidecar:
+        await sidecar.ready()
+        running = asyncio.create_task(sidecar.generate(PROMPT, max_tokens=ENDLESS_TOKENS, dp_rank=1))
+        await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 1])
+        loads = {each.rank.dp_rank: each for each in sidecar.worker.load_reports()}
+        assert loads[1].active_blocks >= 4
+        assert loads[1].total_blocks == 1 << 16
+        running.cancel()
+        await asyncio.wait({running})
+        await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 0])
 
 
 async def test_parameters_of_a_prefill_go_to_the_decode_verbatim(run: Beside) -> None:
