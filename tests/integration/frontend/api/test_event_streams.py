@@ -31,6 +31,10 @@ class Engine:
     """A FrontendService that sends so many pieces of 1,000 tokens, and a last one."""
 
     options = SimpleNamespace(limits=Limits(1000, 1 << 30))
+    may_forward = False
+
+    def has_text(self, model: str) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.errors: list[KvRouterError] = []

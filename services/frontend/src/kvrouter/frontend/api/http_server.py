@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import grpc
 import structlog
 from aiohttp import web
@@ -20,12 +21,14 @@ from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.models import model_objects
 from kvrouter.frontend.api.openai.chat_request import parse_chat
+from kvrouter.frontend.api.openai.forwarding import ForwardedRequest, routing_fields, stand_in
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
 from kvrouter.frontend.api.request_fields import with_headers
 from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
 from kvrouter.v1.errors_pb2 import ErrorReason
@@ -133,6 +136,7 @@ class HttpApi:
             metrics: Returns the metrics to expose instead of the registry's.
         """
         self._body_seconds = body_seconds
+        self._session: aiohttp.ClientSession | None = None
         self._frontend = frontend
         self._registry = registry
         self._metrics = metrics
@@ -140,6 +144,7 @@ class HttpApi:
     def application(self) -> web.Application:
         """Returns the application with all routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+        app.cleanup_ctx.append(self._connected)
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -153,6 +158,12 @@ class HttpApi:
             ]
         )
         return app
+
+    async def _connected(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+            self._session = session
+            yield
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Returns 200 if requests can be routed, otherwise 503."""
@@ -188,6 +199,8 @@ class HttpApi:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
+        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body, is_chat=True)):
+            return forwarded
         chat = parse_chat(body) if len(body) <= _LONG_BODY_BYTES else await asyncio.to_thread(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
 
@@ -205,7 +218,10 @@ class HttpApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
-        completion_request = await self._parsed(request)
+        body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
+        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body, is_chat=False)):
+            return forwarded
+        completion_request = await self._parsed(request, body)
         if not completion_request.is_plain or self._frontend.has_text(completion_request.fields.model):
             return await self._run_text(request, completion_request.to_text_request())
         if completion_request.fields.stream:
@@ -221,8 +237,7 @@ class HttpApi:
             body=completion.body(), headers=completion.headers, content_type="application/json", charset="utf-8"
         )
 
-    async def _parsed(self, request: web.Request) -> CompletionRequest:
-        body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
+    async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
         if len(body) <= _LONG_BODY_BYTES:
             parsed = self._parse(body)
         else:
@@ -232,6 +247,37 @@ class HttpApi:
 
     def _parse(self, body: bytearray) -> CompletionRequest:
         return CompletionRequest.parse(body, max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens)
+
+    async def _forwarded(self, request: web.Request, body: bytearray, *, is_chat: bool) -> web.StreamResponse | None:
+        """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
+        fields = routing_fields(body)
+        view = self._frontend.forwards_to(fields.model)
+        if view is None or self._session is None:
+            return None
+        prompt = await self._routing_prompt(body, is_chat=is_chat)
+        forwarded = ForwardedRequest(
+            request, bytes(body), view, self._session, self._frontend.worker_client, routed_on_load=prompt is None
+        )
+        if prompt is None:
+            prompt = stand_in(body, self._frontend.options.limits.max_prompt_tokens)
+        generate = fields.generate_request(request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
+        try:
+            await self._frontend.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
+        except KvRouterError:
+            if forwarded.response is None:
+                raise
+            forwarded.cut_off()
+        if forwarded.response is not None:
+            await forwarded.response.write_eof()
+        return forwarded.response
+
+    async def _routing_prompt(self, body: bytearray, *, is_chat: bool) -> bytes | None:
+        """Returns the tokens that a forwarded prompt will have; None if they are not known here."""
+        try:
+            text_request = await asyncio.to_thread(parse_chat, body) if is_chat else self._parse(body).to_text_request()
+            return (await prepare(self._frontend, text_request)).frame.prompts[0]
+        except KvRouterError:
+            return None  # The engine knows more fields and contents, and says itself what it refuses.
 
     async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
         prepared = await prepare(self._frontend, text_request)

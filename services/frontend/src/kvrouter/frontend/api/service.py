@@ -25,7 +25,7 @@ from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.text_models import TextModels
-from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.client import WorkerClient, Workers
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -93,6 +93,8 @@ class FrontendService:
         self.texts = texts
         """Tokenizers and chat templates; None if prompts are token ids only."""
         self._directory = directory
+        self._forwarding_of: object = None
+        self._forwarding: set[ComponentName] = set()
         self._links = links
         self._workers = workers
         self._metrics = metrics
@@ -143,7 +145,13 @@ class FrontendService:
             del running  # Its exception's traceback refers to this frame.
 
     async def run(
-        self, request: FrontendServiceGenerateRequest, prompt: bytes, receiver: OutputReceiver, *, deadline: Deadline
+        self,
+        request: FrontendServiceGenerateRequest,
+        prompt: bytes,
+        receiver: OutputReceiver,
+        *,
+        deadline: Deadline,
+        through: Workers | None = None,
     ) -> None:
         """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
 
@@ -152,6 +160,7 @@ class FrontendService:
             prompt: Its prompt, as a packed buffer.
             receiver: Receives the output.
             deadline: Deadline of the request.
+            through: Starts the attempts, at workers that check the request themselves; None for their Generate.
 
         Raises:
             KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
@@ -166,13 +175,14 @@ class FrontendService:
             if lora_name:
                 request.model = known_model
                 request.scope.lora_name = lora_name
-            check_request(request, len(prompt) // TOKEN_BYTES, view, self.options.limits)
+            if through is None:
+                check_request(request, len(prompt) // TOKEN_BYTES, view, self.options.limits)
             generation = Generation(
                 request,
                 prompt,
                 view,
                 self._links,
-                self._workers,
+                through or self._workers,
                 self._metrics,
                 max_attempts=self.options.max_attempts,
             )
@@ -195,6 +205,29 @@ class FrontendService:
             UnknownModel: no component serves it.
         """
         return resolve_model(model, self._directory.components)
+
+    @property
+    def may_forward(self) -> bool:
+        """Whether all workers of some model have an OpenAI API of their own."""
+        components = self._directory.components
+        if components is not self._forwarding_of:
+            self._forwarding_of = components
+            self._forwarding = {
+                name
+                for name, view in components.items()
+                if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
+            }
+        return bool(self._forwarding)
+
+    def forwards_to(self, model: str) -> ComponentView | None:
+        """Returns the component of a model or adapter if all its workers have an OpenAI API of their own; else None."""
+        view, _ = self.resolve(model)
+        return view if self.may_forward and view.name in self._forwarding else None
+
+    @property
+    def worker_client(self) -> WorkerClient:
+        """The connections to workers."""
+        return self._workers
 
     def has_text(self, model: str) -> bool:
         """Returns whether the output of a model or LoRA adapter is returned as text."""

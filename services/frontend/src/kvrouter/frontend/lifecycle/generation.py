@@ -21,7 +21,7 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.file import Outline
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
-from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.client import Workers
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 from kvrouter.runtime.deadline import Deadline
@@ -56,7 +56,7 @@ class Generation:
         prompt: bytes,
         view: ComponentView,
         links: SchedulerLinks,
-        workers: WorkerClient,
+        workers: Workers,
         metrics: FrontendMetrics,
         *,
         max_attempts: int,

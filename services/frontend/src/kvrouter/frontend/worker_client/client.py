@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import encode_with_prompt
@@ -13,12 +14,37 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 
 
+class Workers(Protocol):
+    """Where attempts are started: at the workers' Generate, or at another API of theirs."""
+
+    health: WorkerHealth
+
+    def start(
+        self,
+        worker_id: int,
+        endpoint: str,
+        request: WorkerServiceGenerateRequest,
+        prompt: bytes,
+        on_output: Callable[[bytes, GenerateOutput], None],
+        *,
+        deadline: Deadline,
+        has_alternative: Callable[[], bool],
+        stays_a_probe: bool = False,
+    ) -> WorkerAttempt:
+        """Starts a request at a worker; see ``WorkerClient``."""
+        ...
+
+    async def abort(self, endpoint: str, request_id: str) -> None:
+        """Aborts a request that a worker may still run."""
+        ...
+
+
 class WorkerClient:
     """Calls workers, limits their output, and records their health."""
 
     def __init__(self, pool: WorkerPool, health: WorkerHealth, metrics: FrontendMetrics) -> None:
         self._pool = pool
-        self._metrics = metrics
+        self.metrics = metrics
         self.health = health
 
     def start(
@@ -45,7 +71,7 @@ class WorkerClient:
             worker_id,
             request.request_id,
             self.health.begin(endpoint),
-            self._metrics,
+            self.metrics,
             on_output,
             max_tokens=request.stop_conditions.max_tokens,
             deadline=deadline,

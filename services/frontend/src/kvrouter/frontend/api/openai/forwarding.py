@@ -1,0 +1,249 @@
+"""Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
+
+The request is booked, retried and accounted for as any other. What its worker sends goes to the client byte for byte.
+The events of a stream are only counted, since they stand for tokens. A request is retried only until the first byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from kvrouter.frontend.api.completions import routing_headers
+from kvrouter.frontend.api.json_body import decode_json
+from kvrouter.frontend.worker_client.attempt import WorkerAttempt
+from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    WorkerServiceGenerateRequest,
+    WorkerServiceGenerateResponse,
+)
+
+_NOT_FORWARDED = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
+        *("transfer-encoding", "host", "content-length", "content-encoding", "expect", "x-data-parallel-rank"),
+    }
+)
+_NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
+_UNLIMITED_TOKENS = (1 << 32) - 1
+_MAX_USAGE_BYTES = 16 << 20
+"""Maximum size of a response that is read for its usage."""
+
+
+_END_BYTES = 64 << 10
+"""End of a stream that is read for its usage."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+class RoutingFields(msgspec.Struct, frozen=True):
+    """What routing needs of a body. Everything else is the engine's business."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+    def generate_request(self, request_id: str) -> FrontendServiceGenerateRequest:
+        """Returns the request as the Frontend's contract defines it, without the prompt."""
+        request = FrontendServiceGenerateRequest(model=self.model, request_id=request_id)
+        tokens = self.max_completion_tokens or self.max_tokens or 0
+        request.stop_conditions.max_tokens = min(max(0, tokens), _UNLIMITED_TOKENS)
+        if self.cache_salt:
+            request.scope.cache_salt = self.cache_salt
+        request.priority = min(max(self.priority or 0, -(1 << 31)), (1 << 31) - 1)
+        return request
+
+
+# As lenient as the engines: what they would refuse is for them to refuse.
+_FIELDS = msgspec.json.Decoder(RoutingFields, strict=False)
+
+
+def routing_fields(body: bytes | bytearray) -> RoutingFields:
+    """Parses what routing needs of a body.
+
+    Raises:
+        BadRequest: it is not a JSON object, or one of these fields has an impossible type.
+    """
+    return decode_json(_FIELDS, body)
+
+
+def stand_in(body: bytes | bytearray, limit: int) -> bytes:
+    """Returns bytes in the place of a prompt that cannot be tokenized: four for each token, a typical length."""
+    tokens = max(1, min(len(body) // 4, limit))
+    return bytes(body).ljust(4)[: tokens * 4]
+
+
+class ForwardedRequest:
+    """One request. It calls workers in the place of a WorkerClient, and is the receiver of its own output."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        body: bytes,
+        view: ComponentView,
+        session: aiohttp.ClientSession,
+        workers: WorkerClient,
+        *,
+        routed_on_load: bool,
+    ) -> None:
+        self.health = workers.health
+        self.response: web.StreamResponse | None = None
+        """The response, once its first byte has arrived."""
+        self._request = request
+        self._body = body
+        self._view = view
+        self._session = session
+        self._metrics = workers.metrics
+        self._added = {"x-kvrouter-routed-on": "load"} if routed_on_load else {}
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        self._added |= routing_headers(routing)
+
+    def output(self, encoded: bytes, output: GenerateOutput) -> None:
+        """Does nothing: the bytes are written as they arrive."""
+
+    def cut_off(self) -> None:
+        """Closes the connection to the client, since its response ended early and no byte can say so."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    def start(
+        self,
+        worker_id: int,
+        endpoint: str,
+        request: WorkerServiceGenerateRequest,
+        prompt: bytes,  # noqa: ARG002 - the body has it
+        on_output: Callable[[bytes, GenerateOutput], None],
+        *,
+        deadline: Deadline,
+        has_alternative: Callable[[], bool],
+        stays_a_probe: bool = False,
+    ) -> WorkerAttempt:
+        """Starts an attempt at a worker, as ``WorkerClient.start``."""
+        attempt = WorkerAttempt(
+            worker_id,
+            request.request_id,
+            self.health.begin(endpoint),
+            self._metrics,
+            on_output,
+            max_tokens=_UNLIMITED_TOKENS,
+            deadline=deadline,
+            has_alternative=has_alternative,
+            stays_a_probe=stays_a_probe,
+        )
+        attempt.start(lambda receiver: asyncio.create_task(self._call(worker_id, request.dp_rank, receiver, deadline)))
+        return attempt
+
+    async def abort(self, endpoint: str, request_id: str) -> None:
+        """Does nothing: an engine aborts a request whose connection is closed."""
+
+    async def _call(self, worker_id: int, dp_rank: int, receiver: WorkerAttempt, deadline: Deadline) -> None:
+        worker = self._view.workers.get(worker_id)
+        if worker is None or not worker.openai_endpoint:
+            receiver.on_error(DependencyAway(f"worker {worker_id} has no OpenAI API any more"))
+            return
+        headers = _without(self._request.headers, _NOT_FORWARDED)
+        if len(worker.ranks) > 1:
+            headers["x-data-parallel-rank"] = str(dp_rank)
+        url = f"{worker.openai_endpoint.rstrip('/')}{self._request.path_qs}"
+        timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
+        try:
+            async with self._session.post(url, data=self._body, headers=headers, timeout=timeout) as answer:
+                if answer.status >= 500:
+                    text = (await answer.content.read(256)).decode(errors="replace")
+                    raise DependencyAway(f"its OpenAI API answers {answer.status}: {text}")
+                await self._pass_on(answer, receiver)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            receiver.on_error(DependencyAway(f"its OpenAI API cannot be reached: {error!r}"))
+        except DependencyAway as error:
+            receiver.on_error(error)
+        except ConnectionError:
+            return  # The client has left; aiohttp cancels its handler.
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+        is_stream = answer.content_type == "text/event-stream"
+        kept = bytearray()
+        async for chunk in answer.content.iter_any():
+            if self.response is None:
+                self.response = await self._begin(answer)
+            await self.response.write(chunk)
+            kept += chunk
+            if is_stream:
+                receiver.on_response(_piece(tokens=chunk.count(b"data: ") or 1))
+                del kept[:-_END_BYTES]
+            else:
+                del kept[_MAX_USAGE_BYTES:]
+        if self.response is None:
+            self.response = await self._begin(answer)
+        usage = _usage_of_stream(kept) if is_stream else _usage_of(kept)
+        receiver.on_response(_piece(tokens=0 if is_stream else _tokens_of(usage), usage=usage, ends=True))
+        receiver.on_end()
+
+    async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        headers = _without(answer.headers, _NOT_RETURNED) | self._added
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        await response.prepare(self._request)
+        return response
+
+
+def _piece(*, tokens: int, usage: _Usage | None = None, ends: bool = False) -> bytes:
+    output = GenerateOutput(token_ids=bytes(tokens))
+    if usage is not None and usage.prompt_tokens_details is not None:
+        cached = usage.prompt_tokens_details.cached_tokens
+        if cached is not None:
+            output.cached_tokens = max(0, cached)
+    if ends:
+        output.finish_reason = FinishReason.FINISH_REASON_STOP
+    return WorkerServiceGenerateResponse(output=output).SerializeToString()
+
+
+def _tokens_of(usage: _Usage | None) -> int:
+    return min(max(1, (usage.completion_tokens or 1) if usage is not None else 1), 1 << 20)
+
+
+def _usage_of(body: bytes | bytearray) -> _Usage | None:
+    try:
+        return _BODY.decode(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _usage_of_stream(end: bytes | bytearray) -> _Usage | None:
+    """Returns the usage in the last events of a stream; None if there is none."""
+    for line in reversed(bytes(end).split(b"\n")):
+        if line.startswith(b"data: {"):
+            usage = _usage_of(line[len(b"data: ") :])
+            if usage is not None:
+                return usage
+    return None
+
+
+def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in headers.items() if name.lower() not in names}

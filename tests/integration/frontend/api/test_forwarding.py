@@ -1,0 +1,177 @@
+"""Requests for workers that have an OpenAI API of their own: forwarded unchanged, returned byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from kvrouter.publisher import worker as sdk
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.v1.names import ComponentName
+
+from ..gateway import MODEL, System, until
+
+WHOLE = (
+    b'{"id": "x",  "choices":[{"message":{"content":"\\u00e9 "}}], "odd": 1e2,\n'
+    b'"usage":{"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":32}}}'
+)
+EVENTS = [b'data: {"choices":[{"delta":{"content":"a"}}], "odd":  1}\n\n', b"data: {}\n\n", b"data: [DONE]\n\n"]
+
+
+class Engine:
+    """An engine with an OpenAI API, which records what it receives."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[bytes] = []
+        self.headers: list[Any] = []
+        self.respond: Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]] = answer
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.read())
+        self.headers.append(request.headers)
+        return await self.respond(request, json.loads(self.bodies[-1]))
+
+
+async def answer(request: web.Request, body: Any) -> web.StreamResponse:
+    if not body.get("stream"):
+        return web.Response(body=WHOLE, content_type="application/json", headers={"x-engine": "yes"})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in EVENTS:
+        await response.write(event)
+    return response
+
+
+async def fail(request: web.Request, body: Any) -> web.StreamResponse:
+    raise web.HTTPInternalServerError
+
+
+async def refuse(request: web.Request, body: Any) -> web.StreamResponse:
+    return web.Response(status=422, body=b'{"error": "as the engine says it"}', content_type="application/json")
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as running:
+        yield running
+
+
+async def start_engine(system: System, stack: AsyncExitStack, worker_id: int) -> Engine:
+    engine = Engine()
+    app = web.Application()
+    app.router.add_post("/v1/{rest:.+}", engine.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    config = WorkerConfig(
+        component=ComponentName(system.where["namespace"], "workers"),
+        model=MODEL,
+        block_size=16,
+        worker_id=worker_id,
+        ranks={0: 512, 1: 512},
+        etcd=system.where["etcd"],
+        nats=system.where["nats"],
+        openai_endpoint=engine.url,
+        drain_seconds=0.1,
+    )
+    worker = await stack.enter_async_context(sdk.running(config))
+    await worker.registered()
+    await until(lambda: system.frontend.ready())
+    await system.until_candidate(worker_id)
+    return engine
+
+
+def chat(**fields: Any) -> bytes:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "field_of_the_engine": [1]} | fields
+    return json.dumps(body, indent=3).encode()
+
+
+async def post(system: System, body: bytes, **headers: str) -> tuple[aiohttp.ClientResponse, bytes]:
+    url = f"http://{system.http}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=headers) as response:
+        return response, await response.read()
+
+
+async def test_a_body_and_its_response_pass_unchanged(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    body = chat()
+    response, received = await post(system, body, authorization="Bearer t", **{"x-request-id": "mine"})
+    assert engine.bodies == [body]
+    assert received == WHOLE
+    assert response.headers["x-engine"] == "yes"
+    assert response.headers["x-request-id"] == "mine"
+    worker, _, rank = response.headers["x-kvrouter-worker"].partition(":")
+    assert worker == "1"
+    assert engine.headers[0]["x-data-parallel-rank"] == rank
+    assert engine.headers[0]["authorization"] == "Bearer t"
+    # No tokenizer is known here.
+    assert response.headers["x-kvrouter-routed-on"] == "load"
+    await system.until_idle()
+
+
+async def test_a_stream_passes_unchanged(system: System, stack: AsyncExitStack) -> None:
+    await start_engine(system, stack, 1)
+    response, received = await post(system, chat(stream=True))
+    assert response.content_type == "text/event-stream"
+    assert received == b"".join(EVENTS)
+    await system.until_idle()
+
+
+async def test_a_refusal_of_the_engine_passes_unchanged(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    engine.respond = refuse
+    response, received = await post(system, chat())
+    assert response.status == 422
+    assert received == b'{"error": "as the engine says it"}'
+    assert len(engine.bodies) == 1
+    await system.until_idle()
+
+
+async def test_a_request_that_an_engine_fails_is_retried_at_another(system: System, stack: AsyncExitStack) -> None:
+    engines = [await start_engine(system, stack, number) for number in (1, 2)]
+    engines[0].respond = fail
+    for _ in range(2):
+        response, received = await post(system, chat())
+        assert (response.status, received) == (200, WHOLE)
+    assert engines[0].bodies
+    await system.until_idle()
+
+
+async def test_a_request_that_every_engine_fails_is_an_error(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    engine.respond = fail
+    response, received = await post(system, chat())
+    assert response.status == 503
+    assert "error" in json.loads(received)
+    await system.until_idle()
+
+
+async def test_a_client_that_leaves_ends_the_request_at_its_engine(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    cancelled = asyncio.Event()
+
+    async def wait(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(EVENTS[0])
+        while request.transport is not None and not request.transport.is_closing():
+            await asyncio.sleep(0.01)
+        cancelled.set()
+        return response
+
+    engine.respond = wait
+    url = f"http://{system.http}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, data=chat(stream=True)) as response:
+        await response.content.readany()
+    async with asyncio.timeout(30):
+        await cancelled.wait()
+    await system.until_idle()
