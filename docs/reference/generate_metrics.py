@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from kvrouter.core import MemoryBudget
+from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.recording.recorder import Recorder
@@ -66,6 +67,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     frontend = CollectorRegistry()
     FrontendMetrics(frontend)
     ProcessMetrics(frontend)
+    PickerMetrics(frontend)
     Recorder(MagicMock(known_blocks=0, size=0), frontend)
     TextModels(MagicMock(), None, {}, frontend, cache_bytes=0)
     _Connections(MagicMock(), frontend, "frontend")

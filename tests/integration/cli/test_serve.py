@@ -111,7 +111,8 @@ async def test_every_metric_is_documented_and_exposed(
     static = ("--static-workers", "127.0.0.1:1", "--static-model", "m", "--router-mode", "random")
     ops = [f"127.0.0.1:{free_port()}" for _ in range(6)]
     record = ("--record", str(tmp_path / "traffic.jsonl"))
-    every = (*where, "--replica-sync", "--port", "0", "--http-bind", ops[0], *record)
+    picker = ("--endpoint-picker-bind", "127.0.0.1:0")
+    every = (*where, "--replica-sync", "--port", "0", "--http-bind", ops[0], *record, *picker)
     without_etcd = ("--roles", "frontend,scheduler", *static, "--port", "0", "--http-bind", ops[1])
     commands = [
         module(f"serve-{place}", "cli.main", "serve", *some) for place, some in enumerate((every, without_etcd))
