@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrouter.frontend.api.output_buffer import OutputBuffer
+from kvrouter.frontend.api.text_output import TextOutput
 from kvrouter.frontend.api.validation import (
     Limits,
     check_request,
@@ -30,7 +31,7 @@ from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, KvRouterError
+from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, KvRouterError
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
@@ -132,7 +133,10 @@ class FrontendService:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         buffer = OutputBuffer()
         prompt = take_prompt(request)
-        running = asyncio.create_task(self.run(request, prompt, buffer, deadline=deadline))
+        receiver: OutputReceiver = buffer
+        if request.prompt_text or request.return_text:
+            prompt, receiver = await self._with_text(request, prompt, buffer)
+        running = asyncio.create_task(self.run(request, prompt, receiver, deadline=deadline))
         running.add_done_callback(lambda _: buffer.end())
         try:
             while responses := await buffer.take():
@@ -143,6 +147,41 @@ class FrontendService:
             running.cancel()
             await asyncio.wait([running])
             del running  # Its exception's traceback refers to this frame.
+
+    async def _with_text(
+        self, request: FrontendServiceGenerateRequest, prompt: bytes, buffer: OutputBuffer
+    ) -> tuple[bytes, OutputReceiver]:
+        """Returns the prompt, tokenized if it is a text, and the receiver that adds text to the output if requested.
+
+        Raises:
+            UnknownModel: no component serves the model.
+            BadRequest: the model has no tokenizer here, or there are token ids beside a text.
+            PromptTooLong: the text has too many tokens.
+        """
+        field = "prompt_text" if request.prompt_text else "return_text"
+        if request.prompt_text and prompt:
+            raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
+        view, _ = self.resolve(request.model)
+        if self.texts is None:
+            raise BadRequest(f"{field} needs a tokenizer", field=field, advice="Send token ids.")
+        texts, text = self.texts, self.texts.get(view.descriptor.model, field)
+        if request.prompt_text:
+            longest = view.descriptor.max_model_len or self.options.limits.max_prompt_tokens + 1
+            limit = min(self.options.limits.max_prompt_tokens, longest - 1)
+            content = request.prompt_text
+            prompt = await texts.timed(
+                lambda: text.tokenizer.encode(content, special_tokens=True, limit=limit, field="prompt_text"),
+                characters=len(content),
+            )
+            request.ClearField("prompt_text")
+        if not request.return_text:
+            return prompt, buffer
+        stop = list(request.stop_conditions.stop)
+        request.stop_conditions.ClearField("stop")
+        if not all(stop):
+            raise BadRequest("a stop string is empty", field="stop_conditions.stop", advice="Leave it out.")
+        minimum = request.stop_conditions.min_tokens
+        return prompt, TextOutput(buffer, text.detokenizer(prompt), stop, min_tokens=minimum)
 
     async def run(
         self,

@@ -164,9 +164,9 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
         )
     if stop.stop:
         raise BadRequest(
-            "stop strings need a tokenizer, and the gateway has none",
+            "stop strings need the output as text",
             field="stop_conditions.stop",
-            advice="Send stop_token_ids instead.",
+            advice="Set return_text, or send stop_token_ids instead.",
         )
 
 
