@@ -138,8 +138,8 @@ class Sidecar:
                 yield response.output
 
 
-ENDLESS = {"num_blocks": 1 << 16}
-"""Options of an engine with room for requests that do not end during a test."""
+ENDLESS = {"num_blocks": 1 << 16, "clock_factor": 1}
+"""Options of an engine with room for requests that do not end during a test, and slow enough for their reader."""
 ENDLESS_TOKENS = 200_000
 
 Beside = Callable[..., AbstractAsyncContextManager[Sidecar]]
