@@ -33,6 +33,8 @@ class TensorRtLlmEngine:
 
     async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """Runs a request. The engine returns all tokens so far each time; the new ones are passed on."""
+        if request.scope.ByteSize():
+            raise RequestRefused("this engine has no LoRA adapters, and keeps no caches apart", field="scope")
         try:
             result = self.llm.generate_async(list(request.token_ids), parameters(request), streaming=True)
         except ValueError as error:

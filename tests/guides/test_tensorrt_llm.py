@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
 
 import pytest
+from kvrouter.publisher.errors import RequestRefused
+from kvrouter.v1.common_pb2 import BlockScope
+from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 from .commands import REPOSITORY, Guide, blocks_of
 
@@ -18,6 +22,25 @@ def test_its_code_is_that_of_the_example() -> None:
     code = [block.text for block in blocks_of((REPOSITORY / GUIDE).read_text()) if block.language == "python"]
     assert len(code) == 2
     assert [each for each in code if each not in example] == []
+
+
+@pytest.mark.parametrize("field", ["lora_name", "cache_salt", "tenant"])
+async def test_a_scope_that_the_engine_would_not_keep_apart_is_refused(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "simulated")
+    path = REPOSITORY / "examples" / "tensorrt_llm_engine.py"
+    spec = importlib.util.spec_from_file_location("tensorrt_llm_engine", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    llm = example.LLM("m", example.KvCacheConfig(event_buffer_max_size=1))
+    request = WorkerServiceGenerateRequest(request_id="r", token_ids=[1], scope=BlockScope(**{field: "x"}))
+    request.stop_conditions.max_tokens = 1
+    with pytest.raises(RequestRefused):
+        async for _ in example.TensorRtLlmEngine(llm).generate(request):
+            pass
 
 
 @pytest.mark.slow
