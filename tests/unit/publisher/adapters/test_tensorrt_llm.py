@@ -264,6 +264,14 @@ def test_a_malformed_event_costs_no_other(data: Any, reason: str) -> None:
     assert trt.overlap(2) == 2
 
 
+def test_a_malformed_hash_costs_no_other_hash_of_a_removal() -> None:
+    trt = Trt()
+    trt.emit(CREATED, stored(block(1, tokens(0, 1)), block(2, tokens(4, 1))), removed(2, "x", 1))
+    assert trt.left_out == {"invalid": 1}
+    assert trt.engine.rank.stats().blocks == 0
+    assert trt.engine.rank.stats().partial
+
+
 @pytest.mark.parametrize("event", [None, 5, "not json", "{}", {}, {"event_id": "x"}, {"event_id": 0}])
 def test_what_is_no_event_is_left_out(event: Any) -> None:
     trt = Trt()

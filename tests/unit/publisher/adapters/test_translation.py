@@ -298,7 +298,7 @@ def test_content_in_a_larger_block_belongs_to_a_part_of_it() -> None:
     assert engine.overlap(tokens(0, 2), multimodal=[(1, multimodal_hash("image"))]) == 2
 
 
-@pytest.mark.parametrize("key", [None, 5, ["image"], ["image", "0"], [None, 0], {"a": 1}])
+@pytest.mark.parametrize("key", [None, 5, ["image"], ["image", "0"], ["image", BLOCK], [None, 0], {"a": 1}])
 def test_an_unknown_key_is_refused(key: Any) -> None:
     engine = Engine()
     engine.publish(stored([1], 0, extra_keys=[[key]]))

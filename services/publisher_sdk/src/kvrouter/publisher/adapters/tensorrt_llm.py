@@ -178,7 +178,14 @@ class TensorRtLlmEvents:
             parent, scope = _hash(run[-1]["block_hash"]), None
 
     def _remove(self, rank: _Rank, hashes: Sequence[int | str]) -> None:
-        for engine_hash in map(_hash, hashes):
+        for value in hashes:
+            try:
+                engine_hash = _hash(value)
+            except InvalidEvent as error:
+                # The others are removed all the same.
+                self._leave_out("invalid", error)
+                rank.publisher.events_lost(removals=False)
+                continue
             if engine_hash in rank.partial_blocks:
                 rank.partial_blocks.discard(engine_hash)
                 continue

@@ -202,11 +202,15 @@ class EventTranslator:
                         continue
                     case bytes():
                         starts.append((number * parts, key))
-                    case [(str() | int() | bytes()) as content, int() as offset]:
-                        if 0 <= offset < event.block_size:
+                    case [(str() | int() | bytes()) as content, int() as offset] if offset < event.block_size:
+                        if offset >= 0:
                             starts.append((number * parts + offset // self._options.block_size, content))
                     case _:
-                        raise UndecodableEvent("extra_keys", f"expected strings, bytes or pairs, received {_kind(key)}")
+                        raise UndecodableEvent(
+                            "extra_keys",
+                            f"expected strings, bytes or pairs with an offset below {event.block_size}, received "
+                            f"{_kind(key)}",
+                        )
         return starts
 
 

@@ -212,6 +212,9 @@ def _stored(fields: Mapping[str, Any], dialect: Dialect) -> Stored:
     lora_id, lora_name = fields.get("lora_id"), fields.get("lora_name")
     if isinstance(lora_id, str):
         lora_id, lora_name = None, lora_name or lora_id
+    if lora_id is not None and not _is_int(lora_id):
+        # Without it the blocks of an adapter would count for the base model.
+        _malformed("lora_id is neither a number nor a string")
     kind = fields.get("kv_cache_spec_kind") or ""
     if not isinstance(kind, str):
         _malformed("kv_cache_spec_kind is not a string")
@@ -222,7 +225,7 @@ def _stored(fields: Mapping[str, Any], dialect: Dialect) -> Stored:
         token_ids=_tokens(_list(fields, "token_ids")),
         block_size=_int(fields, "block_size") or 0,
         tier=_tier(fields),
-        lora_id=lora_id if _is_int(lora_id) else None,
+        lora_id=lora_id,
         lora_name=_text("lora_name", lora_name),
         cache_salt=_text("cache_salt", fields.get("cache_salt")),
         extra_keys=_extra_keys(fields.get("extra_keys")),
@@ -278,8 +281,7 @@ def _tier(fields: Mapping[str, Any]) -> Tier:
 
 
 def _is_remote(fields: Mapping[str, Any]) -> bool:
-    locality = fields.get("locality")
-    return isinstance(locality, str) and locality.casefold() == "remote"
+    return _text("locality", fields.get("locality")).casefold() == "remote"
 
 
 def _extra_keys(value: object) -> Sequence[Sequence[Any]] | None:

@@ -1,0 +1,30 @@
+"""Every reason for which events are left out is documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+SERVICES = ROOT / "services"
+ADAPTERS = SERVICES / "publisher_sdk" / "src" / "kvrouter" / "publisher" / "adapters"
+REASON = re.compile(
+    r'(?:UndecodableEvent\(|_LeftOut\(|_leave_out\(|left_out\[|\.lost\(|_lose\([^"]*?, )\s*"(\w+)"', re.DOTALL
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(ADAPTERS / name for name in ("zmq_events.py", "translation.py", "tensorrt_llm.py")),
+        SERVICES / "relay" / "src" / "kvrouter" / "relay" / "rank_relay.py",
+    ],
+    ids=lambda source: source.stem,
+)
+def test_a_reason_is_documented(source: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "engine-events.md").read_text()
+    reasons = set(REASON.findall(source.read_text()))
+    assert reasons
+    assert {reason for reason in reasons if f"`{reason}`" not in page} == set()
