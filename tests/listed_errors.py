@@ -44,9 +44,18 @@ def _checked(method: Callable[..., Any], name: str, listed: set[str]) -> Callabl
 
         return generate
 
-    @wraps(method)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        with check():
-            return await method(*args, **kwargs)
+    if inspect.iscoroutinefunction(method):
 
-    return call
+        @wraps(method)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with check():
+                return await method(*args, **kwargs)
+
+        return call
+
+    @wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with check():
+            return method(*args, **kwargs)
+
+    return answer

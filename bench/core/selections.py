@@ -133,7 +133,7 @@ async def measure(mode: str, ranks: int, requests: int, blocks: int) -> dict[str
     for number, key in enumerate(keys):
         selection = SelectWorkerRequest(request=prompts[number], booking=key)
         began = clock()
-        await selector.select(selection, session_id="", deadline=deadline)
+        await selector.select(selection, deadline=deadline)
         spent["select and book"].append(clock() - began)
         prefilled = MarkPrefillCompleteRequest(booking=key)
         began = clock()

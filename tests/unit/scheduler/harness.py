@@ -14,7 +14,9 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import DeadlineExceeded
 from kvrouter.scheduler.api.selection import Selector
+from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
+from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
@@ -22,7 +24,7 @@ from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
-from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.load.thresholds import OwnThresholds, ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.predictions import PredictionLimits, Predictions
 from kvrouter.scheduler.replication.metrics import SyncMetrics
@@ -222,16 +224,38 @@ class Parts:
         if self.selector.queued is not None:
             self.selector.queued.follow(self.booking_table)
         self.bookings = BookingUpdates(self.booking_table, self.booking_leases, self.pools, self.metrics, clock)
-        self.sessions = Sessions(
-            self.booking_leases, self.bookings, self.selector, scheduler_id="s", grace_seconds=grace, clock=clock
+        self.sessions = Sessions(self.booking_leases, self.bookings, scheduler_id="s", grace_seconds=grace, clock=clock)
+
+    def service(self) -> SchedulerService:
+        """The object behind the Scheduler's API."""
+        status = Status(
+            self.pools,
+            self.booking_table,
+            self.booking_leases,
+            self.decisions,
+            self.board,
+            scheduler_id="s",
+            mode=self.options.mode,
+            clock=lambda: self.now,
+            queued=self.selector.queued,
+        )
+        return SchedulerService(
+            self.pools,
+            self.selector,
+            self.bookings,
+            self.sessions,
+            self.decisions,
+            self.board,
+            OwnThresholds(self.board),
+            status,
+            is_ready=lambda: True,
         )
 
     async def select(
-        self, request: SelectWorkerRequest, session_id: str = "", token: int | None = None
+        self, request: SelectWorkerRequest, session_id: str = "", opening_number: int = 0
     ) -> SelectWorkerResponse:
-        return await self.selector.select(
-            request, session_id=session_id, session_token=token, deadline=Deadline.after(30)
-        )
+        request.session_id, request.opening_number = session_id, opening_number
+        return await self.selector.select(request, deadline=Deadline.after(30))
 
     def load(self, worker_id: int, dp_rank: int = 0) -> tuple[int, int, int]:
         """(active blocks, prefill tokens, requests)"""

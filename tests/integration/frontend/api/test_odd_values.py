@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PotentialLoadsRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import OpenSession, RoutingRequest, SessionRequest, SessionResponse
+from kvrouter.v1.scheduler_pb2 import BookingUpdate, OpenSessionRequest, RoutingRequest, UpdateBookingsRequest
 
 from ....odd_values import OddValues, nothing_fails
 from ..gateway import MODEL, System, request
@@ -46,31 +47,23 @@ def address(system: System, service: str) -> str:
 async def test_no_value_makes_a_call_fail(system: System, service: str) -> None:
     await system.start_worker(1, clock_factor=1000.0)
     async with grpc.aio.insecure_channel(address(system, service)) as channel:
-        await nothing_fails(channel, SERVICES[service], odd(system), times=60, leave_out=("Session",))
+        await nothing_fails(channel, SERVICES[service], odd(system), times=60)
     async for _ in system.client.generate(request(), deadline=Deadline.after(30)):
         pass
 
 
-async def test_no_value_makes_a_call_of_a_session_fail(system: System) -> None:
+async def test_no_value_makes_an_update_of_an_open_session_fail(system: System) -> None:
     await system.start_worker(1)
     values = odd(system)
-
-    async def requests() -> AsyncIterator[SessionRequest]:
-        yield SessionRequest(call_id=1, open=OpenSession(session_id="odd"))
-        for number in range(300):
-            sent = SessionRequest()
-            sent.CopyFrom(values.message(SessionRequest.DESCRIPTOR))
-            sent.call_id = sent.call_id or number
-            yield sent
-
     async with grpc.aio.insecure_channel(address(system, "scheduler")) as channel:
-        session = channel.stream_stream(
-            "/kvrouter.v1.SchedulerService/Session",
-            request_serializer=SessionRequest.SerializeToString,
-            response_deserializer=SessionResponse.FromString,
-        )
-        async for response in session(requests(), timeout=60):
-            assert response.failed.code != grpc.StatusCode.INTERNAL.value[0], response
+        stub: Any = remote(SERVICES["scheduler"], channel)
+        await stub.open_session(OpenSessionRequest(session_id="odd"), deadline=Deadline.after(30))
+        for number in range(1, 300):
+            request = UpdateBookingsRequest(session_id="odd", first_number=number)
+            request.updates.add().CopyFrom(values.message(BookingUpdate.DESCRIPTOR))
+            response = await stub.update_bookings(request, deadline=Deadline.after(30))
+            assert response.acknowledged == number
+            assert all(each.code != grpc.StatusCode.INTERNAL.value[0] for each in response.refused), response
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 65])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator
+from inspect import isawaitable
+from typing import Any, TypeVar, cast
 
 import pytest
-from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.contracts import Immediate
 from kvrouter.runtime.errors import (
     AllBusy,
     BadRequest,
@@ -27,19 +27,22 @@ from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, RoutingConstrain
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
+    BookingUpdate,
     BusyThresholds,
+    CloseSessionRequest,
     ExplainRequest,
     FreeRequest,
     ListBusyThresholdsRequest,
     MarkPrefillCompleteRequest,
-    OpenSession,
+    OpenSessionRequest,
     ReportOutputRequest,
-    SessionRequest,
-    SessionResponse,
     SetBusyThresholdRequest,
+    UpdateBookingsRequest,
 )
 
 from ..scheduling import MODEL, PrefixResident, Stack, eventually, indexing, routing, scheduling, selecting, soon
+
+T = TypeVar("T")
 
 
 @pytest.fixture(params=["object", "stub"])
@@ -192,44 +195,40 @@ async def test_explain_tells_every_candidate(stack: Stack) -> None:
         await stack.scheduler.explain(ExplainRequest(), deadline=soon())
 
 
-async def calls(*first: SessionRequest, more: asyncio.Queue[SessionRequest]) -> AsyncGenerator[SessionRequest, None]:
-    for request in first:
-        yield request
-    while True:
-        yield await more.get()
+async def answered(response: Immediate[T]) -> T:
+    """The response of a method that never waits: an object returns it, a stub returns an awaitable."""
+    return await response if isawaitable(response) else cast(T, response)
 
 
 async def test_a_session_owns_what_is_booked_in_it(stack: Stack) -> None:
     await stack.register(1)
-    more: asyncio.Queue[SessionRequest] = asyncio.Queue()
-    opening = SessionRequest(call_id=1, open=OpenSession(session_id="s", client_name="c"))
-    answers: dict[int, SessionResponse] = {}
-    session = stack.scheduler.session(calls(opening, more=more), deadline=Deadline.never())
-    async with aclosing(session) as responses:
-        for number in range(2, 52):
-            more.put_nowait(SessionRequest(call_id=number, select=selecting(f"r{number}", routing(4, seed=number))))
-        async for response in responses:
-            answers[response.call_id] = response
-            if len(answers) == 51:
-                break
-        assert answers[1].opened.scheduler_id == "scheduler-1"
-        assert all(answers[number].select.rank.worker_id == 1 for number in range(2, 52))
-        # An unary call can book into the session as well, and a call of another client can free.
-        await stack.select(selecting("unary", session_id="s"))
-        await stack.scheduler.free(FreeRequest(booking=key("r2")), deadline=soon())
-        assert await stack.booked() == 50
+    opening = OpenSessionRequest(session_id="s", client_name="c", opening_number=1)
+    opened = await answered(stack.scheduler.open_session(opening, deadline=soon()))
+    assert opened.scheduler_id == "scheduler-1"
+    chosen = await asyncio.gather(
+        *[
+            stack.select(selecting(f"r{number}", routing(4, seed=number), session_id="s", opening_number=1))
+            for number in range(50)
+        ]
+    )
+    assert {each.rank.worker_id for each in chosen} == {1}
+    # A call that names no session can free as well.
+    await stack.scheduler.free(FreeRequest(booking=key("r2")), deadline=soon())
+    updates = UpdateBookingsRequest(
+        session_id="s",
+        opening_number=1,
+        first_number=1,
+        updates=[BookingUpdate(free=FreeRequest(booking=key(name))) for name in ("r3", "r4")],
+    )
+    for _ in range(2):
+        assert (await answered(stack.scheduler.update_bookings(updates, deadline=soon()))).acknowledged == 2
+    assert await stack.booked() == 47
     await stack.select(selecting("leased"))
+    closing = CloseSessionRequest(session_id="s", opening_number=1)
+    assert (await answered(stack.scheduler.close_session(closing, deadline=soon()))).was_open
     await eventually(stack.booked, lambda booked: booked == 1)
     with pytest.raises(SessionLost):
         await stack.select(selecting("late", session_id="s"))
-
-
-async def test_a_session_is_opened_by_its_first_message(stack: Stack) -> None:
-    await stack.register(1)
-    wrong = SessionRequest(call_id=1, select=selecting("a"))
-    async with aclosing(stack.scheduler.session(calls(wrong, more=asyncio.Queue()), deadline=soon())) as responses:
-        with pytest.raises(BadRequest, match="opens no session"):
-            await anext(responses)
 
 
 async def test_thresholds_are_set_by_field_and_listed(stack: Stack) -> None:

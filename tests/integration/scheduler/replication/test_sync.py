@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 from random import Random
 from typing import Any, cast
@@ -13,11 +11,11 @@ from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
+    CloseSessionRequest,
     FreeRequest,
     MarkPrefillCompleteRequest,
-    OpenSession,
+    OpenSessionRequest,
     ReportOutputRequest,
-    SessionRequest,
 )
 from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent
 
@@ -145,22 +143,12 @@ async def test_one_that_joins_gets_the_state(nats_url: str, etcd_endpoint: str, 
 async def test_a_session_that_ends_takes_its_bookings_at_all(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with replicas(2, namespace, etcd_endpoint, nats_url, session_grace_seconds=0.2) as stacks:
         first, second = stacks
-        calls: asyncio.Queue[SessionRequest | None] = asyncio.Queue()
-
-        async def requests() -> AsyncIterator[SessionRequest]:
-            while (call := await calls.get()) is not None:
-                yield call
-
-        calls.put_nowait(SessionRequest(call_id=1, open=OpenSession(session_id="session", client_name="client")))
+        first.scheduler.open_session(OpenSessionRequest(session_id="session", client_name="client"), deadline=soon())
         for number in range(3):
-            select = selecting(f"r{number}", routing(4, seed=number))
-            calls.put_nowait(SessionRequest(call_id=number + 2, select=select))
+            await first.select(selecting(f"r{number}", routing(4, seed=number), session_id="session"))
         await first.select(selecting("leased", routing(4, seed=9)))
-        answers = first.scheduler.session(requests(), deadline=soon())
-        assert [(await anext(answers)).WhichOneof("result") for _ in range(4)] == ["opened", *["select"] * 3]
         await eventually(second.booked, lambda count: count == 4)
-        calls.put_nowait(None)
-        assert [answer async for answer in answers] == []
+        first.scheduler.close_session(CloseSessionRequest(session_id="session"), deadline=soon())
         for stack in stacks:
             await eventually(stack.booked, lambda count: count == 1)
         await agreed(stacks)

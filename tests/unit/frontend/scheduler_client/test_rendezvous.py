@@ -27,7 +27,7 @@ class Registered:
 
 def picked(registered: Registered, component: ComponentName) -> str | None:
     found = RemoteSchedulers(cast(Directory, registered), OWN).pick(component)
-    assert found is None or (found[0] == "own") == (found[1] is OWN[1])
+    assert found is None or (found[0] == "own") == (found[1].scheduler is OWN[1])
     return None if found is None else found[0]
 
 

@@ -3,63 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-import grpc
 import pytest
-from kvrouter.frontend.scheduler_client import scheduler_choice
+from kvrouter.frontend.scheduler_client import booking_updates, scheduler_choice
 from kvrouter.frontend.scheduler_client import session_link as scheduler_link
+from kvrouter.frontend.scheduler_client.connections import SchedulerConnection, UpdateAnswer
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
+from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, NotFound
+from kvrouter.runtime.errors import (
+    DeadlineExceeded,
+    DependencyAway,
+    KvRouterError,
+    NotFound,
+    SessionLost,
+    to_parts,
+)
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
-    BookingReasserted,
-    CallFailed,
+    CloseSessionRequest,
     FreeRequest,
-    FreeResponse,
     ListBusyThresholdsRequest,
     ListBusyThresholdsResponse,
+    OpenSessionRequest,
+    OpenSessionResponse,
     ReassertBooking,
     SelectWorkerRequest,
     SelectWorkerResponse,
-    SessionOpened,
-    SessionRequest,
-    SessionResponse,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
 )
 
 COMPONENT = ComponentName("test", "workers")
 
 
 class Refusing:
-    """A Scheduler that refuses so many bookings or selections with one code; it is its own source.
+    """A Scheduler that refuses so many bookings or selections with one error; it is its own source and connection.
 
-    Its first ``deaf_sessions`` sessions read nothing after they are open.
+    In its first ``deaf_sessions`` sessions it answers nothing after they are open.
     """
 
-    def __init__(self, refusals: int, code: grpc.StatusCode = grpc.StatusCode.NOT_FOUND) -> None:
+    def __init__(self, refusals: int, error: KvRouterError | None = None) -> None:
         self.refusals = refusals
-        self.code = code
+        self.error = NotFound("no") if error is None else error
         self.asserted: list[ReassertBooking] = []
         self.selected: list[SelectWorkerRequest] = []
         self.freed: list[FreeRequest] = []
+        self.calls: list[UpdateBookingsRequest] = []
+        self.closed: list[CloseSessionRequest] = []
+        self.openings: list[OpenSessionRequest] = []
         self.ends_with_selections = 0
-        self.sessions = 0
         self.deaf_sessions = 0
         self.opened = asyncio.Event()
+        self.at_work = asyncio.Event()
+        self.at_work.set()
+        self.disconnected = asyncio.Event()
+
+    # The source.
 
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
-    ) -> tuple[str, Scheduler] | None:
-        return "one", cast(Scheduler, self)
+    ) -> tuple[str, SchedulerConnection] | None:
+        return "one", self
 
     def everyone(self) -> list[Scheduler]:
-        return [cast(Scheduler, self)]
+        return [self.scheduler]
 
     def count(self) -> int:
         return 1
@@ -70,39 +85,64 @@ class Refusing:
     async def changed(self) -> None:
         await asyncio.Event().wait()
 
-    async def session(
-        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
-    ) -> AsyncGenerator[SessionResponse, None]:
-        async for request in requests:
-            if self.sessions and self.sessions <= self.deaf_sessions and not request.HasField("open"):
-                await asyncio.Event().wait()
-            response = SessionResponse(call_id=request.call_id)
-            if request.HasField("open"):
-                self.sessions += 1
-                await self.opened.wait()
-                response.opened.CopyFrom(SessionOpened(scheduler_id="one"))
-            elif request.HasField("reassert"):
-                self.asserted.append(request.reassert)
+    # The connection.
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return cast(Scheduler, self)
+
+    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+        await self.at_work.wait()
+        self.openings.append(request)
+        await self.opened.wait()
+        return OpenSessionResponse(scheduler_id="one", acknowledged=request.first_update - 1)
+
+    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+        self.calls.append(UpdateBookingsRequest.FromString(request.SerializeToString()))
+        if len(self.openings) > self.deaf_sessions:
+            task = asyncio.create_task(self.apply(self.calls[-1], answer))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    def close_session(self, request: CloseSessionRequest) -> None:
+        self.closed.append(request)
+
+    async def lost(self) -> None:
+        await self.disconnected.wait()
+
+    # The Scheduler.
+
+    tasks: ClassVar[set[asyncio.Task[None]]] = set()
+
+    @property
+    def heartbeats(self) -> int:
+        return sum(not call.updates for call in self.calls)
+
+    async def apply(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+        await self.at_work.wait()
+        response = UpdateBookingsResponse(acknowledged=max(0, request.first_number + len(request.updates) - 1))
+        for number, update in enumerate(request.updates, request.first_number):
+            if update.HasField("reassert"):
+                self.asserted.append(update.reassert)
                 if self.refusals >= len(self.asserted):
-                    response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
-                else:
-                    response.reasserted.CopyFrom(BookingReasserted())
-            elif request.HasField("free"):
-                self.freed.append(request.free)
-                response.free.CopyFrom(FreeResponse())
-            elif request.HasField("select"):
-                self.selected.append(request.select)
-                if self.ends_with_selections:
-                    self.ends_with_selections -= 1
-                    await asyncio.sleep(0.005)
-                    return
-                if self.refusals >= len(self.selected):
-                    response.failed.CopyFrom(CallFailed(code=self.code.value[0], message="no"))
-                else:
-                    response.select.CopyFrom(SelectWorkerResponse(sharding_advised=True))
-            elif request.HasField("heartbeat"):
-                response.heartbeat.CopyFrom(request.heartbeat)
-            yield response
+                    code, message, info = to_parts(self.error)
+                    response.refused.add(number=number, code=code, message=message, info=info)
+            elif update.HasField("free"):
+                self.freed.append(update.free)
+        answer(response)
+
+    async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+        self.selected.append(SelectWorkerRequest.FromString(request.SerializeToString()))
+        if len(self.openings) <= self.deaf_sessions:
+            await asyncio.Event().wait()
+        await self.at_work.wait()
+        if self.ends_with_selections:
+            self.ends_with_selections -= 1
+            await asyncio.sleep(0.005)
+            raise SessionLost("session")
+        if self.refusals >= len(self.selected):
+            raise self.error.untraced()
+        return SelectWorkerResponse(sharding_advised=True)
 
 
 def booking(request_id: str) -> LiveBooking:
@@ -111,7 +151,7 @@ def booking(request_id: str) -> LiveBooking:
 
 
 @asynccontextmanager
-async def linked(scheduler: Refusing, **settings: Any) -> AsyncIterator[SchedulerLink]:
+async def linked(scheduler: SchedulerSource, **settings: Any) -> AsyncIterator[SchedulerLink]:
     link = SchedulerLink(COMPONENT, scheduler, session_id="session", client_name="test", **settings)
     running = asyncio.create_task(link.run())
     try:
@@ -200,7 +240,7 @@ async def test_advice_to_shard_is_passed_on() -> None:
 async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in_the_next_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_link, "_QUEUE_LIMIT", 8)
+    monkeypatch.setattr(booking_updates, "MAX_UPDATES", 8)
     scheduler = Refusing(0)
     scheduler.deaf_sessions = 1
     scheduler.opened.set()
@@ -221,17 +261,14 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in
     (sent,) = scheduler.asserted
     assert (sent.booking.request_id, sent.prefill_complete, sent.output_tokens) == ("kept", True, 16 * 19)
     assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [("freed", 7)]
-    assert scheduler.sessions == 2
+    assert len(scheduler.openings) == 2
 
 
 class Failing(Refusing):
     """A Scheduler that cannot be reached."""
 
-    async def session(
-        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
-    ) -> AsyncGenerator[SessionResponse, None]:
+    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
         raise DependencyAway("connection refused")
-        yield SessionResponse()
 
 
 async def test_it_ends_when_it_is_cancelled_at_any_point() -> None:
@@ -251,24 +288,6 @@ class Answering(Refusing):
     def __init__(self) -> None:
         super().__init__(0)
         self.opened.set()
-        self.openings: list[SessionRequest] = []
-        self.heartbeats = 0
-        self.at_work = asyncio.Event()
-        self.at_work.set()
-
-    async def session(
-        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
-    ) -> AsyncGenerator[SessionResponse, None]:
-        async def served() -> AsyncGenerator[SessionRequest, None]:
-            async for request in requests:
-                await self.at_work.wait()
-                self.heartbeats += request.HasField("heartbeat")
-                if request.HasField("open"):
-                    self.openings.append(request)
-                yield request
-
-        async for response in super().session(served(), deadline=deadline):
-            yield response
 
     async def list_busy_thresholds(
         self, request: ListBusyThresholdsRequest, *, deadline: Deadline
@@ -291,9 +310,9 @@ class Several(Answering):
 
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
-    ) -> tuple[str, Scheduler] | None:
+    ) -> tuple[str, SchedulerConnection] | None:
         requested = [name for name in self.schedulers if name not in avoid] or list(self.schedulers)
-        return requested[0], cast(Scheduler, self.schedulers[requested[0]])
+        return requested[0], self.schedulers[requested[0]]
 
     async def changed(self) -> None:
         await self.change.wait()
@@ -316,8 +335,8 @@ async def test_a_scheduler_that_answers_no_heartbeat_is_left_for_another() -> No
         assert link.avoided == {"first"}
     assert [each.booking.request_id for each in second.selected] == ["a"]
     (opening,) = second.openings
-    assert {each.request_id for each in opening.open.live.bookings} >= {"kept"}
-    assert opening.open.opening_number > first.openings[0].open.opening_number
+    assert {each.request_id for each in opening.live.bookings} >= {"kept"}
+    assert opening.opening_number > first.openings[0].opening_number
 
 
 async def test_one_that_opens_no_session_is_left_for_another() -> None:
@@ -366,6 +385,76 @@ async def test_an_opening_lists_live_bookings_and_waiting_selections() -> None:
         link.keep(freed)
         link.free(freed, None)
         await link.select(selection(), deadline=Deadline.after(9))
-    listed = [[each.request_id for each in opening.open.live.bookings] for opening in scheduler.openings]
+    listed = [[each.request_id for each in opening.live.bookings] for opening in scheduler.openings]
     assert listed == [[], ["kept", "a"]]
-    assert [opening.open.opening_number for opening in scheduler.openings] == [1, 2]
+    assert [opening.opening_number for opening in scheduler.openings] == [1, 2]
+
+
+async def test_a_connection_that_is_lost_ends_the_session_at_once() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        scheduler.disconnected.set()
+        await until(lambda: len(scheduler.openings) > 1)
+        scheduler.disconnected.clear()
+    assert scheduler.closed[0].opening_number == 1
+
+
+async def test_updates_that_gather_while_others_are_under_way_travel_together() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        bookings = [booking(name) for name in "abc"]
+        for each in bookings:
+            link.keep(each)
+            link.prefill_complete(each)
+            link.free(each, None)
+        await until(lambda: len(scheduler.freed) == 3)
+    updates = [call for call in scheduler.calls if call.updates]
+    assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 1), (2, 5)]
+
+
+async def test_a_selection_does_not_overtake_an_earlier_free() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        scheduler.at_work.clear()
+        for name in "ab":
+            link.free(booking(name), None)
+        selecting = asyncio.create_task(link.select(selection(), deadline=Deadline.never()))
+        await until(lambda: scheduler.selected)
+        assert [len(call.updates) for call in scheduler.calls if call.updates] == [1, 1]
+        scheduler.at_work.set()
+        await selecting
+
+
+async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
+    class Local(Answering):
+        def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse:  # type: ignore[override]
+            self.calls.append(request)
+            return UpdateBookingsResponse(acknowledged=request.first_number + len(request.updates) - 1)
+
+        def open_session(self, request: OpenSessionRequest, *, deadline: Deadline) -> OpenSessionResponse:  # type: ignore[override]
+            return OpenSessionResponse(acknowledged=request.first_update - 1)
+
+        def close_session(self, request: CloseSessionRequest, *, deadline: Deadline) -> None:  # type: ignore[override]
+            self.closed.append(request)
+
+        async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+            return SelectWorkerResponse()
+
+    scheduler = Local()
+    async with linked(LocalScheduler(cast(Scheduler, scheduler))) as link:
+        await link.wait_ready()
+        before = asyncio.all_tasks()
+        switched: list[None] = []
+        asyncio.get_running_loop().call_soon(switched.append, None)
+        await link.select(selection(), deadline=Deadline.after(9))
+        live = booking("a")
+        link.keep(live)
+        link.prefill_complete(live)
+        link.free(live, None)
+        assert not switched, "it was answered in the same step"
+        assert asyncio.all_tasks() == before
+        assert [len(call.updates) for call in scheduler.calls] == [1, 1]
+    assert len(scheduler.closed) == 1

@@ -10,11 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from kvrouter.runtime import errors
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import CallConnection, RpcServer, add_service, open_channel, open_server, remote
 from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
-from kvrouter.v1.scheduler_pb2 import SessionRequest, SessionResponse
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
     AbortResponse,
@@ -106,24 +104,6 @@ async def called(descriptor: Any, implementation: object, transport: str) -> Asy
 
 def soon() -> Deadline:
     return Deadline.after(10)
-
-
-class Sessions:
-    """Answers each call; ends badly when told to."""
-
-    def __init__(self) -> None:
-        self.closed = asyncio.Event()
-
-    async def session(
-        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
-    ) -> AsyncGenerator[SessionResponse, None]:
-        try:
-            async for request in requests:
-                if request.call_id == 99:
-                    raise errors.SessionLost("s")
-                yield SessionResponse(call_id=request.call_id)
-        finally:
-            self.closed.set()
 
 
 def tokens(count: int) -> WorkerServiceGenerateRequest:

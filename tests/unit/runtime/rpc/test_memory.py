@@ -8,11 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 from kvrouter.runtime import errors
-from kvrouter.v1.scheduler_pb2 import SessionRequest
 from kvrouter.v1.worker_pb2 import AbortRequest
 
 from ....garbage import no_request_is_garbage
-from .rpc_harness import SCHEDULER, WORKER, Sessions, Worker, serving, tokens, until_idle
+from .rpc_harness import WORKER, Worker, serving, tokens, until_idle
 
 LONG = AbortRequest(request_ids=["a" * 100])
 SILENT = b"\x12\x64" + bytes(100)
@@ -68,17 +67,3 @@ async def test_a_cancelled_request_is_freed() -> None:
                 await worker.entered.wait()
                 call.cancel()
                 await until_idle(server)
-
-
-async def test_the_requests_of_a_session_that_failed_are_freed() -> None:
-    async with serving(SCHEDULER, Sessions()) as (server, channel):
-        session: Any = channel.stream_stream("/kvrouter.v1.SchedulerService/Session")
-        with no_request_is_garbage():
-            for sent in TIMES * (
-                SessionRequest(call_id=99, open={"session_id": "s" * 100}).SerializeToString(),
-                b"\xff" * 100,
-            ):
-                call = session()
-                await call.write(sent)
-                assert await ended(call) != grpc.StatusCode.OK
-            await until_idle(server)

@@ -19,7 +19,13 @@ from kvrouter.v1.message_limits import (
     MessageLimits,
     TooManyElements,
 )
-from kvrouter.v1.scheduler_pb2 import ReassertBooking, RoutingRequest, SelectWorkerRequest, SessionRequest
+from kvrouter.v1.scheduler_pb2 import (
+    BookingUpdate,
+    ReassertBooking,
+    RoutingRequest,
+    SelectWorkerRequest,
+    UpdateBookingsRequest,
+)
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
 
 MANY = 300_000
@@ -33,8 +39,8 @@ SOUND: list[Message] = [
     FrontendServiceGenerateRequest(model="m", token_ids=range(MANY), multimodal_hashes=[MultimodalHash(hash=1)] * 4096),
     WorkerServiceGenerateRequest(token_ids=range(MANY), stop_conditions=StopConditions(stop_token_ids=range(100))),
     BestWorkerRequest(request=routing()),
-    SessionRequest(call_id=1, select=SelectWorkerRequest(request=routing())),
-    SessionRequest(call_id=1, reassert=ReassertBooking(sequence_hashes=range(MANY))),
+    SelectWorkerRequest(request=routing()),
+    UpdateBookingsRequest(updates=[BookingUpdate(reassert=ReassertBooking(sequence_hashes=range(MANY)))]),
     FindMatchesRequest(local_hashes=LocalHashes(hashes=range(MANY))),
     LoadRequest(state=RankState(blocks=[{"engine_hash": 1, "local_hash": 2, "sequence_hash": 3}] * 4096)),
 ]
@@ -96,7 +102,9 @@ def test_a_message_that_is_cut_or_damaged_is_refused(tail: bytes) -> None:
         DEFAULT_LIMITS.check(sound + tail, FrontendServiceGenerateRequest)
 
 
-@given(st.binary(max_size=200), st.sampled_from([FrontendServiceGenerateRequest, SessionRequest, BestWorkerRequest]))
+@given(
+    st.binary(max_size=200), st.sampled_from([FrontendServiceGenerateRequest, UpdateBookingsRequest, BestWorkerRequest])
+)
 def test_any_bytes_are_accepted_or_refused(data: bytes, kind: type[Message]) -> None:
     filling = bytes([0x1A, 0x80, 0x80, 0x08]) + bytes(SMALL_BYTES)
     try:

@@ -145,7 +145,7 @@ def test_a_rank_that_is_ruled_out_is_never_chosen(
         overrides=overrides(mode=mode, router_temperature=temperature),
     )
     fit = {number for number in registered - draining - set(excluded) if not allowed or number in allowed}
-    call = parts.selector.select(selecting("a", request), session_id="", deadline=Deadline.never())
+    call = parts.selector.select(selecting("a", request), deadline=Deadline.never())
     if fit:
         assert asyncio.run(call).rank.worker_id in fit
     else:

@@ -10,27 +10,30 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from kvrouter.frontend.scheduler_client.booking_updates import BookingUpdates
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
-from kvrouter.frontend.scheduler_client.session_bookings import SessionBookings
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import KvRouterError, SessionLost
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, chunks
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.scheduler_pb2 import (
-    BookingReasserted,
-    CallFailed,
+    BookingUpdate,
+    CloseSessionRequest,
     FreeRequest,
+    OpenSessionRequest,
+    OpenSessionResponse,
     SelectWorkerRequest,
-    SessionOpened,
-    SessionRequest,
-    SessionResponse,
+    SelectWorkerResponse,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
 )
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent
 
@@ -41,6 +44,8 @@ NODES = ("n0", "n1")
 FULL = os.environ.get("KVROUTER_FAULTS") == "full"
 
 T = TypeVar("T")
+Request = OpenSessionRequest | UpdateBookingsRequest | SelectWorkerRequest
+Response = OpenSessionResponse | UpdateBookingsResponse | SelectWorkerResponse
 
 
 def pick(items: list[T], number: int) -> T | None:
@@ -52,12 +57,14 @@ class Stream:
     """One stream between a client and a node, with what is on its way."""
 
     node: str
-    session_id: str = ""
-    token: int | None = None
-    requests: deque[SessionRequest] = field(default_factory=deque)
-    responses: deque[SessionResponse] = field(default_factory=deque)
-    undecided: list[SessionRequest] = field(default_factory=list)
+    closing: CloseSessionRequest
+    requests: deque[Request] = field(default_factory=deque)
+    responses: deque[tuple[Request, Response | None]] = field(default_factory=deque)
+    """Each response with its request; None for a refusal."""
+    undecided: list[SelectWorkerRequest] = field(default_factory=list)
     """Selections that the node has read and not decided."""
+    unanswered: int = 0
+    """Calls with updates."""
     open: bool = False
     left: bool = False
     """Whether the client has gone; the node has not noticed yet."""
@@ -68,11 +75,10 @@ class Client:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.bookings = SessionBookings(name, name)
+        self.updates = BookingUpdates(name, name)
         self.stream: Stream | None = None
         self.waiting: dict[str, BookingKey] = {}
         self.sent: set[str] = set()
-        self.calls: dict[int, str] = {}
         self.live: dict[str, LiveBooking] = {}
 
     @property
@@ -80,50 +86,67 @@ class Client:
         return {key_of(booking.key) for booking in self.live.values()}
 
     def open_at(self, node: str) -> Stream:
-        self.stream = Stream(node)
-        self.calls.clear()
-        self.stream.requests.append(self.bookings.opening())
+        opening = self.updates.opening()
+        self.stream = Stream(node, self.updates.closing())
+        self.stream.requests.append(opening)
         return self.stream
 
-    def tell(self, request: SessionRequest | None) -> None:
-        if request is not None and self.stream is not None and self.stream.open:
-            self.stream.requests.append(request)
+    def add(self, update: BookingUpdate | None) -> None:
+        if update is not None and self.stream is not None and self.stream.open:
+            self.updates.add(update)
+            self.send()
+
+    def send(self, *, all_of_them: bool = False) -> None:
+        stream = self.stream
+        if stream is None or not stream.open or (stream.unanswered and not all_of_them):
+            return
+        while (request := self.updates.next_call()) is not None:
+            stream.unanswered += 1
+            stream.requests.append(request)
 
     def select(self, name: str) -> None:
         if self.stream is None or not self.stream.open:
             return
+        self.send(all_of_them=True)
         select = SelectWorkerRequest(request=routing(2), booking=self.waiting[name])
-        request = self.bookings.numbered(SessionRequest(select=select))
-        self.calls[request.call_id] = name
+        select.session_id, select.opening_number = self.name, self.updates.opening_number
         self.sent.add(name)
-        self.tell(request)
+        self.stream.requests.append(select)
 
     def cancel(self, name: str) -> None:
         key = self.waiting.pop(name)
         if name in self.sent:
-            self.tell(self.bookings.free(key))
-        self.bookings.selected(key)
+            self.updates.free(key)
+            self.send()
+        self.updates.selected(key)
 
     def finish(self, name: str) -> None:
-        self.tell(self.bookings.free(self.live.pop(name).key))
+        self.updates.free(self.live.pop(name).key)
+        self.send()
 
-    def hear(self, response: SessionResponse) -> None:
+    def hear(self, request: Request, response: Response | None) -> None:
         assert self.stream is not None
-        self.bookings.answered(response)
-        if response.HasField("opened"):
-            self.stream.requests.extend(self.bookings.opened())
-            self.stream.open = True
-            for name in self.waiting:
-                self.select(name)
-        name = self.calls.pop(response.call_id, None)
-        if name is None or name not in self.waiting:
-            return
-        assert response.HasField("select"), f"{name} is waited for, and refused: {response.failed.message}"
-        key = self.waiting.pop(name)
-        booking = LiveBooking.of(key, response.select, prompt(2).local_hashes, 2 * BLOCK, BLOCK)
-        self.live[name] = booking
-        self.bookings.keep(booking)
-        self.bookings.selected(key)
+        match request, response:
+            case OpenSessionRequest(), OpenSessionResponse():
+                self.updates.opened(response)
+                self.stream.open = True
+                self.send()
+                for name in self.waiting:
+                    self.select(name)
+            case UpdateBookingsRequest(), UpdateBookingsResponse():
+                self.stream.unanswered -= 1
+                self.updates.answered(response, is_last=not self.stream.unanswered)
+                self.send()
+            case SelectWorkerRequest(), _:
+                name = request.booking.request_id
+                if name not in self.waiting:
+                    return
+                assert isinstance(response, SelectWorkerResponse), f"{name} is waited for, and refused"
+                key = self.waiting.pop(name)
+                booking = LiveBooking.of(key, response, prompt(2).local_hashes, 2 * BLOCK, BLOCK)
+                self.live[name] = booking
+                self.updates.keep(booking)
+                self.updates.selected(key)
 
 
 class Moves(RuleBasedStateMachine):
@@ -175,7 +198,7 @@ class Moves(RuleBasedStateMachine):
         self.made += 1
         name = f"{client.name}-{self.made}"
         client.waiting[name] = BookingKey(request_id=name, stage=Stage.STAGE_WHOLE)
-        client.bookings.select(client.waiting[name])
+        client.updates.select(client.waiting[name])
         client.select(name)
         if catches_up:
             self.catch_up(which)
@@ -192,8 +215,8 @@ class Moves(RuleBasedStateMachine):
         name = pick(list(client.live), number)
         if name is not None:
             booking = client.live[name]
-            client.tell(client.bookings.prefill_complete(booking))
-            client.tell(client.bookings.report_output(booking, booking.output_tokens + BLOCK))
+            client.add(client.updates.prefill_complete(booking))
+            client.add(client.updates.report_output(booking, booking.output_tokens + BLOCK))
 
     @rule(which=which, number=numbers, catches_up=mostly)
     def finish(self, which: int, number: int, catches_up: bool) -> None:
@@ -278,7 +301,7 @@ class Moves(RuleBasedStateMachine):
         client = self.clients[which]
         for _ in range(count):
             if client.stream is not None and client.stream.responses:
-                client.hear(client.stream.responses.popleft())
+                client.hear(*client.stream.responses.popleft())
 
     # Nodes.
 
@@ -364,56 +387,37 @@ class Moves(RuleBasedStateMachine):
         for request in list(stream.undecided):
             self._decide(stream, request)
         while stream.responses:
-            client.hear(stream.responses.popleft())
+            client.hear(*stream.responses.popleft())
 
-    def _serve(self, stream: Stream, request: SessionRequest) -> None:
-        """What ``session_stream`` does with a message, but for selections, which the node decides later."""
-        parts = self.parts[stream.node]
-        response = SessionResponse(call_id=request.call_id)
+    def _serve(self, stream: Stream, request: Request) -> None:
+        """What a node does with a call, but for selections, which it decides later."""
+        sessions = self.parts[stream.node].sessions
+        response: Response | None = None
         try:
-            match request.WhichOneof("call"):
-                case "open":
-                    opening = request.open
-                    live = {key_of(each) for each in opening.live.bookings}
-                    stream.session_id = opening.session_id
-                    stream.token = parts.booking_leases.open_session(
-                        opening.session_id, opening.client_name, opening.opening_number
-                    )
-                    parts.booking_leases.free_all_but(opening.session_id, live)
-                    response.opened.CopyFrom(SessionOpened())
-                case _ if stream.token is None:
-                    return  # its opening was refused
-                case "select":
+            match request:
+                case SelectWorkerRequest():
                     stream.undecided.append(request)
                     return
-                case "free":
-                    response.free.CopyFrom(parts.bookings.free(request.free))
-                case "reassert":
-                    parts.bookings.reassert(request.reassert, stream.session_id, stream.token)
-                    response.reasserted.CopyFrom(BookingReasserted())
-                case "mark_prefill_complete":
-                    parts.bookings.mark_prefill_complete(request.mark_prefill_complete)
-                case "report_output":
-                    parts.bookings.report_output(request.report_output)
-        except KvRouterError as error:
-            response.failed.CopyFrom(CallFailed(code=error.code.value[0], message=str(error)))
-        stream.responses.append(response)
+                case OpenSessionRequest():
+                    response = sessions.open(request)
+                case UpdateBookingsRequest():
+                    response = sessions.update(request)
+        except SessionLost:
+            assert stream.left, "the session of its client"
+        stream.responses.append((request, response))
 
-    def _decide(self, stream: Stream, request: SessionRequest) -> None:
+    def _decide(self, stream: Stream, request: SelectWorkerRequest) -> None:
         stream.undecided.remove(request)
-        response = SessionResponse(call_id=request.call_id)
-        wanted = selecting(request.select.booking.request_id, routing(2))
-        try:
-            selected = self.parts[stream.node].select(wanted, stream.session_id, stream.token)
-            response.select.CopyFrom(self.loop.run_until_complete(selected))
-        except KvRouterError as error:
-            response.failed.CopyFrom(CallFailed(code=error.code.value[0], message=str(error)))
-        stream.responses.append(response)
+        response: Response | None = None
+        wanted = selecting(request.booking.request_id, routing(2))
+        with suppress(KvRouterError):
+            selected = self.parts[stream.node].select(wanted, request.session_id, request.opening_number)
+            response = self.loop.run_until_complete(selected)
+        stream.responses.append((request, response))
 
     def _close(self, stream: Stream) -> None:
         self.streams.remove(stream)
-        if stream.token is not None:
-            self.parts[stream.node].booking_leases.close_session(stream.session_id, stream.token, self.now)
+        self.parts[stream.node].sessions.close(stream.closing)
 
     def _expire(self) -> None:
         for name, parts in self.parts.items():

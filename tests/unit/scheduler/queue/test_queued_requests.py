@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     AllBusy,
     DeadlineExceeded,
     Internal,
+    KvRouterError,
     NotReady,
     NoWorkers,
     RequestIdReused,
@@ -27,7 +27,6 @@ from kvrouter.scheduler.queue.request_queue import PATIENCE_S
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.scheduler_pb2 import (
-    CancelCall,
     FreeRequest,
     MarkPrefillCompleteRequest,
     QueueStatus,
@@ -35,7 +34,7 @@ from kvrouter.v1.scheduler_pb2 import (
     SelectWorkerResponse,
 )
 
-from ..api.test_sessions import line
+from ..api.test_sessions import opened
 from ..harness import POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 
 FORECAST = RoutingOptions("forecast")
@@ -76,7 +75,7 @@ def outcomes(parts: Parts, outcome: str) -> float:
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -169,7 +168,7 @@ async def test_one_that_cannot_make_its_deadline_is_refused_at_once() -> None:
         with pytest.raises(DeadlineExceeded):
             await parts.select(request("a", time_left_ms=2))
         with pytest.raises(DeadlineExceeded):
-            await parts.selector.select(request("b"), session_id="", deadline=Deadline.after(0.002))
+            await parts.selector.select(request("b"), deadline=Deadline.after(0.002))
         assert status(parts).refused_late == outcomes(parts, "late") == 2
     assert parts.load(1)[2] == 2
 
@@ -241,17 +240,19 @@ async def test_a_retry_continues_to_wait_when_the_first_call_is_cancelled() -> N
         assert not (await retry).repeated
 
 
-async def test_a_queued_call_of_a_session_can_be_cancelled_and_ends_with_the_stream() -> None:
+@pytest.mark.parametrize("transport", ["rpc", "call stream"])
+async def test_a_queued_call_of_a_session_can_be_cancelled_and_ends_with_its_connection(transport: str) -> None:
     parts = parts_of()
     async with waiting(parts):
-        async with line(parts) as client:
-            client.send(call_id=2, select=request("a"))
-            client.send(call_id=3, select=request("b"))
+        async with opened(parts, transport) as client:
+            calls = [asyncio.create_task(client.select(name, request=request(name).request)) for name in "ab"]
             await until(lambda: len(queue(parts)) == 2)
-            refused = await client.ask(call_id=4, cancel=CancelCall(call_id=2))
-            assert (refused.call_id, refused.failed.code) == (2, grpc.StatusCode.CANCELLED.value[0])
+            calls[0].cancel()
+            await until(lambda: len(queue(parts)) == 1)
             assert [each.request_id for each in status(parts).longest] == ["b"]
         await until(lambda: not len(queue(parts)))
+        await asyncio.wait(calls)
+        assert isinstance(calls[1].exception(), KvRouterError)
     assert parts.load(1)[2] == 2
 
 

@@ -93,6 +93,13 @@ class CallStreamClient:
             self._changed.clear()
             await self._changed.wait()
 
+    async def wait_lost(self) -> None:
+        """Returns when the open stream has ended or takes no new calls, and at once if there is none."""
+        stream = self._stream
+        while stream is not None and stream is self._stream and not stream.draining:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def call(
         self,
         method: str,
@@ -217,12 +224,13 @@ class CallStreamClient:
                 group.create_task(_write(rpc, stream, wakeup))
                 if self._ends_when_silent:
                     group.create_task(self._end_when_silent(stream))
-                await _read(rpc, stream)
+                await self._read(rpc, stream)
         except* _Ended as ended_group:
             ended = ended_group.exceptions[0]
             reason, cause = (ended.reason, str(ended)) if isinstance(ended, _Ended) else ("lost", str(ended))
         finally:
             self._stream = None
+            self._changed.set()
             self.counts.streams -= 1
             self.counts.ended[reason] += 1
             stream.lose(cause)
@@ -250,6 +258,20 @@ class CallStreamClient:
         except ProtocolViolation as violation:
             self.counts.ended[violation.reason] += 1
             raise _Ended(violation.reason, str(violation)) from None
+
+    async def _read(self, rpc: Any, stream: ClientStream) -> None:
+        try:
+            while (message := await _checked(rpc.read())) is not grpc.aio.EOF:
+                stream.receive(message)
+                if stream.draining:
+                    self._changed.set()
+        except ProtocolViolation as violation:
+            log.warning("call_stream.violated", reason=violation.reason, cause=str(violation))
+            raise _Ended(violation.reason, str(violation)) from None
+        if stream.draining:
+            raise _Ended("draining", "the server has stopped")
+        code = await rpc.code()
+        raise _Ended("lost", f"{code.name}: {await rpc.details()}")
 
     async def _end_when_silent(self, stream: ClientStream) -> None:
         monitor = HeartbeatMonitor()
@@ -302,19 +324,6 @@ async def _checked(operation: Any) -> Any:
             raise
         # gRPC raises it too if the channel was closed.
         raise _Ended("lost", "the channel was closed") from None
-
-
-async def _read(rpc: Any, stream: ClientStream) -> None:
-    try:
-        while (message := await _checked(rpc.read())) is not grpc.aio.EOF:
-            stream.receive(message)
-    except ProtocolViolation as violation:
-        log.warning("call_stream.violated", reason=violation.reason, cause=str(violation))
-        raise _Ended(violation.reason, str(violation)) from None
-    if stream.draining:
-        raise _Ended("draining", "the server has stopped")
-    code = await rpc.code()
-    raise _Ended("lost", f"{code.name}: {await rpc.details()}")
 
 
 async def _write(rpc: Any, stream: ClientStream, wakeup: asyncio.Event) -> None:

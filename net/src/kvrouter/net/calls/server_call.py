@@ -35,6 +35,10 @@ class ResponseStream(Protocol):
         """Ends a call of which too much is unread."""
         ...
 
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Calls the callback once the stream has ended."""
+        ...
+
 
 class ServerCall:
     """A call that a handler answers."""

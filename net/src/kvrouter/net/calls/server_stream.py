@@ -113,6 +113,7 @@ class ServerStream:
         self._announced = False
         self.on_overflow: Callable[[], None] = lambda: None
         """Called when so much is unread that the stream must end."""
+        self._on_lost: list[Callable[[], None]] = []
         wake()
 
     @property
@@ -181,6 +182,16 @@ class ServerStream:
         self.counts.running -= len(calls)
         for call in calls.values():
             call.abandon()
+        callbacks, self._on_lost = self._on_lost, []
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                log.exception("call_stream.callback_failed", client=self.client_name)
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Calls the callback once the stream has ended."""
+        self._on_lost.append(callback)
 
     def queue(self, call: ServerCall, kind: int, response: bytes | CallFailure) -> None:
         """Queues a response of a call."""

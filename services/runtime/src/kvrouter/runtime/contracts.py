@@ -1,14 +1,16 @@
 """One protocol per service, which both the service's object and its stub implement.
 
-A unary method is a coroutine function. A streaming one returns an async generator, which the caller closes
-(``contextlib.aclosing``) to cancel the call. Messages must not be modified. Every method raises
-``kvrouter.runtime.errors.KvRouterError``. An object that can answer in encoded form has a second method with the suffix
-``_encoded``, which yields or returns ``bytes``; the gRPC server prefers that one. The .proto files define every field.
+A unary method is a coroutine function; one that never waits is a plain function of the object, and its stub returns an
+awaitable (``Immediate``). A streaming one returns an async generator, which the caller closes (``contextlib.aclosing``)
+to cancel the call. Messages must not be modified. Every method raises ``kvrouter.runtime.errors.KvRouterError``. An
+object that can answer in encoded form has a second method with the suffix ``_encoded``, which yields or returns
+``bytes``; the gRPC server prefers that one. A plain function with a parameter ``connection`` receives the call stream
+that carries the call. The .proto files define every field.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Protocol, TypeAlias, TypeVar
 
 from kvrouter.runtime.deadline import Deadline
@@ -20,6 +22,16 @@ from kvrouter.v1 import worker_pb2 as worker
 T = TypeVar("T")
 Stream: TypeAlias = AsyncGenerator[T, None]
 """A stream of responses."""
+Immediate: TypeAlias = T | Awaitable[T]
+"""The response of a method that never waits: as it is from the object, awaitable from a stub."""
+
+
+class Connection(Protocol):
+    """The connection that carries a client's calls; the same object for all calls of one connection."""
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Calls the callback once the connection has ended."""
+        ...
 
 
 class Indexer(Protocol):
@@ -89,10 +101,22 @@ class Scheduler(Protocol):
         """Frees bookings. An unknown booking is no error."""
         ...
 
-    def session(
-        self, requests: AsyncIterator[scheduler.SessionRequest], *, deadline: Deadline
-    ) -> Stream[scheduler.SessionResponse]:
-        """Runs a session, which owns the bookings made on it until it ends and its grace period is over."""
+    def open_session(
+        self, request: scheduler.OpenSessionRequest, *, deadline: Deadline
+    ) -> Immediate[scheduler.OpenSessionResponse]:
+        """Opens a session, which owns the bookings made in it until it ends and its grace period is over."""
+        ...
+
+    def update_bookings(
+        self, request: scheduler.UpdateBookingsRequest, *, deadline: Deadline
+    ) -> Immediate[scheduler.UpdateBookingsResponse]:
+        """Applies numbered updates of a session's bookings."""
+        ...
+
+    def close_session(
+        self, request: scheduler.CloseSessionRequest, *, deadline: Deadline
+    ) -> Immediate[scheduler.CloseSessionResponse]:
+        """Closes a session."""
         ...
 
     async def get_potential_loads(

@@ -12,7 +12,7 @@ import structlog
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
-from kvrouter.scheduler.api.sessions import Sessions
+from kvrouter.scheduler.api.sessions import TICK_SECONDS, Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
@@ -124,7 +124,6 @@ async def running(
     sessions = Sessions(
         booking_leases,
         bookings,
-        selector,
         scheduler_id=runtime.instance_id,
         grace_seconds=settings.session_grace_seconds,
         clock=clock,
@@ -161,6 +160,7 @@ async def running(
     tasks = [
         runtime.spawn(remote_indexers.run(), "indexers"),
         runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
+        runtime.spawn(_every(TICK_SECONDS, sessions.close_silent), "silent sessions"),
         runtime.spawn(overload.run(), "overload detection"),
     ]
     if shared is not None:

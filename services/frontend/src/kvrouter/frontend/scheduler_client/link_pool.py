@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvrouter.core import sequence_hashes
+from kvrouter.frontend.scheduler_client.connections import SchedulerConnection
 from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.scheduler_client.sharding import Sharding
@@ -101,7 +102,7 @@ class SchedulerLinks:
     def deciding_schedulers(self) -> list[Scheduler]:
         """Returns the deciding Scheduler of each component, without duplicates."""
         picks = [self._pick(component) for component in self._directory.components]
-        return list(dict(pick for pick in picks if pick is not None).values())
+        return [picked.scheduler for picked in dict(pick for pick in picks if pick is not None).values()]
 
     def scheduler(self, component: ComponentName) -> Scheduler:
         """Returns the deciding Scheduler of a component; one that does not answer only if there is no other.
@@ -112,7 +113,7 @@ class SchedulerLinks:
         pick = self._pick(component)
         if pick is None:
             raise DependencyAway(f"no Scheduler of {component} is registered and ready")
-        return pick[1]
+        return pick[1].scheduler
 
     async def run(self) -> None:
         """Keeps open links running, and opens one for each discovered component, until cancelled."""
@@ -126,7 +127,7 @@ class SchedulerLinks:
             finally:
                 self._group = None
 
-    def _pick(self, name: ComponentName) -> tuple[str, Scheduler] | None:
+    def _pick(self, name: ComponentName) -> tuple[str, SchedulerConnection] | None:
         known = self._components.get(name)
         link = None if known is None else known.links.get(_WHOLE)
         return self._source.pick(name, () if link is None else link.avoided)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Collection, Iterable
-from typing import cast
 
+from kvrouter.frontend.scheduler_client.connections import LocalConnection, SchedulerConnection, StreamConnection
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.rpc import CallConnection
-from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.names import ComponentName
-
-_DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: int = 0) -> str | None:
@@ -35,20 +31,20 @@ class LocalScheduler:
     """Source of a single Scheduler in the same process, for a system without etcd."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self._connection = LocalConnection(scheduler)
 
     def pick(
         self,
         component: ComponentName,  # noqa: ARG002 - it serves them all
         avoid: Collection[str] = (),  # noqa: ARG002 - there is no other
         shard: int = 0,  # noqa: ARG002
-    ) -> tuple[str, Scheduler] | None:
+    ) -> tuple[str, SchedulerConnection] | None:
         """Returns the Scheduler."""
-        return "local", self._scheduler
+        return "local", self._connection
 
     def everyone(self) -> list[Scheduler]:
         """Returns the Scheduler."""
-        return [self._scheduler]
+        return [self._connection.scheduler]
 
     def count(self) -> int:
         """Returns 1."""
@@ -83,23 +79,23 @@ class RemoteSchedulers:
         one.
         """
         self._directory = directory
-        self._own = own
+        self._own = None if own is None else (own[0], LocalConnection(own[1]))
         self._client_name = client_name
         self._counts = CallStreamCounts() if counts is None else counts
-        self._stubs: dict[str, Scheduler] = {}
-        self._connections: list[asyncio.Task[None]] = []
+        self._connections: dict[str, StreamConnection] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
-    ) -> tuple[str, Scheduler] | None:
-        """Returns id and stub of the component's Scheduler; one in ``avoid`` only if there is no other."""
+    ) -> tuple[str, SchedulerConnection] | None:
+        """Returns id and connection of the component's Scheduler; one in ``avoid`` only if there is no other."""
         ready = self._ready()
         scheduler_id = rendezvous(component, ready - set(avoid) or ready, shard)
-        return None if scheduler_id is None else (scheduler_id, self._scheduler(scheduler_id))
+        return None if scheduler_id is None else (scheduler_id, self._connection(scheduler_id))
 
     def everyone(self) -> list[Scheduler]:
         """Returns every Scheduler that may be picked."""
-        return [self._scheduler(scheduler_id) for scheduler_id in self._ready()]
+        return [self._connection(scheduler_id).scheduler for scheduler_id in self._ready()]
 
     def count(self) -> int:
         """Returns how many Schedulers may be picked."""
@@ -113,19 +109,17 @@ class RemoteSchedulers:
         ready = {key for key, registration in self._directory.services("scheduler").items() if registration.ready}
         return ready or ({self._own[0]} if self._own is not None else ready)
 
-    def _scheduler(self, scheduler_id: str) -> Scheduler:
+    def _connection(self, scheduler_id: str) -> SchedulerConnection:
         if self._own is not None and scheduler_id == self._own[0]:
             return self._own[1]
         endpoint = self._directory.services("scheduler")[scheduler_id].endpoint
-        stub = self._stubs.get(endpoint)
-        if stub is None:
-            # A Scheduler that is silent is left by the sessions, which know whether there is another.
-            connection = CallConnection(
-                endpoint, client_name=self._client_name, counts=self._counts, ends_when_silent=False
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            connection = self._connections[endpoint] = StreamConnection(
+                endpoint, client_name=self._client_name, counts=self._counts
             )
-            self._connections.append(asyncio.create_task(connection.run(), name=f"call stream to {endpoint}"))
-            stub = self._stubs[endpoint] = cast(Scheduler, connection.stub(_DESCRIPTOR))
-        return stub
+            self._tasks.append(asyncio.create_task(connection.run(), name=f"call stream to {endpoint}"))
+        return connection
 
     async def changed(self) -> None:
         """Returns at the next change of the registrations."""
@@ -133,7 +127,7 @@ class RemoteSchedulers:
 
     async def aclose(self) -> None:
         """Closes the call streams."""
-        for connection in self._connections:
-            connection.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)

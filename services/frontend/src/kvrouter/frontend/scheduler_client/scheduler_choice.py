@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection
 
 import structlog
+from kvrouter.frontend.scheduler_client.connections import SchedulerConnection
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
-from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
@@ -41,23 +41,24 @@ class SchedulerChoice:
         """Avoids a Scheduler for 15 s if there is another."""
         self._until[scheduler_id] = time.monotonic() + _AVOIDED_SECONDS
 
-    def pick(self) -> tuple[str, Scheduler] | None:
+    def pick(self) -> tuple[str, SchedulerConnection] | None:
         """Returns the Scheduler to open a session at: an avoided one if there is no other, None if none is live."""
         return self._source.pick(self._component, self.avoided, self._shard)
 
-    def better_than(self, scheduler_id: str) -> tuple[str, Scheduler] | None:
+    def better_than(self, scheduler_id: str) -> tuple[str, SchedulerConnection] | None:
         """Returns the Scheduler to move to; None if the given one is the choice."""
         return self._other(scheduler_id, self.avoided)
 
-    def instead_of(self, scheduler_id: str) -> tuple[str, Scheduler] | None:
+    def instead_of(self, scheduler_id: str) -> tuple[str, SchedulerConnection] | None:
         """Returns the Scheduler to move to if the given one does not answer; None if there is none."""
         return self._other(scheduler_id, {*self.avoided, scheduler_id})
 
-    async def answers(self, scheduler_id: str, scheduler: Scheduler, seconds: float) -> bool:
+    async def answers(self, scheduler_id: str, connection: SchedulerConnection, seconds: float) -> bool:
         """Returns whether a Scheduler answers a call in time. One that does not is avoided."""
         try:
             # The cheapest call that needs the Scheduler's event loop.
-            await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=Deadline.after(seconds))
+            deadline = Deadline.after(seconds)
+            await connection.scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
         except KvRouterError as error:
             self.avoid(scheduler_id)
             log.info("scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=str(error))
@@ -72,6 +73,6 @@ class SchedulerChoice:
         except TimeoutError:
             return
 
-    def _other(self, scheduler_id: str, avoided: Collection[str]) -> tuple[str, Scheduler] | None:
+    def _other(self, scheduler_id: str, avoided: Collection[str]) -> tuple[str, SchedulerConnection] | None:
         other = self._source.pick(self._component, avoided, self._shard)
         return None if other is None or other[0] == scheduler_id or other[0] in avoided else other

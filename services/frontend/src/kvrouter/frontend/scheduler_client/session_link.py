@@ -1,53 +1,51 @@
 """The Frontend's connection to the Scheduler of one component.
 
-A link keeps one session open, on which selections and the progress of bookings travel. When the Scheduler goes away or
-stops answering heartbeats, or when another one becomes the component's, the link opens the session at another Scheduler
-and re-asserts its bookings (``kvrouter.frontend.scheduler_client.session_bookings``). Selections wait for that up to
-their deadline and keep their arrival time. A call to a Scheduler that has not discovered the workers yet is repeated
-until it has.
+A link keeps one session open. Selections are calls that name it; the progress of bookings travels in numbered updates
+(``kvrouter.frontend.scheduler_client.booking_updates``), which wait for nothing: the first one is sent at once, further
+ones together when it is acknowledged, or ahead of the next selection, so that a selection never overtakes an earlier
+free. When the Scheduler goes away or stops answering heartbeats, or when another one becomes the component's, the link
+opens the session at another Scheduler. Selections wait for that up to their deadline and keep their arrival time. A
+call to a Scheduler that has not discovered the workers yet is repeated until it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import aclosing
+from collections.abc import Callable, Collection
 
 import structlog
+from kvrouter.frontend.scheduler_client.booking_updates import MAX_UPDATES, BookingUpdates
+from kvrouter.frontend.scheduler_client.connections import SchedulerConnection
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.scheduler_choice import SchedulerChoice
-from kvrouter.frontend.scheduler_client.session_bookings import SessionBookings
+from kvrouter.frontend.scheduler_client.session import Session
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.runtime.backoff import Backoff
-from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     DeadlineExceeded,
     DependencyAway,
+    Draining,
     KvRouterError,
     NotFound,
     NoWorkers,
+    SessionLost,
     UnknownModel,
-    from_parts,
 )
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
-    CancelCall,
     SelectWorkerRequest,
     SelectWorkerResponse,
-    SessionHeartbeat,
-    SessionRequest,
-    SessionResponse,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
 )
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = structlog.get_logger(component="frontend")
 
-_QUEUE_LIMIT = 65_536
-"""Messages that may wait for the session's stream. One more ends the session; the next one re-asserts all bookings."""
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a Scheduler is replaced by another: far above a round trip, far below a lease."""
 _REASSERT_SECONDS = 0.1
@@ -57,6 +55,8 @@ _REFUSALS_LOGGED = 5
 """Consecutive refusals before they are logged, since a Scheduler that has just started may lack some workers."""
 _YOUNG_SECONDS = 2.0
 """Age of a link up to which its Scheduler may not have discovered the component: many times what discovery takes."""
+_LONGEST_SELECTION_SECONDS = 86_400.0
+"""Time limit of the call of a selection. Its deadline is shorter, and is kept here and in the Scheduler's queue."""
 
 
 class _SessionEnded(Exception):
@@ -98,11 +98,10 @@ class SchedulerLink:
         self._choice = SchedulerChoice(component, source, shard)
         self._session_id = session_id
         self._heartbeat_timeout = heartbeat_timeout_seconds
-        self._bookings = SessionBookings(session_id, client_name)
+        self._updates = BookingUpdates(session_id, client_name)
         self._monitor = HeartbeatMonitor()
-        self._outgoing: asyncio.Queue[SessionRequest] = asyncio.Queue(_QUEUE_LIMIT)
-        self._overflowed = asyncio.Event()
-        self._waiting: dict[int, asyncio.Future[SessionResponse]] = {}
+        self._session: Session | None = None
+        """The session, while it is open."""
         self._open = asyncio.Event()
 
     @property
@@ -113,7 +112,7 @@ class SchedulerLink:
     @property
     def live_bookings(self) -> int:
         """Number of bookings not yet freed."""
-        return len(self._bookings)
+        return self._updates.live
 
     @property
     def avoided(self) -> Collection[str]:
@@ -127,40 +126,71 @@ class SchedulerLink:
     async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
         """Chooses a rank. If the session ends meanwhile, the call is repeated in the next session.
 
+        Args:
+            request: The request; session and time left are filled in here.
+            deadline: Time by which a rank must be chosen.
+
         Raises:
             KvRouterError: the error that the Scheduler returned.
             DependencyAway: no Scheduler was available before the deadline, or the only one answers no heartbeat.
             DeadlineExceeded: the Scheduler answers heartbeats, but did not decide before the deadline.
         """
         sent = False
-        self._bookings.select(request.booking)
+        self._updates.select(request.booking)
         try:
-            async with asyncio.timeout(deadline.remaining()):
-                while True:
-                    await self._open.wait()
-                    sent = True
-                    try:
-                        selected = (await self._call(self._selecting(request, deadline))).select
-                    except _SessionEnded:
+            while True:
+                session: Session | None = None
+                limit = asyncio.timeout(deadline.remaining())
+                try:
+                    async with limit:
+                        await self._open.wait()
+                        session = self._session
+                        if session is None:
+                            continue
+                        sent = True
+                        session.selections.add(limit)
+                        try:
+                            selected = await self._select_in(session, request, deadline)
+                        finally:
+                            session.selections.discard(limit)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    if session is not None and session.has_ended:
                         continue
-                    except (NotFound, UnknownModel, NoWorkers):
-                        if time.monotonic() >= self._young_until:
-                            raise
-                        await asyncio.sleep(_REASSERT_SECONDS)
-                        continue
-                    if selected.sharding_advised:
-                        self._on_sharding_advised()
-                    return selected
+                    if sent:
+                        self._release(request.booking)
+                    raise self._unanswered() from None
+                except (NotFound, UnknownModel, NoWorkers):
+                    if time.monotonic() >= self._young_until:
+                        raise
+                    await asyncio.sleep(_REASSERT_SECONDS)
+                    continue
+                except (SessionLost, DependencyAway, Draining) as error:
+                    if session is not None:
+                        self._end(session, str(error))
+                    continue
+                finally:
+                    del limit  # It refers to the task, whose exception's traceback refers to this frame.
+                if selected.sharding_advised:
+                    self._on_sharding_advised()
+                return selected
         except asyncio.CancelledError:
             if sent:
                 self._release(request.booking)
             raise
-        except TimeoutError:
-            if sent:
-                self._release(request.booking)
-            raise self._unanswered() from None
         finally:
-            self._bookings.selected(request.booking)
+            self._updates.selected(request.booking)
+
+    async def _select_in(
+        self, session: Session, request: SelectWorkerRequest, deadline: Deadline
+    ) -> SelectWorkerResponse:
+        self._send_updates(session)
+        remaining = deadline.remaining()
+        request.session_id, request.opening_number = self._session_id, self._updates.opening_number
+        request.time_left_ms = 0 if remaining is None else max(1, int(remaining * 1e3))
+        limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
+        return await session.connection.scheduler.select_worker(request, deadline=limit)
 
     def _unanswered(self) -> KvRouterError:
         if self._monitor.silent:
@@ -171,37 +201,72 @@ class SchedulerLink:
             return DependencyAway(f"no session with a Scheduler of {self._component} is open: check that one is ready")
         return DeadlineExceeded("the Scheduler chose no worker before the deadline")
 
-    def _selecting(self, request: SelectWorkerRequest, deadline: Deadline) -> SessionRequest:
-        remaining = deadline.remaining()
-        select = SelectWorkerRequest(
-            request=request.request,
-            booking=request.booking,
-            session_id=self._session_id,
-            arrived_unix_ns=request.arrived_unix_ns,
-            time_left_ms=0 if remaining is None else max(1, int(remaining * 1e3)),
-        )
-        return SessionRequest(select=select)
-
     def keep(self, booking: LiveBooking) -> None:
         """Stores a booking until it is freed, to re-assert it at another Scheduler."""
-        self._bookings.keep(booking)
+        self._updates.keep(booking)
 
     def prefill_complete(self, booking: LiveBooking) -> None:
         """Reports that the prompt is computed. Does not wait."""
-        self._put_if_open(self._bookings.prefill_complete(booking))
+        update = self._updates.prefill_complete(booking)
+        # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
+        if self._session is not None:
+            self._updates.add(update)
+            self._send()
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
         """Reports the number of output tokens if the request needs a further block. Does not wait."""
-        report = self._bookings.report_output(booking, output_tokens)
-        if report is not None:
-            self._put_if_open(report)
+        update = self._updates.report_output(booking, output_tokens)
+        if update is not None and self._session is not None:
+            self._updates.add(update)
+            self._send()
 
     def free(self, booking: LiveBooking, cached_tokens: int | None) -> None:
         """Frees a booking. Does not wait, so that a handler that is being cancelled can call it."""
         self._release(booking.key, cached_tokens)
 
     def _release(self, key: BookingKey, cached_tokens: int | None = None) -> None:
-        self._put_if_open(self._bookings.free(key, cached_tokens))
+        self._updates.free(key, cached_tokens)
+        self._send()
+
+    def _send(self) -> None:
+        """Sends updates unless some are under way: then they go together when those are acknowledged."""
+        session = self._session
+        if session is None:
+            return
+        if not session.unanswered:
+            self._send_updates(session)
+        elif self._updates.overflowed:
+            # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
+            self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
+
+    def _send_updates(self, session: Session) -> None:
+        # A Scheduler in this process answers before the next call is made.
+        session.unanswered += 1
+        while session is self._session and (request := self._updates.next_call()) is not None:
+            self._send_call(session, request)
+        session.unanswered -= 1
+
+    def _send_call(self, session: Session, request: UpdateBookingsRequest) -> None:
+        session.unanswered += 1
+        session.connection.update_bookings(request, lambda answer: self._answered(session, answer))
+
+    def _answered(self, session: Session, answer: UpdateBookingsResponse | KvRouterError) -> None:
+        session.unanswered -= 1
+        if session is not self._session:
+            return
+        if isinstance(answer, KvRouterError):
+            self._end(session, str(answer))
+            return
+        self._monitor.heard()
+        self._updates.answered(answer, is_last=not session.unanswered)
+        self._send()
+
+    def _end(self, session: Session, cause: str) -> None:
+        """Ends a session in this step: nothing more is sent in it."""
+        if session is self._session:
+            self._session = None
+            self._open.clear()
+        session.end(cause)
 
     async def run(self) -> None:
         """Keeps a session open until cancelled."""
@@ -220,42 +285,37 @@ class SchedulerLink:
             self._choice.avoid(picked[0])
             raise _NotOpened
 
-    async def _keep_session(self, scheduler_id: str, scheduler: Scheduler) -> bool:
+    async def _keep_session(self, scheduler_id: str, connection: SchedulerConnection) -> bool:
         """Opens a session and keeps it until it ends or another Scheduler becomes the component's.
 
         Returns whether it was opened.
         """
         opened = False
-        self._outgoing, self._overflowed = asyncio.Queue(_QUEUE_LIMIT), asyncio.Event()
-        self._outgoing.put_nowait(self._bookings.opening())
+        session = Session(connection)
+        opening = self._updates.opening()
         self._monitor = HeartbeatMonitor()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_when_moved(scheduler_id))
-                group.create_task(self._end_when_silent(scheduler_id))
-                group.create_task(self._end_when_overflowed())
+                group.create_task(self._end_when_silent(scheduler_id, session))
+                response = await connection.open_session(opening)
+                opened = True
+                # Without an await: earlier changes are in these updates, later ones are sent as they come.
+                self._updates.opened(response)
+                self._session = session
+                self._open.set()
+                self._monitor.heard()
+                self._send_updates(session)
+                log.info("session.opened", scheduler=scheduler_id, component_name=str(self._component))
                 group.create_task(self._assert_refused())
-                async with aclosing(scheduler.session(self._requests(), deadline=Deadline.never())) as responses:
-                    async for response in responses:
-                        self._monitor.heard()
-                        if response.HasField("opened"):
-                            opened = True
-                            # Without an await: earlier changes are in these messages, later ones are sent as they come.
-                            for request in self._bookings.opened():
-                                self._put(request)
-                            self._open.set()
-                            log.info("session.opened", scheduler=scheduler_id, component_name=str(self._component))
-                        self._resolve(response)
-                raise _SessionEnded
+                group.create_task(self._end_when_lost(session))
+                raise _SessionEnded(await session.ended())
         except* (_SessionEnded, KvRouterError) as group_error:
             causes = "; ".join(str(error) for error in group_error.exceptions if str(error))
             log.warning("session.ended", scheduler=scheduler_id, component_name=str(self._component), cause=causes)
         finally:
-            self._open.clear()
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(_SessionEnded())
-            self._waiting.clear()
+            self._end(session, "")
+            connection.close_session(self._updates.closing())
             self._monitor = HeartbeatMonitor()
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -268,30 +328,30 @@ class SchedulerLink:
         pause = _REASSERT_SECONDS
         while True:
             await asyncio.sleep(pause)
-            refused = list(self._bookings.refused())
+            refused = self._updates.assert_refused()
             pause = _REASSERT_SECONDS
             if refused:
                 pause = backoff.failed()
                 if backoff.failures == _REFUSALS_LOGGED:
-                    log.warning("bookings.refused", component_name=str(self._component), bookings=len(refused))
-            elif not self._bookings.asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
+                    log.warning("bookings.refused", component_name=str(self._component), bookings=refused)
+            elif not self._updates.asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
                 log.info("bookings.accepted", component_name=str(self._component), refusals=failures)
-            for request in refused:
-                self._put(request)
+            self._send()
 
-    async def _end_when_silent(self, scheduler_id: str) -> None:
-        """Sends heartbeats. Leaves a Scheduler that sends nothing, not even the opening, if there is another."""
+    async def _end_when_silent(self, scheduler_id: str, session: Session) -> None:
+        """Sends heartbeats. Leaves a Scheduler that answers nothing, not even the opening, if there is another."""
         while True:
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
             self._monitor.tick()
             if self._monitor.silent and self._choice.instead_of(scheduler_id) is not None:
                 self._choice.avoid(scheduler_id)
                 raise _SessionEnded(f"no answer for {self._heartbeat_timeout:g} s")
-            self._put_if_open(self._bookings.numbered(SessionRequest(heartbeat=SessionHeartbeat())))
+            if session is self._session and not session.unanswered:
+                self._send_call(session, self._updates.heartbeat())
 
-    async def _end_when_overflowed(self) -> None:
-        await self._overflowed.wait()
-        raise _SessionEnded(f"the Scheduler has not read {_QUEUE_LIMIT} messages")
+    async def _end_when_lost(self, session: Session) -> None:
+        await session.connection.lost()
+        self._end(session, "the connection was lost")
 
     async def _end_when_moved(self, scheduler_id: str) -> None:
         """Ends the session when another Scheduler becomes the component's and answers."""
@@ -301,43 +361,3 @@ class SchedulerLink:
                 await self._choice.changed()
             elif await self._choice.answers(*better, self._heartbeat_timeout):
                 raise _SessionEnded(f"{better[0]} is now the component's Scheduler")
-
-    async def _requests(self) -> AsyncGenerator[SessionRequest, None]:
-        queue = self._outgoing
-        while True:
-            yield await queue.get()
-
-    async def _call(self, request: SessionRequest) -> SessionResponse:
-        self._bookings.numbered(request)
-        future: asyncio.Future[SessionResponse] = asyncio.get_running_loop().create_future()
-        self._waiting[request.call_id] = future
-        try:
-            self._put(request)
-            response = await future
-        except asyncio.CancelledError:
-            cancel = SessionRequest(cancel=CancelCall(call_id=request.call_id))
-            self._put_if_open(self._bookings.numbered(cancel))
-            raise
-        finally:
-            self._waiting.pop(request.call_id, None)
-            del future  # Its exception's traceback refers to this frame, and so to the request.
-        if response.HasField("failed"):
-            raise from_parts(response.failed.code, response.failed.message, response.failed.info)
-        return response
-
-    def _put_if_open(self, request: SessionRequest) -> None:
-        if self._open.is_set():
-            self._put(request)
-
-    def _put(self, request: SessionRequest) -> None:
-        try:
-            self._outgoing.put_nowait(request)
-        except asyncio.QueueFull:
-            # Nothing is lost: the next session repeats open calls, re-asserts live bookings and repeats frees.
-            self._overflowed.set()
-
-    def _resolve(self, response: SessionResponse) -> None:
-        self._bookings.answered(response)
-        future = self._waiting.get(response.call_id)
-        if future is not None and not future.done():
-            future.set_result(response)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from kvrouter.frontend.scheduler_client.connections import SchedulerConnection
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.v1.names import ComponentName
 
@@ -14,8 +15,8 @@ class SchedulerSource(Protocol):
 
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
-    ) -> tuple[str, Scheduler] | None:
-        """Returns id and object or stub of the component's Scheduler; None if none is live.
+    ) -> tuple[str, SchedulerConnection] | None:
+        """Returns id and connection of the component's Scheduler; None if none is live.
 
         A Scheduler in ``avoid`` is picked only if there is no other. ``shard`` 0 is the whole component.
         """

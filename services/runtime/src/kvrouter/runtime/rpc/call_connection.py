@@ -25,7 +25,7 @@ class CallConnection:
             ends_when_silent: Whether a server that answers no heartbeat loses its calls. If not, they wait for it.
         """
         self._channel = open_channel(endpoint)
-        self._client = CallStreamClient(
+        self.client = CallStreamClient(
             self._channel,
             client_name=client_name,
             server_name=endpoint,
@@ -35,11 +35,11 @@ class CallConnection:
 
     def stub(self, descriptor: ServiceDescriptor) -> Any:
         """Returns a stub of a service; see ``remote_on_call_stream``."""
-        return remote_on_call_stream(descriptor, self._client)
+        return remote_on_call_stream(descriptor, self.client)
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled, then closes the channel."""
         try:
-            await self._client.run()
+            await self.client.run()
         finally:
             await self._channel.close()

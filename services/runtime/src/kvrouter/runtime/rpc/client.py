@@ -64,7 +64,6 @@ def _caller(method: MethodDescriptor, channel: grpc.aio.Channel, *, raw: bool) -
         (False, False): (channel.unary_unary, _unary),
         (False, True): (channel.unary_stream, _server_stream),
         (True, False): (channel.stream_unary, _client_stream),
-        (True, True): (channel.stream_stream, _both_streams),
     }
     multicallable, adapt = kinds[method.client_streaming, method.server_streaming]
     parse = GetMessageClass(method.output_type).FromString
@@ -157,29 +156,13 @@ def _client_stream(multicallable: Any) -> Callable[..., Any]:
     return call
 
 
-def _both_streams(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]]:
-    async def call(requests: AsyncIterator[Message], *, deadline: Deadline) -> AsyncGenerator[Any, None]:
-        rpc = multicallable(timeout=_timeout(deadline))
-        sending = asyncio.create_task(_send(requests, rpc), name="rpc-send")
-        try:
-            while (response := await _read(rpc, sending)) is not grpc.aio.EOF:
-                yield _checked(response)
-        finally:
-            await _end(rpc, sending)
-            del sending  # Its exception's traceback refers to this frame.
-
-    return call
-
-
-async def _read(rpc: Any, sending: asyncio.Task[None] | None = None) -> Any:
+async def _read(rpc: Any) -> Any:
     try:
         return await rpc.read()
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError as cancelled:
-        raise _failure_of(sending) or _translate_cancel(cancelled) from None
-    finally:
-        del sending
+        raise _translate_cancel(cancelled) from None
 
 
 async def _send(requests: AsyncIterator[Message], rpc: Any) -> None:
@@ -195,8 +178,8 @@ async def _send(requests: AsyncIterator[Message], rpc: Any) -> None:
         raise
 
 
-def _failure_of(sending: asyncio.Task[None] | None) -> BaseException | None:
-    if sending is None or not sending.done() or sending.cancelled():
+def _failure_of(sending: asyncio.Task[None]) -> BaseException | None:
+    if not sending.done() or sending.cancelled():
         return None
     return sending.exception()
 

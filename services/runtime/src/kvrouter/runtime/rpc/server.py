@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from inspect import isawaitable
 from typing import Any
 
 import grpc.aio
@@ -35,8 +36,7 @@ from kvrouter.runtime.errors import (
     to_status,
 )
 from kvrouter.runtime.listening import BindFailed
-from kvrouter.runtime.rpc.call_handlers import call_handler, session_handler
-from kvrouter.runtime.rpc.drainable_session import DrainableSession
+from kvrouter.runtime.rpc.call_handlers import call_handler
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -74,7 +74,6 @@ class RpcServer:
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._sessions: set[DrainableSession] = set()
         self._call_streams = CallStreamServer(counts=call_stream_counts)
         self._port = 0
         self._host = bind.rpartition(":")[0]
@@ -122,15 +121,13 @@ class RpcServer:
         log.info("grpc.listening", address=self.endpoint(), services=self._names)
 
     async def drain(self, seconds: float) -> None:
-        """Stops: refuses new calls, ends sessions, lets running calls finish, then closes connections.
+        """Stops: refuses new calls, lets running calls finish, then closes connections.
 
         Args:
             seconds: Maximum time to wait for calls; those that take longer are cancelled.
         """
         self._draining = True
         await self.health.drain()
-        for session in list(self._sessions):
-            session.end()
         try:
             async with asyncio.timeout(seconds):
                 await self._call_streams.drain()
@@ -145,7 +142,7 @@ class RpcServer:
     ) -> None:
         """Serves an object under the service's name. Methods that it lacks return UNIMPLEMENTED.
 
-        Its unary and bidirectional methods are served on call streams as well.
+        Its unary methods are served on call streams as well.
 
         Args:
             descriptor: The service.
@@ -165,12 +162,9 @@ class RpcServer:
         self._names.append(descriptor.full_name)
 
     def _add_to_call_streams(self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits) -> None:
-        path, streams = full_path(method), self._call_streams
-        if method.client_streaming and method.server_streaming:
-            parse = request_parser(method, replace(limits, elements=None))
-            streams.add_streaming(path[1:], session_handler(path, bound, parse, streams, self._sessions))
-        elif not method.client_streaming and not method.server_streaming:
-            streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits)))
+        if not method.client_streaming and not method.server_streaming:
+            path = full_path(method)
+            self._call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits)))
 
     def _handler(
         self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits
@@ -179,7 +173,6 @@ class RpcServer:
             (False, False): (grpc.unary_unary_rpc_method_handler, _answer_once),
             (False, True): (grpc.unary_stream_rpc_method_handler, _answer_in_pieces),
             (True, False): (grpc.stream_unary_rpc_method_handler, _answer_once),
-            (True, True): (grpc.stream_stream_rpc_method_handler, self._answer_session),
         }[method.client_streaming, method.server_streaming]
         if method.client_streaming:
             limits = replace(limits, elements=None)
@@ -218,17 +211,6 @@ class RpcServer:
             if not self._calls:
                 self._idle.set()
 
-    async def _answer_session(self, bound: Callable[..., Any], requests: Any, context: _Context) -> None:
-        """Runs a bidirectional stream. It does not end by itself, so draining ends it."""
-        session = DrainableSession()
-        self._sessions.add(session)
-        try:
-            async with session.limited(), aclosing(bound(requests, deadline=_deadline_of(context))) as responses:
-                while (response := await session.next_of(responses)) is not None:
-                    await context.write(response)
-        finally:
-            self._sessions.discard(session)
-
 
 async def _answer_once(bound: Callable[..., Any], request: Any, context: _Context) -> Any:
     deadline = _deadline_of(context)
@@ -237,7 +219,8 @@ async def _answer_once(bound: Callable[..., Any], request: Any, context: _Contex
     limit = asyncio.timeout(deadline.remaining())
     try:
         async with limit:
-            return await bound(request, deadline=deadline)
+            response = bound(request, deadline=deadline)
+            return await response if isawaitable(response) else response
     except TimeoutError:
         if not limit.expired():
             raise

@@ -88,7 +88,7 @@ class RepeatedSelections:
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
         options = context.booking
-        self._booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.session_token)
+        self._booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.opening_number)
         self._metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(booking.outcome)

@@ -96,17 +96,12 @@ class Selector:
         )
         """The request queue, whose ``run`` must be running; None if requests are not queued."""
 
-    async def select(
-        self, request: SelectWorkerRequest, *, session_id: str, deadline: Deadline, session_token: int | None = None
-    ) -> SelectWorkerResponse:
+    async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
         """Chooses a rank, and books it if the request names a booking.
 
         Args:
-            request: The request.
-            session_id: Session that will own the booking; empty for a lease.
+            request: The request. If its session was opened again since, nothing is booked.
             deadline: The caller's deadline.
-            session_token: The session's stream that carries the call. If another stream has opened the session since,
-                nothing is booked.
 
         Raises:
             KvRouterError: the request is refused, or no rank can take it.
@@ -115,7 +110,7 @@ class Selector:
         code, mode, queued_seconds = "OK", "", 0.0
         try:
             key = checked_key(request.booking) if request.HasField("booking") else None
-            booking = BookingOptions(key, session_id, session_token, lease_seconds(request.lease_ms))
+            booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds(request.lease_ms))
             context = self.reader.read(request.request, None if key is None else stage_of(request.booking), booking)
             mode = context.options.mode
             if context.ignored_overrides:
@@ -244,7 +239,7 @@ class Selector:
     def _check(self, context: RequestContext) -> None:
         booking = context.booking
         if booking.key is not None:
-            self._booking_leases.check_bookable(booking.key, booking.session_id, booking.session_token)
+            self._booking_leases.check_bookable(booking.key, booking.session_id, booking.opening_number)
         if not context.pool.candidates:
             raise NoWorkers(f"{context.pool.name} has no live worker")
         check_pinned(context.pool.candidates, context.constraints)

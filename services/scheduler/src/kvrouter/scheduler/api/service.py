@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 
+from kvrouter.runtime.contracts import Connection
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, NotFound, UnknownModel
 from kvrouter.scheduler.api.selection import Selector
@@ -18,6 +18,8 @@ from kvrouter.scheduler.request.options import ThresholdUpdate
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.scheduler_pb2 import (
+    CloseSessionRequest,
+    CloseSessionResponse,
     ExplainRequest,
     ExplainResponse,
     FreeRequest,
@@ -30,15 +32,17 @@ from kvrouter.v1.scheduler_pb2 import (
     ListBusyThresholdsResponse,
     MarkPrefillCompleteRequest,
     MarkPrefillCompleteResponse,
+    OpenSessionRequest,
+    OpenSessionResponse,
     PotentialLoad,
     ReportOutputRequest,
     ReportOutputResponse,
     SelectWorkerRequest,
     SelectWorkerResponse,
-    SessionRequest,
-    SessionResponse,
     SetBusyThresholdRequest,
     SetBusyThresholdResponse,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
 )
 
 
@@ -81,7 +85,7 @@ class SchedulerService:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
             AllBusy, RequestIdReused, SessionLost, TooLarge, DeadlineExceeded.
         """
-        return await self._selector.select(request, session_id=request.session_id, deadline=deadline)
+        return await self._selector.select(request, deadline=deadline)
 
     async def mark_prefill_complete(
         self,
@@ -112,17 +116,31 @@ class SchedulerService:
         """
         return self._bookings.free(request)
 
-    async def session(
-        self, requests: AsyncIterator[SessionRequest], *, deadline: Deadline
-    ) -> AsyncGenerator[SessionResponse, None]:
-        """Serves a session: its bookings live as long as the stream, and for a grace period after it.
+    def open_session(
+        self,
+        request: OpenSessionRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - nothing waits
+        connection: Connection | None = None,
+    ) -> OpenSessionResponse:
+        """Opens a session. It is closed at once when the ``connection`` is lost.
 
         Raises:
-            BadRequest, DeadlineExceeded, SessionLost.
+            BadRequest, SessionLost.
         """
-        async with aclosing(self._sessions.serve(requests, deadline)) as responses:
-            async for response in responses:
-                yield response
+        return self._sessions.open(request, connection)
+
+    def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse:  # noqa: ARG002
+        """Applies numbered updates of a session's bookings.
+
+        Raises:
+            BadRequest, SessionLost.
+        """
+        return self._sessions.update(request)
+
+    def close_session(self, request: CloseSessionRequest, *, deadline: Deadline) -> CloseSessionResponse:  # noqa: ARG002
+        """Closes a session. Its bookings are dropped after the grace, unless it is opened again."""
+        return self._sessions.close(request)
 
     async def get_potential_loads(
         self, request: GetPotentialLoadsRequest, *, deadline: Deadline

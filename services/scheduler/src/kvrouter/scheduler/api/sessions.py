@@ -1,303 +1,193 @@
-"""Sessions: streams that own bookings, and carry calls beside each other.
+"""Sessions own the bookings of a client, and receive numbered updates of them.
 
-Selections run beside each other; what concerns bookings that exist takes effect in the order in which it comes. Every
-call is answered once, under its own number; a call that is cancelled is answered as cancelled.
+Updates take effect in the order of their numbers, each once. The acknowledgement is cumulative: an update that arrives
+ahead of an earlier one is not applied, and the client sends it again.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 
-import grpc
 import structlog
-from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    Internal,
-    KvRouterError,
-    SessionLost,
-    to_parts,
-)
-from kvrouter.scheduler.api.selection import Selector
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.runtime.contracts import Connection
+from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, to_parts
+from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingLeases
 from kvrouter.scheduler.bookings.updates import BookingUpdates, checked_key
 from kvrouter.v1.scheduler_pb2 import (
-    CallFailed,
-    OpenSession,
-    SessionHeartbeat,
-    SessionOpened,
-    SessionRequest,
-    SessionResponse,
+    BookingUpdate,
+    CloseSessionRequest,
+    CloseSessionResponse,
+    OpenSessionRequest,
+    OpenSessionResponse,
+    RefusedUpdate,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
 )
 
 log = structlog.get_logger(component="scheduler")
 
-_OPENING_SECONDS = 10.0
-"""Time that a client has to open its session: one that never does would hold a call of the server for ever."""
-_TICK_SECONDS = 1.0
-_SILENT_TICKS = 10
-"""Ticks without a message after which a client that sends heartbeats counts as gone: it sends several in each."""
-_MAX_UNANSWERED = 16_384
-"""Calls of one session whose answer is not read yet; further ones are not read before that."""
+TICK_SECONDS = 1.0
+"""Interval at which ``close_silent`` must be called, seconds."""
 _MAX_ID_BYTES = 256
 """Longest session id: room for the names of a client and a component, 64 bytes each, and what a client adds."""
-
-_Item = SessionResponse | KvRouterError | None
+_MAX_NUMBER = 1 << 63
+"""Number that no update reaches."""
 
 
 class Sessions:
-    """Every session of this Scheduler."""
+    """Every session of this Scheduler. No call waits."""
 
     def __init__(
         self,
         booking_leases: BookingLeases,
         bookings: BookingUpdates,
-        selector: Selector,
         *,
         scheduler_id: str,
         grace_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self.booking_leases = booking_leases
-        self.bookings = bookings
-        self.selector = selector
-        self.scheduler_id = scheduler_id
-        self.grace_seconds = grace_seconds
+        """``clock`` returns the seconds of a monotonic clock."""
+        self._booking_leases = booking_leases
+        self._bookings = bookings
+        self._scheduler_id = scheduler_id
+        self._grace_seconds = grace_seconds
         self._clock = clock
-        self._streams: dict[str, _Stream] = {}
+        self._connections: dict[str, Connection] = {}
+        """Connections on which sessions were opened last."""
+        self._opened_on: dict[Connection, set[str]] = {}
+        """The same by connection."""
 
-    async def serve(
-        self, requests: AsyncIterator[SessionRequest], deadline: Deadline
-    ) -> AsyncGenerator[SessionResponse, None]:
-        """Answers the calls of one stream. Its first message opens the session.
+    def open(self, request: OpenSessionRequest, connection: Connection | None = None) -> OpenSessionResponse:
+        """Opens a session. In the same step it frees the session's bookings that the client no longer lists.
 
-        A stream that opens a session which another one holds takes it over; the other one ends with SessionLost. The
-        session's bookings that the client no longer lists are freed in the same step.
+        Args:
+            request: The request.
+            connection: Connection with whose loss the session is closed; None to close it for silence only.
 
         Raises:
-            BadRequest: the first message opens no session.
-            DeadlineExceeded: no message came in time.
-            SessionLost: another stream took the session over, or had opened it later than this one.
+            BadRequest: the id of the session, or of a booking, is empty or too long; or the first update has no number.
+            SessionLost: a later opening came before.
         """
-        try:
-            async with asyncio.timeout(_OPENING_SECONDS):
-                first = await anext(requests, None)
-        except TimeoutError:
-            raise DeadlineExceeded("the stream opened no session in time") from None
-        if first is None:
-            return
-        opening = _checked_opening(first)
-        session_id = opening.session_id
-        live = {checked_key(booking) for booking in opening.live.bookings} if opening.HasField("live") else None
-        token = self.booking_leases.open_session(session_id, opening.client_name, opening.opening_number)
-        freed = 0 if live is None else self.booking_leases.free_all_but(session_id, live)
-        stream = _Stream(self, session_id, token, deadline)
-        replaced, self._streams[session_id] = self._streams.get(session_id), stream
-        if replaced is not None:
-            replaced.outbox.put_nowait(SessionLost(session_id))
+        session_id = _checked_id(request.session_id)
+        _check_number("first_update", request.first_update)
+        live = {checked_key(booking) for booking in request.live.bookings} if request.HasField("live") else None
+        session = self._booking_leases.open_session(session_id, request.client_name, request.opening_number)
+        session.acknowledged = max(session.acknowledged, request.first_update - 1)
+        freed = 0 if live is None else self._booking_leases.free_all_but(session_id, live)
+        self._connect(session_id, connection)
         log.info(
             "session.opened",
             session=session_id,
-            client=opening.client_name,
-            opening_number=opening.opening_number,
-            took_over=replaced is not None,
+            client=request.client_name,
+            opening_number=request.opening_number,
             freed_bookings=freed,
         )
-        reading = asyncio.create_task(stream.read(requests), name=f"session {session_id}")
-        reading.add_done_callback(stream.has_read)
-        watching = asyncio.create_task(stream.end_when_silent(), name=f"silence of {session_id}")
-        try:
-            opened = SessionOpened(grace_ms=round(self.grace_seconds * 1000), scheduler_id=self.scheduler_id)
-            yield SessionResponse(call_id=first.call_id, opened=opened)
-            while (item := await stream.outbox.get()) is not None:
-                if isinstance(item, KvRouterError):
-                    raise item.untraced()
-                yield item
-                stream.permits.release()
-            await reading
-        finally:
-            reading.cancel()
-            watching.cancel()
-            try:
-                await asyncio.wait([reading, watching])
-            finally:
-                # Also where a cancel comes on top of a broken write: a session that is not closed is never released.
-                self.close(session_id, token)
-                if self._streams.get(session_id) is stream:
-                    del self._streams[session_id]
-                    log.info("session.closed", session=session_id, client=opening.client_name)
-                del reading  # A task keeps its exception, whose traceback keeps this frame.
+        return OpenSessionResponse(
+            grace_ms=round(self._grace_seconds * 1000),
+            scheduler_id=self._scheduler_id,
+            acknowledged=session.acknowledged,
+        )
 
-    def close(self, session_id: str, token: int) -> None:
-        """Closes a session that the stream of ``token`` holds: its bookings go after the grace."""
-        self.booking_leases.close_session(session_id, token, self._clock())
-
-
-class _Stream:
-    """The calls of one stream."""
-
-    def __init__(self, sessions: Sessions, session_id: str, token: int, deadline: Deadline) -> None:
-        self._sessions = sessions
-        self._session_id = session_id
-        self._token = token
-        self._deadline = deadline
-        self._selections: dict[int, asyncio.Task[None]] = {}
-        self._heard = False
-        self._sends_heartbeats = False
-        self.outbox: asyncio.Queue[_Item] = asyncio.Queue()
-        """Answers to send; bounded by the permits, since each call has one answer."""
-        self.permits = asyncio.Semaphore(_MAX_UNANSWERED)
-
-    async def read(self, requests: AsyncIterator[SessionRequest]) -> None:
-        """Takes calls until the client has no more, then waits for the selections under way.
+    def update(self, request: UpdateBookingsRequest) -> UpdateBookingsResponse:
+        """Applies the updates that were not applied before. One that is refused does not affect the others.
 
         Raises:
-            KvRouterError: a message cannot be parsed.
+            BadRequest: the updates have no numbers.
+            SessionLost: the session is not open, or was opened again since.
         """
-        failure: KvRouterError | None = None
-        async with asyncio.TaskGroup() as group:
-            try:
-                async for request in requests:
-                    await self.permits.acquire()
-                    self._take(request, group)
-                    # The group keeps this task, whose exception keeps this frame.
-                    del request
-            except KvRouterError as error:
-                failure = error.untraced()
-                self._cancel_selections()
-        if failure is not None:
-            raise failure.untraced()
+        session_id = request.session_id
+        session = self._booking_leases.check_open(session_id, request.opening_number)
+        response = UpdateBookingsResponse()
+        updates = request.updates
+        if updates:
+            first = request.first_number
+            _check_number("first_number", first, least=1)
+            applied = session.acknowledged
+            if first <= applied + 1:
+                for number, update in enumerate(updates, first):
+                    if number > applied:
+                        session.acknowledged = number
+                        self._apply(number, update, session_id, response)
+        response.acknowledged = session.acknowledged
+        return response
 
-    def _cancel_selections(self) -> None:
-        for selection in self._selections.values():
-            selection.cancel()
+    def close(self, request: CloseSessionRequest) -> CloseSessionResponse:
+        """Closes a session, unless it was opened again since."""
+        was_open = self._close(request.session_id, "closed by its client", request.opening_number)
+        return CloseSessionResponse(was_open=was_open)
 
-    async def end_when_silent(self) -> None:
-        """Closes the session of a client that sent heartbeats and stopped; its bookings go after the grace.
+    def close_silent(self) -> None:
+        """Closes the sessions that no call has named for a while. A client that goes on opens its session again."""
+        for session_id in self._booking_leases.tick():
+            log.warning("session.silent", session=session_id, seconds=SILENT_TICKS * TICK_SECONDS)
+            self._close(session_id, "silent")
 
-        A client that goes on opens its session again. Ticks of this loop are counted, not seconds, so that a Scheduler
-        that was frozen itself does not take its clients for gone.
-        """
-        silent = 0
-        while silent < _SILENT_TICKS:
-            await asyncio.sleep(_TICK_SECONDS)
-            silent = silent + 1 if self._sends_heartbeats and not self._heard else 0
-            self._heard = False
-        log.warning("session.silent", session=self._session_id, seconds=_SILENT_TICKS * _TICK_SECONDS)
-        self._sessions.close(self._session_id, self._token)
-        self.outbox.put_nowait(SessionLost(self._session_id))
-
-    def has_read(self, reading: asyncio.Task[None]) -> None:
-        """No call comes any more: what ended ``read`` is raised by whoever awaits it, if anybody does."""
-        if not reading.cancelled():
-            reading.exception()
-        self.outbox.put_nowait(None)
-
-    def _take(self, request: SessionRequest, group: asyncio.TaskGroup) -> None:
-        call_id = request.call_id
-        self._heard = True
+    def _apply(self, number: int, update: BookingUpdate, session_id: str, response: UpdateBookingsResponse) -> None:
+        bookings = self._bookings
         try:
-            if request.WhichOneof("call") != "select":
-                response = self._answer(request)
-                if response is None:
-                    self.permits.release()
-                else:
-                    self.outbox.put_nowait(response)
-                return
-            self._check_select(request)
-        except Exception as error:
-            self.outbox.put_nowait(_failed(call_id, error))
+            match update.WhichOneof("update"):
+                case "prefill_complete":
+                    bookings.mark_prefill_complete(update.prefill_complete)
+                case "output":
+                    bookings.report_output(update.output)
+                case "free":
+                    bookings.free(update.free)
+                case "reassert":
+                    bookings.reassert(update.reassert, session_id)
+                case _:
+                    raise BadRequest("the update is empty", field="updates", advice="Set one of its fields.")
+        except KvRouterError as error:
+            response.refused.append(_refused(number, error))
+        except Exception:
+            log.exception("booking.update_failed", session=session_id, number=number)
+            response.refused.append(_refused(number, Internal("internal error", advice="See the Scheduler's log.")))
+
+    def _connect(self, session_id: str, connection: Connection | None) -> None:
+        """Records the connection on which a session was opened last."""
+        self._disconnect(session_id)
+        if connection is None:
             return
-        selection = group.create_task(self._select(request), name=f"select {call_id}")
-        self._selections[call_id] = selection
-        # The answer comes from here, so that a selection cancelled before it began is answered as well.
-        selection.add_done_callback(lambda task: self._selected(call_id, task))
+        self._connections[session_id] = connection
+        opened = self._opened_on.get(connection)
+        if opened is None:
+            opened = self._opened_on[connection] = set()
+            connection.on_lost(lambda: self._lost(connection))
+        opened.add(session_id)
 
-    def _check_select(self, request: SessionRequest) -> None:
-        if not request.call_id or request.call_id in self._selections:
-            raise BadRequest(
-                f"call_id is {request.call_id}, "
-                + ("which is under way" if request.call_id else "which names no call"),
-                field="call_id",
-                advice="Number the calls of a session from 1 on.",
-            )
-        if request.select.session_id not in ("", self._session_id):
-            raise BadRequest(
-                "the call names another session than its stream's",
-                field="select.session_id",
-                advice="Leave it empty in a session.",
-            )
+    def _disconnect(self, session_id: str) -> None:
+        connection = self._connections.pop(session_id, None)
+        if connection is not None:
+            self._opened_on[connection].discard(session_id)
 
-    def _selected(self, call_id: int, task: asyncio.Task[None]) -> None:
-        del self._selections[call_id]
-        if task.cancelled():
-            code: int = grpc.StatusCode.CANCELLED.value[0]
-            self.outbox.put_nowait(
-                SessionResponse(call_id=call_id, failed=CallFailed(code=code, message="the call was cancelled"))
-            )
+    def _lost(self, connection: Connection) -> None:
+        for session_id in list(self._opened_on[connection]):
+            self._close(session_id, "its connection was lost")
+        del self._opened_on[connection]
 
-    async def _select(self, request: SessionRequest) -> None:
-        try:
-            selected = await self._sessions.selector.select(
-                request.select, session_id=self._session_id, session_token=self._token, deadline=self._deadline
-            )
-        except Exception as error:
-            self.outbox.put_nowait(_failed(request.call_id, error))
-        else:
-            self.outbox.put_nowait(SessionResponse(call_id=request.call_id, select=selected))
-
-    def _answer(self, request: SessionRequest) -> SessionResponse | None:
-        """The answer to a call that needs no waiting; None for one that has no answer of its own.
-
-        Raises:
-            KvRouterError: the call is refused.
-        """
-        call_id = request.call_id
-        bookings = self._sessions.bookings
-        match request.WhichOneof("call"):
-            case "mark_prefill_complete":
-                marked = bookings.mark_prefill_complete(request.mark_prefill_complete)
-                return SessionResponse(call_id=call_id, mark_prefill_complete=marked)
-            case "report_output":
-                reported = bookings.report_output(request.report_output)
-                return SessionResponse(call_id=call_id, report_output=reported)
-            case "free":
-                return SessionResponse(call_id=call_id, free=bookings.free(request.free))
-            case "reassert":
-                taken = bookings.reassert(request.reassert, self._session_id, self._token)
-                return SessionResponse(call_id=call_id, reasserted=taken)
-            case "heartbeat":
-                self._sends_heartbeats = True
-                return SessionResponse(call_id=call_id, heartbeat=SessionHeartbeat())
-            case "cancel":
-                selection = self._selections.get(request.cancel.call_id)
-                if selection is not None:
-                    selection.cancel()
-                return None
-            case "open":
-                raise BadRequest("the session is open already", field="open", advice="Open it once, first.")
-            case _:
-                raise BadRequest("the message holds no call", field="call", advice="Set one of the calls.")
+    def _close(self, session_id: str, cause: str, opening_number: int = 0) -> bool:
+        was_open = self._booking_leases.close_session(session_id, self._clock(), opening_number)
+        if was_open:
+            self._disconnect(session_id)
+            log.info("session.closed", session=session_id, cause=cause)
+        return was_open
 
 
-def _checked_opening(first: SessionRequest) -> OpenSession:
-    if first.WhichOneof("call") != "open":
-        raise BadRequest("the first message opens no session", field="open", advice="Send open first.")
-    size = len(first.open.session_id.encode())
+def _checked_id(session_id: str) -> str:
+    size = len(session_id.encode())
     if not 1 <= size <= _MAX_ID_BYTES:
         raise BadRequest(
             f"the session id has {size} bytes",
-            field="open.session_id",
+            field="session_id",
             advice=f"Send 1 to {_MAX_ID_BYTES} bytes, unique among clients.",
         )
-    return first.open
+    return session_id
 
 
-def _failed(call_id: int, error: Exception) -> SessionResponse:
-    if not isinstance(error, KvRouterError):
-        log.error("call.failed", call=call_id, exc_info=error)
-        error = Internal("internal error", advice="The Scheduler's log has the cause.")
+def _check_number(field: str, number: int, *, least: int = 0) -> None:
+    if not least <= number < _MAX_NUMBER:
+        raise BadRequest(f"{field} is {number}", field=field, advice="Number the updates from 1 on.")
+
+
+def _refused(number: int, error: KvRouterError) -> RefusedUpdate:
     code, message, info = to_parts(error)
-    return SessionResponse(call_id=call_id, failed=CallFailed(code=code, message=message, info=info))
+    return RefusedUpdate(number=number, code=code, message=message, info=info)

@@ -2,6 +2,8 @@
 
 A booking that a session owns ends with the session, after a grace; one under a lease when no call has named it for the
 duration of the lease. Time is a parameter, in seconds of a monotonic clock. The bookings themselves are in the table.
+Silence of a session is counted in ticks of this process's event loop, so that a Scheduler that was frozen itself does
+not take its clients for gone.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from kvrouter.scheduler.identifiers import Key, rank_of
 _LEAST_SWEEP = 1024
 """Number of leases in the heap below which it is not swept."""
 
+SILENT_TICKS = 10
+"""Consecutive ticks without a call that names a session after which the session is closed."""
+
 
 class BookingFreed(RequestIdReused):
     """The booking was freed already: a later selection books nothing. Crosses the wire as its base."""
@@ -29,36 +34,39 @@ class BookingFreed(RequestIdReused):
 
 
 @dataclass(slots=True)
-class _Session:
+class Session:
+    """A client's session. Only the leases open and close it."""
+
     client_name: str
-    token: int
-    """Stream that opened it last."""
     opening_number: int = 0
     """The client's number of the last opening; 0 if it numbers none."""
     open: bool = True
     ends: float = 0.0
     """End of its grace, once it is closed."""
+    acknowledged: int = 0
+    """Number of the last update that was applied or refused."""
+    silent_ticks: int = 0
+    """Ticks since the last call that named it."""
 
 
 class BookingLeases:
     """Sessions and leases over a booking table."""
 
     def __init__(self, booking_table: BookingTable, *, session_grace_seconds: float) -> None:
-        """``session_grace_seconds`` is the time that bookings outlive the stream of their session."""
+        """``session_grace_seconds`` is the time that bookings outlive their session."""
         self._booking_table = booking_table
         self._grace = session_grace_seconds
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         # An entry has the end of the lease when it was pushed. A renewal is noticed when the entry is due.
         self._leases: list[tuple[float, int, Key]] = []
         self._order = itertools.count()
-        self._tokens = itertools.count(1)
 
     @property
     def sessions(self) -> int:
         """Number of sessions that are open or in their grace."""
         return len(self._sessions)
 
-    def check_bookable(self, key: Key, session_id: str, token: int | None = None) -> None:
+    def check_bookable(self, key: Key, session_id: str, opening_number: int = 0) -> None:
         """Checks that a key may be booked for a session, or under a lease if ``session_id`` is empty.
 
         A key that was dropped with its owner but never freed is bookable in an open session, because the client of that
@@ -66,10 +74,10 @@ class BookingLeases:
 
         Raises:
             BookingFreed: it was freed; or, for a lease, it was dropped with its owner.
-            SessionLost: the session is not open, or another stream than that of ``token`` opened it last.
+            SessionLost: the session is not open, or its last opening has another number.
         """
         if session_id:
-            self.check_open(session_id, token)
+            self.check_open(session_id, opening_number)
         if self._booking_table.was_freed(key) or (not session_id and self._booking_table.is_gone(key)):
             raise BookingFreed(key[0])
 
@@ -87,18 +95,16 @@ class BookingLeases:
             self._watch(booking)
         return is_booked
 
-    def own(
-        self, booking: Booking, session_id: str, lease_seconds: float, now: float, token: int | None = None
-    ) -> None:
+    def own(self, booking: Booking, session_id: str, lease_seconds: float, now: float, opening_number: int = 0) -> None:
         """Makes a session or a lease own a booking that only other Schedulers own so far.
 
         Raises:
             BookingFreed: it was freed.
-            SessionLost: the session is not open, or another stream than that of ``token`` opened it last.
+            SessionLost: the session is not open, or its last opening has another number.
         """
         if self._booking_table.is_here(booking):
             return
-        self.check_bookable(booking.key, session_id, token)
+        self.check_bookable(booking.key, session_id, opening_number)
         placement = Placement(rank_of(booking.outcome), booking.outcome.prefill_tokens)
         self._booking_table.own(
             booking, placement, session_id=session_id, lease_seconds=lease_seconds, lease_until=now + lease_seconds
@@ -111,8 +117,8 @@ class BookingLeases:
         if booking.session_id != session_id or booking.owners.get(here) != placement:
             self._booking_table.own(booking, placement, session_id=session_id)
 
-    def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> int:
-        """Opens a session, or takes over the one of that id with its bookings. Returns the token of its stream.
+    def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> Session:
+        """Opens a session, or opens the one of that id again, with its bookings.
 
         Args:
             session_id: The session.
@@ -120,17 +126,16 @@ class BookingLeases:
             opening_number: The client's number of this opening; 0 is not compared.
 
         Raises:
-            SessionLost: a later opening came before. Streams may arrive out of order after a freeze.
+            SessionLost: a later opening came before. Calls may arrive out of order after a freeze.
         """
         session = self._sessions.get(session_id)
         if session is not None and 0 < opening_number <= session.opening_number:
             raise SessionLost(session_id)
-        token = next(self._tokens)
         if session is None:
-            session = self._sessions[session_id] = _Session(client_name, token)
-        session.client_name, session.token, session.open = client_name, token, True
+            session = self._sessions[session_id] = Session(client_name)
+        session.client_name, session.open, session.silent_ticks = client_name, True, 0
         session.opening_number = opening_number or session.opening_number
-        return token
+        return session
 
     def free_all_but(self, session_id: str, live: Collection[Key]) -> int:
         """Frees the bookings of a session that its client no longer lists. Returns how many.
@@ -142,31 +147,41 @@ class BookingLeases:
             self._booking_table.free(key)
         return len(ended)
 
-    def check_open(self, session_id: str, token: int | None = None) -> None:
-        """Checks that a session is open, and that the stream of ``token``, if given, opened it last.
+    def check_open(self, session_id: str, opening_number: int = 0) -> Session:
+        """Returns a session that a call names, which shows that its client lives.
+
+        Args:
+            session_id: The session.
+            opening_number: The opening that the call belongs to; 0 for any.
 
         Raises:
-            SessionLost: it is not.
+            SessionLost: the session is not open, or its last opening has another number.
         """
         session = self._sessions.get(session_id)
-        if session is None or not session.open or token not in (None, session.token):
+        if session is None or not session.open or opening_number not in (0, session.opening_number):
             raise SessionLost(session_id)
+        session.silent_ticks = 0
+        return session
 
-    def holds(self, session_id: str, token: int) -> bool:
-        """Returns whether the stream with that token opened the session last."""
+    def close_session(self, session_id: str, now: float, opening_number: int = 0) -> bool:
+        """Begins the grace of a session. Returns whether it was open, with that opening number unless that is 0."""
         session = self._sessions.get(session_id)
-        return session is not None and session.token == token
-
-    def close_session(self, session_id: str, token: int, now: float) -> None:
-        """Begins the grace of a session whose stream ended. A stream that was replaced changes nothing."""
-        if not self.holds(session_id, token):
-            return
-        session = self._sessions[session_id]
-        if not session.open:
-            return
+        if session is None or not session.open or opening_number not in (0, session.opening_number):
+            return False
         session.open, session.ends = False, now + self._grace
         if not self._booking_table.of_session(session_id):
             del self._sessions[session_id]
+        return True
+
+    def tick(self) -> list[str]:
+        """Counts a tick. Returns the open sessions that no call has named for ``SILENT_TICKS``."""
+        silent = []
+        for session_id, session in self._sessions.items():
+            if session.open:
+                session.silent_ticks += 1
+                if session.silent_ticks > SILENT_TICKS:
+                    silent.append(session_id)
+        return silent
 
     def expire(self, now: float) -> None:
         """Ends the leases that ran out and the sessions whose grace is over."""

@@ -14,7 +14,6 @@ from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.scheduler_pb2 import (
-    BookingReasserted,
     FreeRequest,
     FreeResponse,
     MarkPrefillCompleteRequest,
@@ -88,29 +87,25 @@ class BookingUpdates:
             self._metrics.unknown_frees.inc()
         return FreeResponse(known=booking is not None)
 
-    def reassert(self, request: ReassertBooking, session_id: str, token: int | None = None) -> BookingReasserted:
+    def reassert(self, request: ReassertBooking, session_id: str) -> None:
         """Takes a live booking over into an open session, whoever made it. A freed one stays freed.
 
         Raises:
-            SessionLost: the session is not open, or another stream than that of ``token`` opened it last.
             UnknownComponent: its component is not registered.
             BadRequest: its hashes do not fit its prompt.
             TooLarge: the component has as many bookings as it may have.
         """
         key = checked_key(request.booking)
-        self._booking_leases.check_open(session_id, token)
         booking = self._booking_table.get(key)
-        known = booking is not None or self._booking_table.was_freed(key)
         if booking is not None:
             self._booking_leases.adopt(booking, session_id, placement_of(request))
-        elif not known:
+        elif not self._booking_table.was_freed(key):
             booking = self._book_again(key, request, session_id)
         if booking is not None:
             if request.prefill_complete:
                 self._booking_table.prefill_complete(booking)
             if request.output_tokens:
                 self._booking_table.generated(booking, request.output_tokens)
-        return BookingReasserted(known=known)
 
     def expire(self) -> None:
         """Ends the leases that ran out and the sessions whose grace is over."""

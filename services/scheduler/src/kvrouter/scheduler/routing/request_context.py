@@ -29,8 +29,8 @@ class BookingOptions(NamedTuple):
     """Key of the booking; None to choose a rank without booking it."""
     session_id: str = ""
     """Session that will own the booking; empty for a lease."""
-    session_token: int | None = None
-    """The session's stream that carries the call; None for a call outside a stream."""
+    opening_number: int = 0
+    """The opening of the session that the call belongs to; 0 for any."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """Lifetime of a booking without a session."""
 

@@ -1,0 +1,180 @@
+"""How a session reaches its Scheduler: an object in this process is called directly, another one on its call stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from google.protobuf.message import DecodeError
+from kvrouter.net.calls import CallError, CallStreamCounts
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import Internal, KvRouterError, from_call_error
+from kvrouter.runtime.rpc import CallConnection
+from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1.scheduler_pb2 import (
+    CloseSessionRequest,
+    CloseSessionResponse,
+    OpenSessionRequest,
+    OpenSessionResponse,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
+)
+
+_DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_UPDATE = f"{_DESCRIPTOR.full_name}/UpdateBookings"
+_CLOSE = f"{_DESCRIPTOR.full_name}/CloseSession"
+
+UpdateAnswer = Callable[[UpdateBookingsResponse | KvRouterError], None]
+"""Receives the response to a call with updates, or its failure. Must not block."""
+
+
+class SchedulerConnection(Protocol):
+    """A connection to one Scheduler."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The object, or a stub of it."""
+        ...
+
+    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+        """Opens a session.
+
+        Raises:
+            KvRouterError: it was not opened.
+        """
+        ...
+
+    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+        """Sends updates and does not wait. ``answer`` is called once, possibly before this returns."""
+        ...
+
+    def close_session(self, request: CloseSessionRequest) -> None:
+        """Closes a session and does not wait. If the call is lost, the session ends with its connection."""
+        ...
+
+    async def lost(self) -> None:
+        """Returns when the connection has ended or takes no new calls, and at once if it is not open."""
+        ...
+
+
+class _SchedulerObject(Scheduler, Protocol):
+    """A Scheduler in this process, whose methods that never wait are plain functions."""
+
+    def open_session(self, request: OpenSessionRequest, *, deadline: Deadline) -> OpenSessionResponse: ...
+
+    def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse: ...
+
+    def close_session(self, request: CloseSessionRequest, *, deadline: Deadline) -> CloseSessionResponse: ...
+
+
+class LocalConnection:
+    """Calls a Scheduler in this process."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = cast(_SchedulerObject, scheduler)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Returns the object."""
+        return self._scheduler
+
+    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+        """Opens a session.
+
+        Raises:
+            KvRouterError: it was not opened.
+        """
+        return self._scheduler.open_session(request, deadline=Deadline.never())
+
+    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+        """Applies updates, and passes the response on."""
+        try:
+            response = self._scheduler.update_bookings(request, deadline=Deadline.never())
+        except KvRouterError as error:
+            answer(error)
+        else:
+            answer(response)
+
+    def close_session(self, request: CloseSessionRequest) -> None:
+        """Closes a session."""
+        self._scheduler.close_session(request, deadline=Deadline.never())
+
+    async def lost(self) -> None:
+        """Never returns."""
+        await asyncio.Event().wait()
+
+
+class StreamConnection:
+    """Calls a Scheduler on a call stream. ``run`` must be running."""
+
+    def __init__(self, endpoint: str, *, client_name: str, counts: CallStreamCounts) -> None:
+        """Connects nothing yet.
+
+        Args:
+            endpoint: Address of the Scheduler, host:port.
+            client_name: Name of this Frontend, for the Scheduler's logs.
+            counts: Counts for metrics.
+        """
+        # A Scheduler that is silent is left by the sessions, which know whether there is another.
+        connection = CallConnection(endpoint, client_name=client_name, counts=counts, ends_when_silent=False)
+        self._client = connection.client
+        self._scheduler = cast(Scheduler, connection.stub(_DESCRIPTOR))
+        self.run = connection.run
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Returns a stub."""
+        return self._scheduler
+
+    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+        """Opens a session.
+
+        Raises:
+            KvRouterError: it was not opened.
+        """
+        opening = self._scheduler.open_session(request, deadline=Deadline.never())
+        return opening if isinstance(opening, OpenSessionResponse) else await opening
+
+    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+        """Sends updates with whatever else is ready for the stream."""
+        self._start(_UPDATE, request.SerializeToString(), answer)
+
+    def close_session(self, request: CloseSessionRequest) -> None:
+        """Closes a session."""
+        self._start(_CLOSE, request.SerializeToString(), lambda _: None)
+
+    async def lost(self) -> None:
+        """Returns when the stream has ended or takes no new calls, and at once if it is not open."""
+        await self._client.wait_lost()
+
+    def _start(self, method: str, encoded: bytes, answer: UpdateAnswer) -> None:
+        try:
+            self._client.start(method, encoded, _Response(answer))
+        except CallError as error:
+            answer(from_call_error(error))
+
+
+class _Response:
+    """Receives the response of a call with updates."""
+
+    __slots__ = ("_answer", "_encoded")
+
+    def __init__(self, answer: UpdateAnswer) -> None:
+        self._answer = answer
+        self._encoded = b""
+
+    def on_response(self, encoded: bytes) -> None:
+        self._encoded = encoded
+
+    def on_end(self) -> None:
+        try:
+            response = UpdateBookingsResponse.FromString(self._encoded)
+        except DecodeError:
+            self._answer(Internal("the service sent a response that cannot be parsed"))
+        else:
+            self._answer(response)
+
+    def on_error(self, error: CallError) -> None:
+        self._answer(from_call_error(error))
