@@ -37,7 +37,8 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for part in PARTS for path in (RO
 FOREIGN = frozenset(
     {
         *("--find-links", "--http2-prior-knowledge", "--list-methods", "--now", "--protocol"),
-        *("--data-parallel-size", "--enable-metrics", "--kv-events-config", "--model-path", "--page-size"),
+        *("--data-parallel-rank", "--data-parallel-size"),
+        *("--enable-metrics", "--kv-events-config", "--model-path", "--page-size"),
         *("--example", "--no-default-features", "--release"),
     }
 )

@@ -335,6 +335,20 @@ async def test_every_rank_has_sockets_of_its_own(namespace: str, etcd_endpoint: 
             await relay.holds(8, 9, dp_rank=1)
 
 
+async def test_an_engine_may_serve_only_a_later_rank(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    first = free_ports(4).start
+    base = Engine()
+    base.events_endpoint, base.replay_endpoint = f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + 2}"
+    publisher = ZmqPublisher(
+        f"tcp://127.0.0.1:{first + 1}", replay_endpoint=f"tcp://127.0.0.1:{first + 3}", block_size=BLOCK, dp_rank=1
+    )
+    with publisher:
+        publisher.stored(token_ids=tokens(0, 1), engine_hashes=[1])
+        async with relaying(settings(namespace, etcd_endpoint, nats_url, base, dp_start_rank=1)) as relay:
+            await relay.holds(1, dp_rank=1)
+            assert relay.count("malformed_total", dp_rank=1) == 0
+
+
 async def test_what_the_sdk_publishes_reaches_the_index(engine: Engine, beside: Beside) -> None:
     await engine.stop()
     publisher = ZmqPublisher(

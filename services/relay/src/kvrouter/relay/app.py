@@ -37,7 +37,9 @@ def worker_config(settings: RelaySettings, worker_id: int) -> WorkerConfig:
         component=ComponentName(settings.namespace, settings.component),
         model=settings.model,
         block_size=settings.block_size,
-        ranks=dict.fromkeys(range(settings.dp_size), settings.total_blocks),
+        ranks=dict.fromkeys(
+            range(settings.dp_start_rank, settings.dp_start_rank + settings.dp_size), settings.total_blocks
+        ),
         worker_id=worker_id,
         etcd=settings.etcd,
         nats=settings.nats,

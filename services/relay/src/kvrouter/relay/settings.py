@@ -31,6 +31,9 @@ class RelaySettings(ServiceSettings):
         default=None, ge=0, lt=1 << 64, description="Id of the worker in its component; none draws one at random."
     )
     dp_size: int = Field(default=1, ge=1, le=1024, description="Number of data-parallel ranks of the engine.")
+    dp_start_rank: int = Field(
+        default=0, ge=0, le=65_535, description="First data-parallel rank, of an engine that serves only some of them."
+    )
     total_blocks: int = Field(default=0, ge=0, description="KV blocks of each rank in device memory; 0 if unknown.")
     copy_counting: Literal["counted", "set"] = Field(
         default="counted", description="Whether the engine reports each physical copy of a block, or a set of blocks."
