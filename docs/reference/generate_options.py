@@ -81,11 +81,12 @@ def _field(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
     if bool in types:
         flags[1:1] = [f"--no-{flags[0].removeprefix('--')}"]
     limits = [bound for each in field.metadata for bound in _bound(each)]
-    default = (
-        "drawn at random"
-        if field.default is PydanticUndefined and field.default_factory is not dict
-        else _shown(field.default)
-    )
+    if field.is_required():
+        default = "required"
+    elif field.default is PydanticUndefined and field.default_factory is not dict:
+        default = "drawn at random"
+    else:
+        default = _shown(field.default)
     return ", ".join(f"`{each}`" for each in flags), _value(types, limits), default, field.description or ""
 
 

@@ -45,6 +45,12 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
     assert module.page() == written, f"docs/reference/{page}.md is out of date: run make reference"
 
 
+@pytest.mark.parametrize("option", ["--kv-events", "--model", "--block-size", "--engine"])
+def test_an_option_without_a_default_is_required(option: str) -> None:
+    rows_of_option = re.findall(rf"^\| `{option}` \|.*$", (REFERENCE / "options.md").read_text(encoding="utf-8"), re.M)
+    assert any("| required |" in row for row in rows_of_option)
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_call_is_in_the_contract_page(service: str) -> None:
     listed = re.findall(rf"`{service}\.(\w+)`", (REFERENCE / "contract.md").read_text(encoding="utf-8"))
