@@ -47,8 +47,8 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
 
 @pytest.mark.parametrize("option", ["--kv-events", "--model", "--block-size", "--engine"])
 def test_an_option_without_a_default_is_required(option: str) -> None:
-    rows_of_option = re.findall(rf"^\| `{option}` \|.*$", (REFERENCE / "options.md").read_text(encoding="utf-8"), re.M)
-    assert any("| required |" in row for row in rows_of_option)
+    lines = (REFERENCE / "options.md").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith(f"| `{option}` |") and "| required |" in line for line in lines)
 
 
 @pytest.mark.parametrize("service", SERVICES)
