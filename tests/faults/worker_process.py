@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from kvrouter.core import local_hashes
-from kvrouter.mocker.adapter import MockEngine, publish_to
+from kvrouter.mocker.adapter import MockEngine, emit_to, publish_to
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.engine.types import CacheEvent, Stored
@@ -94,7 +94,7 @@ def main() -> None:
 
         worker_id = worker_id_of(settings)
         drivers = make_drivers(
-            settings, worker_id, new_registry(), lambda _: observed, lambda outputs: worker.emit(outputs)
+            settings, worker_id, new_registry(), lambda _: observed, emit_to(lambda outputs: worker.emit(outputs))
         )
         async with asyncio.TaskGroup() as group:
             # The SDK stops first, and lets requests finish: the engine steps until it has.

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvrouter.v1.worker_pb2 import FinishReason
 
 from ..integration.sidecar.rig import EngineServer, beside, sglang, vllm
-from ..integration.sidecar.system import running_system
+from ..integration.sidecar.system import Completion, running_system
 
 KILLS = 20
 
@@ -42,7 +43,7 @@ async def test_requests_are_served_again_after_each_death_of_an_engine_or_the_si
     rng = random.Random(5)
     async with running_system(tmp_path, nats_url, etcd_endpoint, namespace) as system:
         await system.complete(list(range(1, 100)))
-        answers: list[dict[str, Any]] = []
+        answers: list[Completion] = []
         ended = False
 
         async def send() -> None:
@@ -61,7 +62,7 @@ async def test_requests_are_served_again_after_each_death_of_an_engine_or_the_si
                 while len(answers) < served + 20:
                     await asyncio.sleep(0.05)
             ended = True
-    assert {answer["kvrouter"]["worker_id"] for answer in answers} == {1, 2}
-    assert all(answer["choices"][0]["finish_reason"] in {"length", "stop"} for answer in answers)
-    for answer in answers:
-        assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"])
+    assert {each.worker_id for each in answers} == {1, 2}
+    ends = {FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STOP}
+    assert {each.finish_reason for each in answers} <= ends
+    assert all(each.tokens for each in answers)

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -69,7 +69,7 @@ class RunningCommand:
 
     async def kill(self) -> None:
         """Ends the command and what it started."""
-        if self._process.returncode is None:
+        with suppress(ProcessLookupError):  # It may have ended by itself.
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.communicate()
 

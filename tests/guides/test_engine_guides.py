@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvrouter.devtools.system.ports import free_ports
@@ -35,14 +36,20 @@ async def test_from_nothing_to_a_routed_request(
             guide.replace({"127.0.0.1:8000": http[1], "nats://127.0.0.1:4222": nats[1], "127.0.0.1:2379": etcd[1]})
             async with guide.running(command), guide.running("kvrouter sidecar"):
                 # The Frontend learns of the component from etcd, shortly after the sidecar registered the engine.
-                first = await guide.until("curl", lambda output: "choices" in json.loads(output))
-                assert len(json.loads(first)["choices"][0]["token_ids"]) == 8
-
-                def is_predicted(output: str) -> bool:
-                    return bool(json.loads(output)["kvrouter"]["predicted_overlap_blocks"] == 2)
+                await guide.until("curl", lambda output: "choices" in answer(output)[1])
 
                 # The Indexer learns of the blocks shortly after the engine stored them.
-                second = json.loads(await guide.until("curl", is_predicted))
-                assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+                second = await guide.until(
+                    "curl", lambda output: answer(output)[0].get("x-kvrouter-overlap-blocks") == "2"
+                )
+                if engine == "vllm":
+                    assert answer(second)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
                 assert f"kvrouter/{engine}" in await guide.run("kvrouter top")
             await system.interrupt()
+
+
+def answer(output: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the headers, by lower-case name, and the body of a response as curl -i prints it."""
+    head, _, body = output.replace("\r\n", "\n").partition("\n\n")
+    headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:])
+    return headers, json.loads(body)

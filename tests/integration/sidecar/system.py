@@ -10,17 +10,50 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.runtime.contracts import Frontend
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
+from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
 from .rig import events_at
 
+_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 BLOCK = 16
 """Tokens per block of the engines."""
+
+
+@dataclass
+class Completion:
+    """What is said of a request."""
+
+    worker_id: int = 0
+    """The worker of the last attempt."""
+    overlap_blocks: int = 0
+    """Blocks that the router expected there."""
+    cached_tokens: int | None = None
+    """Tokens that the engine found in its cache."""
+    tokens: int = 0
+    """Tokens that it generated."""
+    finish_reason: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
+
+    def take(self, piece: FrontendServiceGenerateResponse) -> None:
+        if piece.HasField("routing"):
+            self.worker_id = piece.routing.rank.worker_id
+            self.overlap_blocks = piece.routing.predicted_overlap_blocks
+        if piece.output.HasField("cached_tokens"):
+            self.cached_tokens = piece.output.cached_tokens
+        self.tokens += len(piece.output.token_ids)
+        self.finish_reason = piece.output.finish_reason or self.finish_reason
 
 
 class System:
@@ -37,7 +70,17 @@ class System:
         urls = [("--engine", f"http://127.0.0.1:{port}") for port in self._engines.values()]
         engine = ("--openai", "--model", "m", "--enable-prompt-tokens-details", "--clock-factor", "10")
         self._commands = {
-            "router": ("cli.main", "serve", *where, "--http-bind", "", "--port", str(self._port)),
+            "router": (
+                "cli.main",
+                "serve",
+                *where,
+                "--http-bind",
+                "",
+                "--port",
+                "0",
+                "--bind",
+                f"127.0.0.1:{self._port}",
+            ),
             "sidecar": (
                 *("cli.main", "sidecar", *where, *(each for url in urls for each in url), "--worker-id", "1"),
                 *("--journal-path", str(logs / "journal"), "--engine-grace-seconds", "0.2", "--load-seconds", "0.1"),
@@ -80,16 +123,19 @@ class System:
             while len(self.logged(name, event)) < count:
                 await asyncio.sleep(0.05)
 
-    async def complete(self, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
-        """Returns the answer to a request, as soon as there is one."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens}
-        async with asyncio.timeout(90):
+    async def complete(self, prompt: list[int], max_tokens: int = 4) -> Completion:
+        """Runs a request by the worker contract, so that it reaches the engine through the sidecar."""
+        request = FrontendServiceGenerateRequest(
+            model="m", token_ids=prompt, stop_conditions=StopConditions(max_tokens=max_tokens)
+        )
+        async with asyncio.timeout(90), open_channel(f"127.0.0.1:{self._port}") as channel:
+            frontend = cast(Frontend, remote(_FRONTEND, channel))
             while True:
-                with suppress(aiohttp.ClientConnectionError):
-                    async with self.session.post(f"http://127.0.0.1:{self._port}/v1/completions", json=body) as answer:
-                        if answer.status == 200:
-                            found: dict[str, Any] = await answer.json()
-                            return found
+                completion = Completion()
+                with suppress(KvRouterError):
+                    async for piece in frontend.generate(request, deadline=Deadline.after(60)):
+                        completion.take(piece)
+                    return completion
                 await asyncio.sleep(0.1)
 
     async def serving(self) -> list[int]:
@@ -102,16 +148,6 @@ class System:
 
 def _module(command: tuple[str, ...]) -> tuple[str, ...]:
     return f"kvrouter.{command[0]}", *command[1:]
-
-
-def cached_tokens(answer: dict[str, Any]) -> int:
-    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return cached
-
-
-def overlap(answer: dict[str, Any]) -> int:
-    blocks: int = answer["kvrouter"]["predicted_overlap_blocks"]
-    return blocks
 
 
 @asynccontextmanager

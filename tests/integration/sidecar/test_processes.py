@@ -6,11 +6,10 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .system import BLOCK, System, cached_tokens, overlap, running_system
+from .system import BLOCK, Completion, System, running_system
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -23,20 +22,20 @@ async def system(tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: s
         yield system
 
 
-async def repeated_until_cached(system: System, prompt: list[int]) -> dict[str, Any]:
-    """Sends a prompt again until the index knows its blocks, and returns that answer, of an engine that has them."""
+async def repeated_until_cached(system: System, prompt: list[int]) -> Completion:
+    """Runs a prompt again until the index knows its blocks, and returns that run, at an engine that has them."""
     served = set()
     async with asyncio.timeout(60):
-        while not overlap(answer := await system.complete(prompt)):
-            served.add(answer["kvrouter"]["worker_id"])
-    assert not served or answer["kvrouter"]["worker_id"] in served
-    assert cached_tokens(answer) == overlap(answer) * BLOCK == len(prompt) // BLOCK * BLOCK
-    return answer
+        while not (completion := await system.complete(prompt)).overlap_blocks:
+            served.add(completion.worker_id)
+    assert not served or completion.worker_id in served
+    assert completion.cached_tokens == completion.overlap_blocks * BLOCK == len(prompt) // BLOCK * BLOCK
+    return completion
 
 
 async def test_requests_go_to_the_engine_that_has_their_prefix_and_survive_deaths(system: System) -> None:
     """One system for the whole story, because starting it takes most of the time."""
-    holder = (await repeated_until_cached(system, PROMPT))["kvrouter"]["worker_id"]
+    holder = (await repeated_until_cached(system, PROMPT)).worker_id
 
     # The sidecar dies and resumes. (A worker whose engine has published nothing yet has nothing to resume from.)
     await system.kill("sidecar")
@@ -57,12 +56,12 @@ async def test_requests_go_to_the_engine_that_has_their_prefix_and_survive_death
         (holder,) = serving
         await system.kill(f"engine-{holder}")
         system.signal(f"engine-{3 - holder}", signal.SIGCONT)
-    assert request.result()["kvrouter"]["worker_id"] == 3 - holder
+    assert request.result().worker_id == 3 - holder
 
     # It comes back empty, and is used again.
     await system.kill(f"engine-{3 - holder}")
     await system.start(f"engine-{holder}")
     back = await system.complete(PROMPT)
-    assert back["kvrouter"]["worker_id"] == holder
-    assert cached_tokens(back) == 0
+    assert back.worker_id == holder
+    assert not back.cached_tokens
     await repeated_until_cached(system, PROMPT)

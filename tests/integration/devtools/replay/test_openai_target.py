@@ -89,11 +89,11 @@ async def test_prompts_stay_within_the_vocabulary() -> None:
 
 async def test_the_worker_that_a_router_names_is_recorded() -> None:
     async def handler(_: web.Request) -> web.StreamResponse:
-        return web.Response(text="data: [DONE]\n\n", headers={"x-kvrouter-worker": "18446744073709551615"})
+        return web.Response(text="data: [DONE]\n\n", headers={"x-kvrouter-worker": "18446744073709551615:3"})
 
     async with answering(handler) as url:
         (record,) = await replayed(url, 1)
-    assert record.worker == ((1 << 64) - 1, 0)
+    assert record.worker == ((1 << 64) - 1, 3)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ async def test_each_piece_is_written_as_it_arrives() -> None:
     client = Client()
     completion = stream(client, return_token_ids=True)
     completion.output(b"", GenerateOutput(token_ids=[10, 11], cached_tokens=16))
-    assert client.headers == {"x-request-id": "r", "x-kvrouter-worker": "5:0"}
+    assert client.headers == {"x-request-id": "r", "x-kvrouter-worker": "5:0", "x-kvrouter-overlap-blocks": "0"}
     assert len(client.events) == 1
     completion.output(b"", LAST)
     await completion.end()

@@ -181,8 +181,8 @@ def _tokens(choice: _Choice) -> int:
 
 def _worker(headers: Mapping[str, str]) -> tuple[int, int] | None:
     """Returns the worker that a router names in its response; None if it names none."""
-    named = headers.get(_WORKER_HEADER, "")
-    return (int(named), 0) if named.isdigit() else None
+    worker_id, _, dp_rank = headers.get(_WORKER_HEADER, "").partition(":")
+    return (int(worker_id), int(dp_rank)) if worker_id.isdigit() and dp_rank.isdigit() else None
 
 
 def _message(body: bytes) -> str:

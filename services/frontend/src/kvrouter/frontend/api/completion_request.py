@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -49,11 +49,22 @@ class CompletionRequest:
     """All prompts."""
 
     @classmethod
-    def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> CompletionRequest:
+    def parse(
+        cls,
+        body: bytes | bytearray,
+        *,
+        max_prompt_tokens: int,
+        check_text: Callable[[str], None] = lambda _: None,
+    ) -> CompletionRequest:
         """Parses a body. Uses up to four times its size in memory and stops at the first error.
 
         The prompt is cut out before the other fields are decoded, because the decoder would pass over it as slowly as
         it is parsed.
+
+        Args:
+            body: JSON.
+            max_prompt_tokens: Maximum number of token ids of a prompt.
+            check_text: Called with the model of a request with text; raises if it takes none.
 
         Raises:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
@@ -78,6 +89,8 @@ class CompletionRequest:
         text = text or bytes(fields.prompt)
         prompts: Sequence[PromptSource]
         if prompt is None and _TEXTS.match(text):
+            # Before the text is decoded, which may take four times its size.
+            check_text(fields.model)
             special = fields.add_special_tokens
             prompts = parse_prompts(text, add_special_tokens=special, limit=max_prompt_tokens)
             prompt = Prompt(b"", b"")

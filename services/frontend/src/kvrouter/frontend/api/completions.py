@@ -40,7 +40,11 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
 def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     """Returns the headers that say where a request ran."""
     rank = routing.rank
-    return {"x-request-id": routing.request_id, "x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}"}
+    return {
+        "x-request-id": routing.request_id,
+        "x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}",
+        "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
+    }
 
 
 class CompletionFrame:

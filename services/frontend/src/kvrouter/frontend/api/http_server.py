@@ -246,7 +246,11 @@ class HttpApi:
         return parsed.with_fields(with_headers(parsed.fields, request.headers))
 
     def _parse(self, body: bytearray) -> CompletionRequest:
-        return CompletionRequest.parse(body, max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens)
+        return CompletionRequest.parse(
+            body,
+            max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens,
+            check_text=lambda model: self._frontend.check_text(model, "prompt"),
+        )
 
     async def _forwarded(self, request: web.Request, body: bytearray, *, is_chat: bool) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""

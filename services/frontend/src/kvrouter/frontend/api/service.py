@@ -148,6 +148,22 @@ class FrontendService:
             await asyncio.wait([running])
             del running  # Its exception's traceback refers to this frame.
 
+    def check_text(self, model: str, field: str) -> None:
+        """Checks that texts of a model can be tokenized.
+
+        Args:
+            model: Name of the model or adapter.
+            field: Field of the request that has a text, for the error.
+
+        Raises:
+            UnknownModel: no component serves the model.
+            BadRequest: the model has no tokenizer here.
+        """
+        view, _ = self.resolve(model)
+        if self.texts is None:
+            raise BadRequest(f"{field} needs a tokenizer", field=field, advice="Send token ids.")
+        self.texts.get(view.descriptor.model, field)
+
     async def _with_text(
         self, request: FrontendServiceGenerateRequest, prompt: bytes, buffer: OutputBuffer
     ) -> tuple[bytes, OutputReceiver]:

@@ -188,7 +188,8 @@ class Exchange:
                     request_id=self._request_id,
                     deadline=Deadline.after(_FOLLOW_SECONDS),
                 )
-            added = {"x-kvrouter-worker": str(self._pick.booking.rank.worker_id), "x-request-id": self._request_id}
+            rank = self._pick.booking.rank
+            added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request_id}
         await self._context.write(responses.response_headers(added))
         if message.response_headers.end_of_stream:
             self._end()
