@@ -8,12 +8,14 @@ executed.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -72,6 +74,14 @@ class RunningCommand:
         with suppress(ProcessLookupError):  # It may have ended by itself.
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.communicate()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Waits for other tests that run ``kvrouter up``, because its default ports are the same for all."""
+    with (Path(tempfile.gettempdir()) / "kvrouter-up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Guide:
@@ -148,11 +158,12 @@ class Guide:
     @asynccontextmanager
     async def running(self, containing: str) -> AsyncIterator[RunningCommand]:
         """Runs a command while the context lasts, as in another terminal."""
-        command = RunningCommand(await self._start(containing))
-        try:
-            yield command
-        finally:
-            await command.kill()
+        with _alone() if "kvrouter up" in containing else nullcontext():
+            command = RunningCommand(await self._start(containing))
+            try:
+                yield command
+            finally:
+                await command.kill()
 
     async def _start(self, containing: str) -> asyncio.subprocess.Process:
         command = self.block(containing, "sh")
