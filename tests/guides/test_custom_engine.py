@@ -19,7 +19,7 @@ def test_its_code_is_that_of_the_example() -> None:
     assert [each for each in code if each not in example] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(180)
 async def test_from_nothing_to_a_routed_request(tmp_path: Path) -> None:
     with Guide(GUIDE, directory=tmp_path) as guide:

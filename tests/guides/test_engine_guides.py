@@ -14,7 +14,7 @@ from .commands import Guide
 from .engine_commands import write_engine_commands
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("engine", "command", "port"), [("vllm", "vllm serve", 8100), ("sglang", "sglang serve", 30000)]

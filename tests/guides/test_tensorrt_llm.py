@@ -43,7 +43,7 @@ async def test_a_scope_that_the_engine_would_not_keep_apart_is_refused(
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(180)
 async def test_from_nothing_to_a_routed_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = str(Path(__file__).parent / "simulated")
