@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 from kvrouter.cli.development.demo import DemoOptions, demo
-from kvrouter.devtools.replay.open_loop import ReplayOptions
+from kvrouter.devtools.replay.frontend_target import ReplayOptions
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.sequential import sequential_replay
 from kvrouter.devtools.replay.statistics import expected_cached_tokens
