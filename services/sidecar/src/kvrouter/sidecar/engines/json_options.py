@@ -1,4 +1,4 @@
-"""Options of a request that only the engine interprets."""
+"""Parts of a request that are JSON for the engine, and what no engine can serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.v1.worker_pb2 import SamplingOptions
+from kvrouter.v1.worker_pb2 import SamplingOptions, WorkerServiceGenerateRequest
 
 _FIELD = "sampling_options.engine_options_json"
 
@@ -25,16 +25,23 @@ def engine_options(options: SamplingOptions) -> dict[str, Any]:
         raise RequestRefused(f"expected a JSON object: {error}", field=_FIELD) from None
 
 
-def json_object(payload: bytes, field: str) -> dict[str, Any]:
-    """Returns a payload of JSON.
+def transfer_parameters(request: WorkerServiceGenerateRequest, transfer_format: str) -> dict[str, Any]:
+    """Returns the transfer parameters of a request that has some.
 
     Raises:
-        RequestRefused: it is no JSON object.
+        RequestRefused: they have another format, or are no JSON object.
     """
+    given = request.transfer_params
+    if given.format != transfer_format:
+        raise RequestRefused(
+            f"expected transfer parameters in the format {transfer_format!r}, received {given.format!r:.64}",
+            field="transfer_params.format",
+            known=[transfer_format],
+        )
     try:
-        return msgspec.json.decode(payload, type=dict[str, Any])
+        return msgspec.json.decode(given.payload, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestRefused(f"expected a JSON object: {error}", field=field) from None
+        raise RequestRefused(f"expected a JSON object: {error}", field="transfer_params.payload") from None
 
 
 def refuse_several_sequences(options: SamplingOptions) -> None:

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 from kvrouter.publisher.adapters.salts import engine_salt
-from kvrouter.publisher.errors import RequestRefused
 from kvrouter.sidecar.engines.api import EngineCall
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
 from kvrouter.sidecar.engines.failures import EngineFailed, error_in, refusal_of_code
 from kvrouter.sidecar.engines.http import as_json
-from kvrouter.sidecar.engines.json_options import engine_options, json_object, refuse_several_sequences
+from kvrouter.sidecar.engines.json_options import engine_options, refuse_several_sequences, transfer_parameters
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateRequest
 
@@ -117,14 +116,7 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
 def _transfer(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> dict[str, Any] | None:
     """Returns where prefill and decode meet. A prefill without parameters draws a room at the engine's own address."""
     if request.HasField("transfer_params"):
-        given = request.transfer_params
-        if given.format != TRANSFER_FORMAT:
-            raise RequestRefused(
-                f"expected transfer parameters in the format {TRANSFER_FORMAT!r}, received {given.format!r:.64}",
-                field="transfer_params.format",
-                known=[TRANSFER_FORMAT],
-            )
-        return json_object(given.payload, "transfer_params.payload")
+        return transfer_parameters(request, TRANSFER_FORMAT)
     if request.stage != Stage.STAGE_PREFILL or not engine.bootstrap_endpoint:
         return None
     host, _, port = engine.bootstrap_endpoint.rpartition(":")

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import msgspec
 from kvrouter.publisher.adapters.salts import engine_salt
-from kvrouter.publisher.errors import RequestRefused
 from kvrouter.sidecar.engines.api import EngineCall
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
 from kvrouter.sidecar.engines.failures import EngineFailed, error_in, refusal_of_code
 from kvrouter.sidecar.engines.http import as_json
-from kvrouter.sidecar.engines.json_options import engine_options, json_object, refuse_several_sequences
+from kvrouter.sidecar.engines.json_options import engine_options, refuse_several_sequences, transfer_parameters
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateRequest
 
@@ -128,14 +127,7 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
 def _transfer(request: WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
     if not request.HasField("transfer_params"):
         return dict(_START_OF_TRANSFER) if is_prefill else None
-    given = request.transfer_params
-    if given.format != TRANSFER_FORMAT:
-        raise RequestRefused(
-            f"expected transfer parameters in the format {TRANSFER_FORMAT!r}, received {given.format!r:.64}",
-            field="transfer_params.format",
-            known=[TRANSFER_FORMAT],
-        )
-    parameters = json_object(given.payload, "transfer_params.payload")
+    parameters = transfer_parameters(request, TRANSFER_FORMAT)
     return _START_OF_TRANSFER | parameters if is_prefill else parameters
 
 
