@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.scheduler.api.selection import Selector
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHealthRequest
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
@@ -43,13 +43,16 @@ class Life:
 EVENTS = (
     "arrived",
     "selection requested",
+    "booked",
+    "selected",
     "dispatched",
     "output without tokens",
     "first token",
     "second token",
     "finish reason",
 )
-"""Events after each of which the client disconnects. Those from the dispatch on happen at the worker."""
+"""Events after each of which the client disconnects. The second and third happen at the Scheduler, before it answers;
+those from the dispatch on happen at the worker."""
 
 
 def behaviour(life: Life) -> Callable[[Context], Awaitable[None]]:
@@ -65,6 +68,18 @@ def behaviour(life: Life) -> Callable[[Context], Awaitable[None]]:
 
 async def fails(context: Context) -> None:
     context.set_code(grpc.StatusCode.INTERNAL)
+
+
+def stopping(method: Callable[..., Awaitable[Any]], life: Callable[[], Life]) -> Callable[..., Awaitable[Any]]:
+    """Returns a method of which the call and the return are events."""
+
+    async def stopped(*args: Any, **options: Any) -> Any:
+        await life().event()
+        result = await method(*args, **options)
+        await life().event()
+        return result
+
+    return stopped
 
 
 @pytest.fixture(params=[True, False], ids=["call stream", "ordinary calls"])
@@ -170,21 +185,8 @@ async def test_a_client_that_disconnects_leaves_nothing(
     system: System, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(len(EVENTS))
-    select = SchedulerLink.select
-
-    async def selecting(link: SchedulerLink, *args: Any, **options: Any) -> Any:
-        await life.event()
-        selected = asyncio.create_task(select(link, *args, **options))
-        try:
-            await asyncio.sleep(0)
-            await life.event()
-            return await selected
-        finally:
-            selected.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KvRouterError):
-                await selected
-
-    monkeypatch.setattr(SchedulerLink, "select", selecting)
+    monkeypatch.setattr(SchedulerLink, "_select_in", stopping(SchedulerLink._select_in, lambda: life))
+    monkeypatch.setattr(Selector, "select", stopping(Selector.select, lambda: life))
     async with hostile(system, WORKER) as worker:
         worker.behave = lambda context: behaviour(life)(context)
         tasks = await tasks_of_services()
