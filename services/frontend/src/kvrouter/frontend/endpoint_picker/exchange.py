@@ -16,12 +16,12 @@ import structlog
 from envoy.config.core.v3.base_pb2 import HeaderMap
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.endpoint_picker.picker import Picker
-from kvrouter.frontend.endpoint_picker.routed_body import RoutedBody
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, KvRouterError, TooLarge
 

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import structlog
 from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.validation import Limits, component_of_model
 from kvrouter.frontend.endpoint_picker.pick import Pick
-from kvrouter.frontend.endpoint_picker.routed_body import RoutedBody
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.worker_client.health import WorkerHealth
