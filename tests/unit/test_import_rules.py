@@ -127,7 +127,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker_client": ("metrics", "packed_prompt"),
         "lifecycle": ("metrics", "packed_prompt", "recording", "scheduler_client", "worker_client"),
         "api": ("lifecycle", "metrics", "packed_prompt", "recording", "scheduler_client", "text", "worker_client"),
-        "endpoint_picker": ("api", "packed_prompt", "scheduler_client", "worker_client"),
+        "endpoint_picker": ("api", "packed_prompt", "scheduler_client", "text", "worker_client"),
         "processes": ("app", "settings"),
         "settings": ("scheduler_client",),
     },

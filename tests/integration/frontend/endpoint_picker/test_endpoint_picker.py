@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -12,12 +13,13 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProtocolConfiguration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.ports import free_port
+from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, GetStatusRequest, SetBusyThresholdRequest
 
-from ..gateway import MODEL, System, running_system
+from ..gateway import MODEL, System, running_system, until
 from .gateway_stream import GatewayStream, headers
 
 BODY = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 8, "stream": True, "unknown": {"kept": True}}
@@ -90,6 +92,35 @@ async def test_a_request_is_routed_unchanged_and_freed_at_the_end_of_its_respons
     assert (await gateway.system.loads())[1].active_requests == 1
     await stream.end()
     await gateway.until_booked(0)
+
+
+async def test_a_chat_is_routed_by_the_tokens_of_its_rendered_prompt(gateway: Gateway, tmp_path: Path) -> None:
+    write_small_tokenizer(tmp_path)
+    engines = {worker_id: await gateway.add_engine(worker_id, tokenizer=str(tmp_path)) for worker_id in (1, 2)}
+    frontend = gateway.system.frontend
+    await until(lambda: frontend.has_text(MODEL))
+    assert frontend.texts is not None
+    text = frontend.texts.get(MODEL, "messages")
+    messages = [{"role": "user", "content": "Tell me about prefix caches. " * 40}]
+    template = text.template
+    assert template is not None
+    tokens = text.tokenizer.encode(template.render(messages), special_tokens=False, limit=10_000)
+    stream = gateway.stream()
+    endpoints, _ = await stream.routed({"model": MODEL, "messages": messages, "field_of_the_engine": 1})
+    worker_id = next(number for number, endpoint in engines.items() if endpoint == endpoints[0])
+    of_another = 1
+    loads = await gateway.system.loads()
+    assert loads[worker_id].potential_prefill_tokens == len(tokens) // 4 + of_another
+    await stream.send(response_headers=HttpHeaders(headers=headers()))
+    assert "x-kvrouter-routed-on" not in stream.set_headers(await stream.receive())
+
+
+async def test_a_chat_without_a_tokenizer_is_routed_on_load_and_says_so(gateway: Gateway) -> None:
+    await gateway.add_engine(1)
+    stream = gateway.stream()
+    await stream.routed({"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
+    await stream.send(response_headers=HttpHeaders(headers=headers()))
+    assert stream.set_headers(await stream.receive())["x-kvrouter-routed-on"] == "load"
 
 
 async def test_a_long_body_passes_in_pieces_that_envoy_accepts(gateway: Gateway) -> None:

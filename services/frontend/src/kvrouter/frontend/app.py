@@ -87,7 +87,7 @@ async def running(
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            async with _serving_endpoint_picker(settings, runtime, links, health):
+            async with _serving_endpoint_picker(settings, runtime, links, health, texts):
                 yield service
         finally:
             linking.cancel()
@@ -104,7 +104,7 @@ async def _fetch_files(runtime: Runtime, namespace: str, files: Sequence[ModelFi
 
 @asynccontextmanager
 async def _serving_endpoint_picker(
-    settings: FrontendSettings, runtime: Runtime, links: SchedulerLinks, health: WorkerHealth
+    settings: FrontendSettings, runtime: Runtime, links: SchedulerLinks, health: WorkerHealth, texts: TextModels
 ) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 
@@ -124,7 +124,7 @@ async def _serving_endpoint_picker(
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     async with serving_picker(
-        Picker(runtime.directory, links, health, limits),
+        Picker(runtime.directory, links, health, limits, texts),
         PickerMetrics(runtime.registry),
         settings.endpoint_picker_bind,
         timeout_seconds=settings.request_timeout_seconds,

@@ -21,7 +21,8 @@ from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.models import model_objects
 from kvrouter.frontend.api.openai.chat_request import parse_chat
-from kvrouter.frontend.api.openai.forwarding import ForwardedRequest, routing_fields, stand_in
+from kvrouter.frontend.api.openai.forwarding import ForwardedRequest, generate_request
+from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
@@ -199,7 +200,7 @@ class HttpApi:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
-        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body, is_chat=True)):
+        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         chat = parse_chat(body) if len(body) <= _LONG_BODY_BYTES else await asyncio.to_thread(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
@@ -219,7 +220,7 @@ class HttpApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
-        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body, is_chat=False)):
+        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         completion_request = await self._parsed(request, body)
         if not completion_request.is_plain or self._frontend.has_text(completion_request.fields.model):
@@ -252,19 +253,24 @@ class HttpApi:
             check_text=lambda model: self._frontend.check_text(model, "prompt"),
         )
 
-    async def _forwarded(self, request: web.Request, body: bytearray, *, is_chat: bool) -> web.StreamResponse | None:
+    async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
-        fields = routing_fields(body)
-        view = self._frontend.forwards_to(fields.model)
+        limit = self._frontend.options.limits.max_prompt_tokens
+        routed = await RoutedBody.read(body, max_prompt_tokens=limit)
+        view = self._frontend.forwards_to(routed.model)
         if view is None or self._session is None:
             return None
-        prompt = await self._routing_prompt(body, is_chat=is_chat)
+        routed = await routed.tokenized(self._frontend.texts, view.descriptor.model, max_prompt_tokens=limit)
         forwarded = ForwardedRequest(
-            request, bytes(body), view, self._session, self._frontend.worker_client, routed_on_load=prompt is None
+            request,
+            bytes(body),
+            view,
+            self._session,
+            self._frontend.worker_client,
+            routed_on_load=not routed.is_tokenized,
         )
-        if prompt is None:
-            prompt = stand_in(body, self._frontend.options.limits.max_prompt_tokens)
-        generate = fields.generate_request(request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
+        generate = generate_request(routed, request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
+        prompt = routed.token_ids
         try:
             await self._frontend.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
         except KvRouterError:
@@ -274,14 +280,6 @@ class HttpApi:
         if forwarded.response is not None:
             await forwarded.response.write_eof()
         return forwarded.response
-
-    async def _routing_prompt(self, body: bytearray, *, is_chat: bool) -> bytes | None:
-        """Returns the tokens that a forwarded prompt will have; None if they are not known here."""
-        try:
-            text_request = await asyncio.to_thread(parse_chat, body) if is_chat else self._parse(body).to_text_request()
-            return (await prepare(self._frontend, text_request)).frame.prompts[0]
-        except KvRouterError:
-            return None  # The engine knows more fields and contents, and says itself what it refuses.
 
     async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
         prepared = await prepare(self._frontend, text_request)

@@ -147,10 +147,7 @@ class Exchange:
         self._body = bytearray()
 
     async def _choose(self) -> Pick:
-        # Parsing takes time for long prompts; it releases the GIL meanwhile.
-        self._routed = await asyncio.to_thread(
-            RoutedBody.parse, self._body, max_prompt_tokens=self._picker.limits.max_prompt_tokens
-        )
+        self._routed = await self._picker.read(self._body)
         # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
         self._pick = await self._picker.pick(
             self._routed,
@@ -190,6 +187,8 @@ class Exchange:
                 )
             rank = self._pick.booking.rank
             added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request_id}
+            if self._pick.routed_on_load:
+                added["x-kvrouter-routed-on"] = "load"
         await self._context.write(responses.response_headers(added))
         if message.response_headers.end_of_stream:
             self._end()

@@ -14,13 +14,21 @@ class Pick:
     """A booking. ``end`` must follow; further calls have no effect."""
 
     def __init__(
-        self, booking: LiveBooking, link: SchedulerLink, endpoints: Sequence[str], headers: Mapping[str, str]
+        self,
+        booking: LiveBooking,
+        link: SchedulerLink,
+        endpoints: Sequence[str],
+        headers: Mapping[str, str],
+        *,
+        routed_on_load: bool,
     ) -> None:
         self.booking = booking
         self.endpoints = endpoints
         """The chosen endpoint, then fallbacks, as host:port."""
         self.headers = headers
         """Headers for the engine, such as the rank that it shall use."""
+        self.routed_on_load = routed_on_load
+        """Whether the prompt could not be tokenized, so that no prefix was found."""
         self._link = link
         self._output_tokens = 0
         self._ended = False

@@ -12,14 +12,15 @@ from urllib.parse import urlsplit
 import structlog
 from kvrouter.core import Scope, local_hashes
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
-from kvrouter.frontend.api.validation import Limits, component_of_model
+from kvrouter.frontend.api.validation import Limits, resolve_model
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong, UnknownModel
+from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
 from kvrouter.v1.names import ComponentName
@@ -37,8 +38,11 @@ _RANK_HEADER = "x-data-parallel-rank"
 class Picker:
     """Picks for all requests of a gateway."""
 
-    def __init__(self, directory: Directory, links: SchedulerLinks, health: WorkerHealth, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(
+        self, directory: Directory, links: SchedulerLinks, health: WorkerHealth, limits: Limits, texts: TextModels
+    ) -> None:
+        self._max_prompt_tokens = limits.max_prompt_tokens
+        self._texts = texts
         self._directory = directory
         self._links = links
         self._health = health
@@ -47,6 +51,16 @@ class Picker:
     def ready(self) -> bool:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
+
+    async def read(self, body: bytes | bytearray) -> RoutedBody:
+        """Returns what routing needs of a request, its prompt tokenized as far as it can be.
+
+        Raises:
+            KvRouterError: the body cannot be routed, or the model is unknown.
+        """
+        routed = await RoutedBody.read(body, max_prompt_tokens=self._max_prompt_tokens)
+        model = self._view(routed.model)[0].descriptor.model
+        return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens)
 
     async def pick(
         self,
@@ -119,7 +133,7 @@ class Picker:
         headers = {}
         if len(view.workers[chosen].ranks) > 1:
             headers[_RANK_HEADER] = str(booking.rank.dp_rank)
-        return Pick(booking, link, [endpoints[chosen], *fallbacks], headers)
+        return Pick(booking, link, [endpoints[chosen], *fallbacks], headers, routed_on_load=not body.is_tokenized)
 
     def any_endpoints(self, allowed: Collection[str] | None) -> list[str]:
         """Returns healthy endpoints in random order, for a request that runs no model; books nothing.
@@ -152,18 +166,11 @@ class Picker:
 
     def _view(self, model: str) -> tuple[ComponentView, str]:
         """Returns the component of a model or LoRA adapter, and the adapter's name, or an empty one."""
-        components: dict[ComponentName, ComponentView] = dict(self._directory.components)
-        try:
-            return component_of_model(model, components), ""
-        except UnknownModel:
-            for view in components.values():
-                if any(model in worker.lora_names for worker in view.workers.values()):
-                    return view, model
-            raise
+        return resolve_model(model, self._directory.components)
 
     def _check(self, body: RoutedBody, view: ComponentView) -> None:
         longest = view.descriptor.max_model_len
-        if not body.is_text and longest and body.prompt_tokens >= longest:
+        if body.is_tokenized and longest and body.prompt_tokens >= longest:
             raise PromptTooLong(body.prompt_tokens, longest - 1)
 
     def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:

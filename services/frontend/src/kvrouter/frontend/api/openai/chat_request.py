@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -52,33 +52,19 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         )
     fields = decode_json(_FIELDS, body)
     fields.check(prompts=1)
-    if not 1 <= len(fields.messages) <= MAX_MESSAGES:
-        raise BadRequest(
-            f"messages: expected 1 to {MAX_MESSAGES} messages, received {len(fields.messages)}",
-            field="messages",
-            advice='Send at least one message, such as {"role": "user", "content": "Hello"}.',
-        )
     if fields.continue_final_message:
         raise unsupported("continue_final_message")
     if fields.top_logprobs:
         raise unsupported("top_logprobs")
     if fields.tool_choice not in (None, "auto", "none"):
         raise unsupported("tool_choice")
-    messages = [_message(message, index) for index, message in enumerate(fields.messages)]
-    options = dict(fields.chat_template_kwargs or {})
-    if fields.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", fields.reasoning_effort)
-    for name in options.keys() & _RESERVED:
-        raise BadRequest(
-            f"chat_template_kwargs.{name}: set by the request itself",
-            field=f"chat_template_kwargs.{name}",
-            advice="Leave it out.",
-        )
-    prompt = ChatPrompt(
-        messages,
-        tools=fields.tools if fields.tools and fields.tool_choice != "none" else None,
+    prompt = chat_prompt(
+        fields.messages,
+        tools=fields.tools,
+        tool_choice=fields.tool_choice,
         add_generation_prompt=fields.add_generation_prompt,
-        options=options,
+        options=fields.chat_template_kwargs,
+        reasoning_effort=fields.reasoning_effort,
         characters=len(body),
     )
     return TextRequest(
@@ -87,6 +73,45 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
         is_chat=True,
         logprobs=bool(fields.logprobs),
+    )
+
+
+def chat_prompt(
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None,
+    tool_choice: object,
+    add_generation_prompt: bool,
+    options: Mapping[str, Any] | None,
+    reasoning_effort: str | None,
+    characters: int,
+) -> ChatPrompt:
+    """Returns the prompt of a chat, from fields of its body.
+
+    Raises:
+        BadRequest: there are no messages or too many, or one is no message of text, or an option is reserved.
+    """
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise BadRequest(
+            f"messages: expected 1 to {MAX_MESSAGES} messages, received {len(messages)}",
+            field="messages",
+            advice='Send at least one message, such as {"role": "user", "content": "Hello"}.',
+        )
+    variables = dict(options or {})
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
+    for name in variables.keys() & _RESERVED:
+        raise BadRequest(
+            f"chat_template_kwargs.{name}: set by the request itself",
+            field=f"chat_template_kwargs.{name}",
+            advice="Leave it out.",
+        )
+    return ChatPrompt(
+        [_message(message, index) for index, message in enumerate(messages)],
+        tools=tools if tools and tool_choice != "none" else None,
+        add_generation_prompt=add_generation_prompt,
+        options=variables,
+        characters=characters,
     )
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from kvrouter.frontend.api.completions import routing_headers
-from kvrouter.frontend.api.json_body import decode_json
+from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.runtime.deadline import Deadline
@@ -60,43 +60,13 @@ class _Body(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_Body)
 
 
-class RoutingFields(msgspec.Struct, frozen=True):
-    """What routing needs of a body. Everything else is the engine's business."""
-
-    model: str = ""
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-
-    def generate_request(self, request_id: str) -> FrontendServiceGenerateRequest:
-        """Returns the request as the Frontend's contract defines it, without the prompt."""
-        request = FrontendServiceGenerateRequest(model=self.model, request_id=request_id)
-        tokens = self.max_completion_tokens or self.max_tokens or 0
-        request.stop_conditions.max_tokens = min(max(0, tokens), _UNLIMITED_TOKENS)
-        if self.cache_salt:
-            request.scope.cache_salt = self.cache_salt
-        request.priority = min(max(self.priority or 0, -(1 << 31)), (1 << 31) - 1)
-        return request
-
-
-# As lenient as the engines: what they would refuse is for them to refuse.
-_FIELDS = msgspec.json.Decoder(RoutingFields, strict=False)
-
-
-def routing_fields(body: bytes | bytearray) -> RoutingFields:
-    """Parses what routing needs of a body.
-
-    Raises:
-        BadRequest: it is not a JSON object, or one of these fields has an impossible type.
-    """
-    return decode_json(_FIELDS, body)
-
-
-def stand_in(body: bytes | bytearray, limit: int) -> bytes:
-    """Returns bytes in the place of a prompt that cannot be tokenized: four for each token, a typical length."""
-    tokens = max(1, min(len(body) // 4, limit))
-    return bytes(body).ljust(4)[: tokens * 4]
+def generate_request(body: RoutedBody, request_id: str) -> FrontendServiceGenerateRequest:
+    """Returns a forwarded request as the Frontend's contract defines it, without the prompt."""
+    request = FrontendServiceGenerateRequest(model=body.model, request_id=request_id, priority=body.priority)
+    request.stop_conditions.max_tokens = body.max_output_tokens
+    if body.cache_salt:
+        request.scope.cache_salt = body.cache_salt
+    return request
 
 
 class ForwardedRequest:

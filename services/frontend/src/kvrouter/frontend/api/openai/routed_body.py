@@ -1,31 +1,71 @@
-"""What routing needs of an OpenAI request body. Everything else is the engine's business."""
+"""What routing needs of an OpenAI request body that its engine parses itself. Everything else is the engine's business.
+
+The prompt is tokenized only to find the worker that has its prefix. Whatever cannot be tokenized here, such as images,
+is routed on load: the engine knows more fields and contents, and says itself what it refuses.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.json_body import decode_json
+from kvrouter.frontend.api.openai.chat_request import MAX_STRUCTURE, chat_prompt
+from kvrouter.frontend.api.openai.prompt_list import parse_prompts
+from kvrouter.frontend.api.openai.text_request import PromptSource
 from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.runtime.errors import BadRequest, KvRouterError
 
 _TOKEN_LIST = re.compile(rb"\[\s*\d")
+_DATA_URL = re.compile(rb'"data:[^"]{512,}"')
+_MEDIUM_BYTES = 256 * TOKEN_BYTES
+"""Bytes that stand for an image or sound in a prompt that is not tokenized: engines make some 256 tokens of one."""
+_LONG_BODY_BYTES = 64 << 10
+"""Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
+_MAX_TOKENS = (1 << 32) - 1
+_PRIORITIES = range(-(1 << 31), 1 << 31)
+
+_Raw = msgspec.Raw
 
 
 class _Fields(msgspec.Struct, frozen=True):
     model: str = ""
-    prompt: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    prompt: _Raw = _Raw()
+    messages: _Raw = _Raw()
+    add_special_tokens: bool | None = None
+    tools: _Raw = _Raw()
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # They change the prompt in a way that only the engine knows.
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+
+    @property
+    def is_rendered_by_engine(self) -> bool:
+        """Whether only the engine knows the tokens."""
+        changed = self.chat_template, self.continue_final_message, self.documents
+        return any((*changed, self.prompt_embeds, self.truncate_prompt_tokens))
 
 
 # As lenient as the engines: what they would refuse is for them to refuse.
 _FIELDS = msgspec.json.Decoder(_Fields, strict=False)
+_OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,45 +75,132 @@ class RoutedBody:
     model: str
     """Name of the model or LoRA adapter; empty if the body names none."""
     token_ids: bytes = field(default=b"", repr=False)
-    """Prompt as packed token ids. Of a text, each four bytes stand for a token: that is its typical length, and prompts
-    with the same beginning have the same first blocks. No engine reports such blocks, so where workers publish events
-    the request is routed on load; in approximate mode it follows its prefix."""
-    is_text: bool = False
-    """Whether the prompt was a text."""
+    """Prompt as packed token ids. While it is not tokenized, each four of its bytes stand for a token: that is its
+    typical length, and prompts with the same beginning have the same first blocks. No engine reports such blocks, so
+    where workers publish events the request is routed on load; in approximate mode it follows its prefix."""
+    is_tokenized: bool = True
+    """Whether the token ids are those that the engine computes with."""
+    source: PromptSource | None = field(default=None, repr=False)
+    """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
     max_output_tokens: int = 0
     cache_salt: str = ""
     priority: int = 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens; an estimate for a text."""
+        """Number of prompt tokens; an estimate if they are not tokenized."""
         return len(self.token_ids) // TOKEN_BYTES
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
-        """Parses a JSON body.
+        """Parses a JSON body. A text is not tokenized yet.
 
         Raises:
             BadRequest: it is not a JSON object, or one of these fields has an impossible type.
             PromptTooLong: the prompt has more token ids than the limit.
         """
         fields = decode_json(_FIELDS, body)
-        prompt = bytes(fields.prompt) or bytes(fields.messages)
-        is_text = not _TOKEN_LIST.match(prompt)
-        if is_text:
-            tokens = max(1, min(len(prompt) // TOKEN_BYTES, max_prompt_tokens))
-            token_ids = prompt.ljust(TOKEN_BYTES)[: tokens * TOKEN_BYTES]
-        else:
-            token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
-        output = fields.max_completion_tokens or fields.max_tokens or 0
-        priority = fields.priority or 0
-        if not -(1 << 31) <= priority < 1 << 31:
+        if (fields.priority or 0) not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
-        return cls(
+        output = fields.max_completion_tokens or fields.max_tokens or 0
+        parsed = cls(
             model=fields.model,
-            token_ids=token_ids,
-            is_text=is_text,
-            max_output_tokens=max(0, min(output, (1 << 32) - 1)),
+            max_output_tokens=max(0, min(output, _MAX_TOKENS)),
             cache_salt=fields.cache_salt or "",
-            priority=priority,
+            priority=fields.priority or 0,
         )
+        prompt = bytes(fields.prompt)
+        if _TOKEN_LIST.match(prompt):
+            token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
+            return replace(parsed, token_ids=token_ids, is_tokenized=not fields.is_rendered_by_engine)
+        source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
+        token_ids = _stand_in(prompt or bytes(fields.messages), max_prompt_tokens)
+        return replace(parsed, token_ids=token_ids, is_tokenized=False, source=source)
+
+    @classmethod
+    async def read(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
+        """Does the same as ``parse``, a long body in a thread. Parsing releases the GIL between pieces of the prompt.
+
+        Raises:
+            BadRequest, PromptTooLong.
+        """
+        if len(body) <= _LONG_BODY_BYTES:
+            return cls.parse(body, max_prompt_tokens=max_prompt_tokens)
+        return await asyncio.to_thread(cls.parse, body, max_prompt_tokens=max_prompt_tokens)
+
+    async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
+        """Returns the body with the tokens of its prompt, as far as they can be known here.
+
+        Args:
+            texts: Tokenizers of the served models.
+            model: Name of the base model.
+            max_prompt_tokens: Maximum number of tokens.
+        """
+        text = None if texts is None else texts.find(model)
+        source = self.source
+        if texts is None or text is None or source is None:
+            return self
+        try:
+            job = lambda: source.tokens(text, max_prompt_tokens)  # noqa: E731 - the type narrows only here
+            token_ids = await texts.timed(job, characters=source.characters)
+        except KvRouterError:
+            return self
+        return replace(self, token_ids=token_ids, is_tokenized=True, source=None) if token_ids else self
+
+
+class _Text:
+    """The prompt of a completion: a text, or a list, whose first element decides."""
+
+    field = "prompt"
+
+    def __init__(self, fields: _Fields) -> None:
+        self._prompt = bytes(fields.prompt)
+        self._add_special_tokens = fields.add_special_tokens is not False
+        self.characters = len(self._prompt)
+
+    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+        if self._prompt[:1] not in (b'"', b"["):
+            raise BadRequest("prompt: expected a text or a list", field="prompt")
+        prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
+        return prompts[0].tokens(text, limit)
+
+
+class _Chat:
+    """The messages of a chat, which are decoded only to be rendered."""
+
+    field = "messages"
+
+    def __init__(self, fields: _Fields) -> None:
+        self._fields = fields
+        self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
+
+    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+        fields = self._fields
+        if fields.add_special_tokens:
+            raise BadRequest("add_special_tokens: not known for a chat", field="add_special_tokens")
+        prompt = chat_prompt(
+            _objects(fields.messages),
+            tools=_objects(fields.tools),
+            tool_choice=fields.tool_choice,
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            options=fields.chat_template_kwargs,
+            reasoning_effort=fields.reasoning_effort,
+            characters=self.characters,
+        )
+        return prompt.tokens(text, limit)
+
+
+def _objects(raw: _Raw) -> list[dict[str, Any]]:
+    encoded = bytes(raw)
+    if encoded in (b"", b"null"):
+        return []
+    if sum(encoded.count(mark) for mark in (b"{", b"[", b",")) > MAX_STRUCTURE:
+        raise BadRequest(f"more than {MAX_STRUCTURE} brackets and commas")
+    return decode_json(_OBJECTS, encoded)
+
+
+def _stand_in(prompt: bytes, limit: int) -> bytes:
+    """Returns bytes in the place of tokens, four for each. An image is replaced by its digest, since it is long."""
+    prompt = _DATA_URL.sub(lambda found: hashlib.shake_128(found[0]).digest(_MEDIUM_BYTES), prompt)
+    tokens = max(1, min(len(prompt) // TOKEN_BYTES, limit))
+    return prompt.ljust(TOKEN_BYTES)[: tokens * TOKEN_BYTES]

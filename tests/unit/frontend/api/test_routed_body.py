@@ -1,0 +1,101 @@
+"""What routing reads of a body that an engine parses itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from kvrouter.frontend.api.openai.chat_request import parse_chat
+from kvrouter.frontend.api.openai.routed_body import RoutedBody
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.text_thread import TextThreads
+
+LIMIT = 10_000
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is an émigré? " * 20}]
+CHAT = {"model": "m", "messages": MESSAGES}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
+
+
+class Texts:
+    """The loaded tokenizers: one model's."""
+
+    def __init__(self, text: ModelText) -> None:
+        self._text = text
+        self._threads = TextThreads()
+
+    def find(self, model: str) -> ModelText | None:
+        return self._text if model == "m" else None
+
+    async def timed(self, job: Any, *, characters: int) -> Any:
+        return await self._threads.run(job, characters=characters)
+
+
+async def read(model: ModelText, body: dict[str, Any], served: str = "m") -> RoutedBody:
+    parsed = await RoutedBody.read(json.dumps(body).encode(), max_prompt_tokens=LIMIT)
+    texts: Any = Texts(model)
+    return await parsed.tokenized(texts, served, max_prompt_tokens=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        {},
+        {"response_format": {"type": "json_object"}, "top_logprobs": 3, "logprobs": True, "field_of_the_engine": {}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        {"max_tokens": "7", "stream": True, "reasoning_effort": "low"},
+    ],
+)
+async def test_a_chat_has_the_tokens_that_the_api_renders_whatever_else_the_engine_gets(
+    model: ModelText, further: dict[str, Any]
+) -> None:
+    rendered = {key: value for key, value in further.items() if key in ("tools", "reasoning_effort")}
+    expected = parse_chat(json.dumps(CHAT | rendered).encode()).prompts[0].tokens(model, LIMIT)
+    routed = await read(model, CHAT | further)
+    assert routed.is_tokenized
+    assert routed.token_ids == expected
+
+
+@pytest.mark.parametrize("prompt", ["one two three", ["one two three", "four"]])
+async def test_a_text_is_tokenized_and_of_a_list_the_first(model: ModelText, prompt: Any) -> None:
+    routed = await read(model, {"model": "m", "prompt": prompt, "guided_regex": "a*"})
+    assert routed.is_tokenized
+    assert routed.token_ids == model.tokenizer.encode("one two three", special_tokens=True, limit=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"documents": [{"text": "x"}]},
+        CHAT | {"chat_template": "{{ messages }}"},
+        CHAT | {"continue_final_message": True},
+        CHAT | {"add_special_tokens": True},
+        CHAT | {"messages": [{"role": "user", "content": [IMAGE]}]},
+        CHAT | {"messages": []},
+        {"model": "m", "prompt": "x", "truncate_prompt_tokens": 3},
+        {"model": "m", "prompt": {"an": "object"}},
+        {"model": "m", "prompt": "word " * 2 * LIMIT},
+        {"model": "m", "prompt": ["x" * 20, 5, None]},
+        {"model": "m"},
+    ],
+)
+async def test_what_only_the_engine_can_render_is_not_tokenized(model: ModelText, body: dict[str, Any]) -> None:
+    routed = await read(model, body)
+    assert not routed.is_tokenized
+    assert 1 <= routed.prompt_tokens <= LIMIT
+
+
+async def test_without_a_tokenizer_nothing_is_tokenized(model: ModelText) -> None:
+    assert not (await read(model, CHAT, served="another")).is_tokenized
+
+
+async def test_token_ids_need_no_tokenizer(model: ModelText) -> None:
+    routed = await read(model, {"model": "m", "prompt": [1, 2, 3]}, served="another")
+    assert routed.is_tokenized
+    assert routed.token_ids == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
+
+
+async def test_an_image_does_not_count_as_a_long_text(model: ModelText) -> None:
+    parts = [IMAGE, {"type": "text", "text": "What is this?"}]
+    routed = await read(model, CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert 256 <= routed.prompt_tokens < 512
