@@ -138,3 +138,12 @@ def test_load_counts_requests_blocks_and_tokens_to_compute() -> None:
     load = drive.engine.load()
     assert (load.running, load.waiting, load.prefill_tokens) == (1, 1, 14 + 7)
     assert (load.active_blocks, load.cached_blocks, load.total_blocks) == (4, 2, 20)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_request_that_continues_on_another_engine_has_the_output_of_one_that_was_not_interrupted(
+    seed: int | None,
+) -> None:
+    whole = [token for o in Drive(engine()).run("a", range(6), 12, seed=seed) for token in o.token_ids]
+    continued = Drive(engine()).run("a", [*range(6), *whole[:5]], 7, seed=seed)
+    assert [token for o in continued for token in o.token_ids] == whole[5:]

@@ -8,9 +8,25 @@ _MULTIPLIER, _INCREMENT, _MASK = 6364136223846793005, 1442695040888963407, (1 <<
 
 
 def output_stream(request: EngineRequest) -> int:
-    """Returns the initial state (u64) of the generator of a request's output tokens."""
+    """Returns the initial state (u64) of the generator of a request's output tokens.
+
+    A token depends on the seed, or else the request's id, and on its position in the sequence. So a request that
+    continues elsewhere, with the output so far in its prompt, has the same further output.
+    """
     source = request.request_id if request.seed is None else str(request.seed)
-    return xxh3_64_intdigest(source.encode())
+    return _skipped(xxh3_64_intdigest(source.encode()), request.prompt_tokens)
+
+
+def _skipped(state: int, steps: int) -> int:
+    """Returns the generator's state after that many steps. Takes the logarithm of their number."""
+    multiplier, increment = _MULTIPLIER, _INCREMENT
+    while steps:
+        if steps & 1:
+            state = (state * multiplier + increment) & _MASK
+        increment = (multiplier + 1) * increment & _MASK
+        multiplier = multiplier * multiplier & _MASK
+        steps >>= 1
+    return state
 
 
 class Sequence:
