@@ -65,10 +65,13 @@ unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
 	$(BIN)/pytest -n auto tests/unit
 
+# Over a thousand tests with real servers: one that lost a race is run again and named, and fails if it fails twice.
+RERUN := --reruns 1 -rsR
+
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n auto -m "not full" tests/integration tests/faults tests/guides
+	$(BIN)/pytest -n auto $(RERUN) -m "not full" tests/integration tests/faults tests/guides
 
 test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
@@ -91,7 +94,7 @@ test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a sho
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
-	$(BIN)/pytest tests/test_end_to_end.py
+	$(BIN)/pytest $(RERUN) tests/test_end_to_end.py
 
 bench: bench-core bench-request bench-emit bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
 
