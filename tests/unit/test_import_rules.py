@@ -119,6 +119,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": ("load", "overlap", "policies", "queue", "request"),
     },
     "frontend": {
+        "client_sessions": (),
+        "indexer_client": (),
         "metrics": (),
         "packed_prompt": (),
         "recording": (),
@@ -126,7 +128,10 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "text": (),
         "worker_client": ("metrics", "packed_prompt"),
         "lifecycle": ("metrics", "packed_prompt", "recording", "scheduler_client", "worker_client"),
-        "api": ("lifecycle", "metrics", "packed_prompt", "recording", "scheduler_client", "text", "worker_client"),
+        "api": (
+            *("client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt", "recording"),
+            *("scheduler_client", "text", "worker_client"),
+        ),
         "endpoint_picker": ("api", "packed_prompt", "scheduler_client", "text", "worker_client"),
         "processes": ("app", "settings"),
         "settings": ("scheduler_client",),

@@ -113,7 +113,8 @@ def test_the_errors_of_a_call_are_those_of_its_docstring(kind: type) -> None:
 def test_every_error_of_the_frontend_is_listed_for_a_call() -> None:
     listed = named(section("errors.md", "FrontendService"))
     made = made_in("frontend")
-    passed_on = named(section("errors.md", "SchedulerService")) | {"OutOfRange"}
+    peers = ("SchedulerService", "IndexerService")
+    passed_on = {"OutOfRange"}.union(*(named(section("errors.md", peer)) for peer in peers))
     assert made <= listed | ANY_CALL, "errors that the page lacks"
     assert listed - ANY_CALL <= made | passed_on, "errors that the Frontend does not raise"
 

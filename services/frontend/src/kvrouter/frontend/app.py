@@ -12,6 +12,7 @@ import structlog
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService, GatewayOptions
 from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import RecordingFile
 from kvrouter.frontend.recording.recorder import Recorder
@@ -79,7 +80,8 @@ async def running(
         cache_bytes=settings.tokenizer_cache_bytes,
     )
     worker_client = WorkerClient(pool, health, metrics)
-    service = FrontendService(runtime.directory, links, worker_client, metrics, options, recorder, texts)
+    indexers = IndexerClient(runtime.directory)
+    service = FrontendService(runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")
@@ -96,6 +98,7 @@ async def running(
             if recorder is not None:
                 recorder.stop()
             await pool.close()
+            await indexers.close()
 
 
 async def _fetch_files(runtime: Runtime, namespace: str, files: Sequence[ModelFile]) -> Mapping[str, bytes]:

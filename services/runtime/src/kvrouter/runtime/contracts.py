@@ -191,6 +191,24 @@ class Frontend(Protocol):
         """Returns each worker's health as this Frontend observes it."""
         ...
 
+    def keep_session(
+        self, request: frontend.KeepSessionRequest, *, deadline: Deadline
+    ) -> Stream[frontend.KeepSessionResponse]:
+        """Keeps a client's session open until the call ends."""
+        ...
+
+    async def find_overlaps(
+        self, request: frontend.FindOverlapsRequest, *, deadline: Deadline
+    ) -> frontend.FindOverlapsResponse:
+        """Returns the overlap of each rank with a prompt, as an Indexer reports it."""
+        ...
+
+    def dump_index(
+        self, request: frontend.DumpIndexRequest, *, deadline: Deadline
+    ) -> Stream[frontend.DumpIndexResponse]:
+        """Yields an Indexer's whole index of a component in chunks, rank by rank."""
+        ...
+
 
 class Worker(Protocol):
     """An engine behind the publisher SDK. Fields: kvrouter/v1/worker.proto."""

@@ -18,6 +18,8 @@ from kvrouter.frontend.api.validation import (
     describe_models,
     resolve_model,
 )
+from kvrouter.frontend.client_sessions import kept_session, open_session, scheduler_session_id
+from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -31,15 +33,22 @@ from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, KvRouterError
-from kvrouter.v1.common_pb2 import Stage
+from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
+from kvrouter.runtime.rpc import not_awaited_by_drain
+from kvrouter.v1.common_pb2 import Component, Stage
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,
+    DumpIndexRequest,
+    DumpIndexResponse,
+    FindOverlapsRequest,
+    FindOverlapsResponse,
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
     GetWorkerHealthRequest,
     GetWorkerHealthResponse,
+    KeepSessionRequest,
+    KeepSessionResponse,
     ListModelsRequest,
     ListModelsResponse,
     PotentialLoadsRequest,
@@ -49,6 +58,7 @@ from kvrouter.v1.frontend_pb2 import (
     ReleaseRequest,
     ReleaseResponse,
 )
+from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     BusyThresholds,
@@ -89,6 +99,7 @@ class FrontendService:
         options: GatewayOptions,
         recorder: Recorder | None = None,
         texts: TextModels | None = None,
+        indexers: IndexerClient | None = None,
     ) -> None:
         self.options = options
         self.texts = texts
@@ -100,6 +111,7 @@ class FrontendService:
         self._workers = workers
         self._metrics = metrics
         self._recorder = recorder
+        self._indexers = indexers or IndexerClient(directory)
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
         metrics.live_bookings.set_function(lambda: links.live_bookings)
@@ -291,7 +303,7 @@ class FrontendService:
         return self.texts.find(self.resolve(model)[0].descriptor.model) is not None
 
     async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
-        """Returns the rank that a request would go to; booked under a lease if the request names a booking.
+        """Returns the rank that a request would go to. A named booking is made, in the session or under a lease.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
@@ -299,10 +311,18 @@ class FrontendService:
         """
         booking = request.booking if request.HasField("booking") else None
         select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
+        if request.session_id:
+            select.session_id = scheduler_session_id(request.session_id)
         component = self._resolve(select.request, request.booking.stage)
         select.request.constraints.avoided_worker_ids.extend(self._workers.health.avoided(component))
         scheduler = self._links.scheduler(component)
-        return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
+        try:
+            selection = await scheduler.select_worker(select, deadline=deadline)
+        except SessionLost:
+            # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
+            await open_session(scheduler, request.session_id)
+            selection = await scheduler.select_worker(select, deadline=deadline)
+        return BestWorkerResponse(selection=selection)
 
     async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
         """Returns the load that each rank would have with a request.
@@ -355,6 +375,60 @@ class FrontendService:
         """
         component = component_name(request.component) if request.HasField("component") else None
         return GetWorkerHealthResponse(workers=self._workers.health.status(component))
+
+    @not_awaited_by_drain
+    async def keep_session(
+        self,
+        request: KeepSessionRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - it lasts as long as the call
+    ) -> AsyncGenerator[KeepSessionResponse, None]:
+        """Keeps a client's session open until the call ends. Yields one response, when it is open.
+
+        Raises:
+            BadRequest, DependencyAway.
+        """
+        async with aclosing(kept_session(request, self._links.schedulers)) as opened:
+            async for response in opened:
+                yield KeepSessionResponse(grace_ms=response.grace_ms)
+
+    async def find_overlaps(self, request: FindOverlapsRequest, *, deadline: Deadline) -> FindOverlapsResponse:
+        """Returns the overlap of each rank with a prompt, as an Indexer reports it.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, NotReady, DeadlineExceeded,
+            DependencyAway.
+        """
+        asked = RoutingRequest()
+        asked.CopyFrom(request.request)
+        indexer = await self._indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE))
+        query = FindMatchesRequest(
+            component=asked.component,
+            block_size=asked.block_size,
+            scope=asked.scope,
+            multimodal_hashes=asked.multimodal_hashes,
+        )
+        if asked.HasField("local_hashes"):
+            query.local_hashes.CopyFrom(asked.local_hashes)
+        else:
+            query.token_ids.CopyFrom(asked.token_ids)
+        return FindOverlapsResponse(matches=await indexer.find_matches(query, deadline=deadline))
+
+    async def dump_index(
+        self, request: DumpIndexRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[DumpIndexResponse, None]:
+        """Yields an Indexer's whole index of a component in chunks, rank by rank.
+
+        Raises:
+            BadRequest, UnknownModel, UnknownComponent, NotReady, DeadlineExceeded, DependencyAway.
+        """
+        named = request.HasField("component")
+        component = component_name(request.component) if named else self._view(request.model).name
+        indexer = await self._indexers.indexer(component)
+        dump = DumpRequest(component=Component(namespace=component.namespace, name=component.name))
+        async with aclosing(indexer.dump(dump, deadline=deadline)) as parts:
+            async for part in parts:
+                yield DumpIndexResponse(state=part.state)
 
     async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
         """Sets the given busy thresholds of a model. Returns those in force.

@@ -5,7 +5,7 @@ from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_connection import CallConnection
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import open_channel, remote
-from kvrouter.runtime.rpc.server import RpcServer, add_service, open_server
+from kvrouter.runtime.rpc.server import RpcServer, add_service, not_awaited_by_drain, open_server
 from kvrouter.runtime.telemetry.health import HealthBoard
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "HealthBoard",
     "RpcServer",
     "add_service",
+    "not_awaited_by_drain",
     "open_channel",
     "open_server",
     "remote",

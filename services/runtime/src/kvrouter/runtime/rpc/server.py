@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from inspect import isawaitable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import structlog
@@ -51,6 +51,15 @@ _LAST_WORDS_SECONDS = 0.5
 
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def not_awaited_by_drain(method: _Method) -> _Method:
+    """Marks a method whose calls last until their client ends them. ``RpcServer.drain`` cuts them off in the end."""
+    method.__dict__["not_awaited_by_drain"] = True
+    return method
 
 
 class RpcServer:
@@ -177,12 +186,13 @@ class RpcServer:
         if method.client_streaming:
             limits = replace(limits, elements=None)
         path = full_path(method)
+        awaited = not getattr(bound, "not_awaited_by_drain", False)
 
         async def handle(incoming: Any, context: _Context) -> Any:
             # An exception stored in this frame would keep the frame and the request alive until the cyclic garbage
             # collector runs. ``context.abort`` stores one as well, so the status is set instead.
             try:
-                with self._counted():
+                with self._counted(awaited=awaited):
                     request = _read_all(incoming) if method.client_streaming else _read(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
@@ -199,9 +209,12 @@ class RpcServer:
         return make(handle, request_deserializer=request_parser(method, limits), response_serializer=_serialize)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, *, awaited: bool) -> Iterator[None]:
         if self._draining:
             raise Draining
+        if not awaited:
+            yield
+            return
         self._calls += 1
         self._idle.clear()
         try:

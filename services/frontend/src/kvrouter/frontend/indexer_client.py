@@ -1,0 +1,54 @@
+"""Calls the registered Indexers on behalf of clients that ask about the index."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import cast
+
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.errors import DependencyAway
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ServiceRegistration
+
+_DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+
+
+class IndexerClient:
+    """Opens a channel to each Indexer at its first use."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._stubs: dict[str, Indexer] = {}
+        self._channels = AsyncExitStack()
+
+    async def indexer(self, component: ComponentName) -> Indexer:
+        """Returns a stub of a ready Indexer of a component.
+
+        Raises:
+            DependencyAway: there is none.
+        """
+        for _, registration in sorted(self._directory.services("indexer").items()):
+            if registration.ready and _covers(registration, component):
+                return await self._stub(registration.endpoint)
+        raise DependencyAway(f"no Indexer of {component} is registered and ready")
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await self._channels.aclose()
+
+    async def _stub(self, endpoint: str) -> Indexer:
+        stub = self._stubs.get(endpoint)
+        if stub is None:
+            channel = open_channel(endpoint)
+            stub = self._stubs[endpoint] = cast(Indexer, remote(_DESCRIPTOR, channel))
+            await self._channels.enter_async_context(channel)
+        return stub
+
+
+def _covers(registration: ServiceRegistration, component: ComponentName) -> bool:
+    return not registration.components or any(
+        (each.namespace, each.name) == (component.namespace, component.name) for each in registration.components
+    )

@@ -1,0 +1,80 @@
+"""Bookings of a client's session end with it, and with it only."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import pytest
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import BadRequest, RequestIdReused
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.frontend_pb2 import BestWorkerRequest, KeepSessionRequest, PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+from .gateway import MODEL, System
+
+KEY = BookingKey(request_id="mine")
+
+
+def booked(session_id: str, key: BookingKey = KEY) -> BestWorkerRequest:
+    routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(64)))
+    return BestWorkerRequest(request=routing, booking=key, session_id=session_id)
+
+
+async def test_bookings_of_a_session_are_freed_when_its_call_ends(system: System) -> None:
+    await system.start_worker(1)
+    keeping = system.client.keep_session(KeepSessionRequest(session_id="s"), deadline=Deadline.never())
+    async with aclosing(keeping):
+        assert (await anext(keeping)).grace_ms == 200
+        await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+        marked = await system.client.prefill_complete(PrefillCompleteRequest(booking=KEY), deadline=Deadline.after(10))
+        assert marked.known
+        assert await system.booked() == [1]
+    await system.until_idle()
+
+
+async def test_a_session_that_is_opened_again_keeps_its_bookings(system: System) -> None:
+    await system.start_worker(1)
+    request = KeepSessionRequest(session_id="s", client_name="a client")
+    first = system.client.keep_session(request, deadline=Deadline.never())
+    await anext(first)
+    await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+    second = system.client.keep_session(request, deadline=Deadline.never())
+    async with aclosing(second):
+        await anext(second)
+        released = await system.client.release(ReleaseRequest(booking=KEY), deadline=Deadline.after(10))
+        assert released.known
+        with pytest.raises(RequestIdReused):
+            await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+        await first.aclose()
+        await system.client.best_worker(booked("s", BookingKey(request_id="2")), deadline=Deadline.after(10))
+        assert await system.booked() == [1]
+    await system.until_idle()
+
+
+async def test_a_booking_may_come_before_the_call_that_keeps_its_session(system: System) -> None:
+    await system.start_worker(1)
+    await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+    keeping = system.client.keep_session(KeepSessionRequest(session_id="s"), deadline=Deadline.never())
+    async with aclosing(keeping):
+        await anext(keeping)
+        assert await system.booked() == [1]
+    await system.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (KeepSessionRequest(), "session_id"),
+        (KeepSessionRequest(session_id="é" * 65), "session_id"),
+        (KeepSessionRequest(session_id="s", client_name="n" * 65), "client_name"),
+    ],
+)
+async def test_a_session_with_an_invalid_name_is_refused(
+    system: System, request_: KeepSessionRequest, field: str
+) -> None:
+    keeping = system.client.keep_session(request_, deadline=Deadline.after(10))
+    with pytest.raises(BadRequest) as refused:
+        await anext(keeping)
+    assert refused.value.info.field == field
