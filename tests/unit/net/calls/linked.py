@@ -16,7 +16,6 @@ from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, 
 
 ECHO = "test.Service/Echo"
 TOKENS = "test.Service/Tokens"
-CHAT = "test.Service/Chat"
 LATER = "test.Service/Later"
 HELLO = OpenCallStreamRequest(client_hello=CallStreamClientHello(version=1, client_name="tester"))
 
@@ -66,13 +65,6 @@ class Linked:
             self.streaming.append((raw, call))
             call.on_cancelled = lambda: self.aborted.append(raw)
 
-        self.chats: dict[bytes, list[bytes | None]] = {}
-        """Further requests of each Chat call, by its first request; None for their end."""
-
-        def chat(raw: bytes, call: ServerCall) -> None:
-            tokens(raw, call)
-            call.on_request = self.chats.setdefault(raw, []).append
-
         def later(raw: bytes, _call: ServerCall) -> Awaitable[bytes]:
             self.executed.append(raw)
             return asyncio.sleep(0, raw)
@@ -81,7 +73,6 @@ class Linked:
             Method(ECHO, unary=echo),
             Method(TOKENS, streaming=tokens),
             Method(LATER, unary=later),
-            Method(CHAT, streaming=chat),
         ]
         self.server = ServerStream(HELLO, methods, limits, CallStreamCounts(), lambda: None, self._run)
         first = self.server.next_message()

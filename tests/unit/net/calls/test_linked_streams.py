@@ -8,7 +8,7 @@ from kvrouter.net.calls.errors import CallRefused, CallTimedOut, NotSent, Outcom
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest, OpenCallStreamResponse
 
-from .linked import CHAT, ECHO, LATER, TOKENS, Linked, Received
+from .linked import ECHO, LATER, TOKENS, Linked, Received
 
 
 def test_a_unary_call_is_answered_once() -> None:
@@ -286,48 +286,3 @@ def test_a_ping_is_answered() -> None:
     assert linked.client.heard
     assert linked.server.sends_pings
     assert OpenCallStreamResponse.FromString(linked.to_client[0]).pong == 1
-
-
-def test_further_requests_arrive_in_order_and_then_end() -> None:
-    linked = Linked()
-    running, _ = linked.start(CHAT, b"first")
-    running.send(b"l" * 300_000)
-    linked.carry()
-    running.send(b"short")
-    running.end_requests()
-    linked.carry()
-    assert linked.chats == {b"first": [b"l" * 300_000, b"short", None]}
-
-
-def test_a_further_request_of_a_call_that_takes_one_ends_it() -> None:
-    linked = Linked()
-    running, received = linked.start(TOKENS)
-    running.send(b"further")
-    linked.carry()
-    (error,) = received.errors
-    assert isinstance(error, CallRefused)
-    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert linked.aborted == [b""]
-
-
-def test_a_further_request_of_a_call_that_has_ended_is_dropped() -> None:
-    linked = Linked()
-    running, received = linked.start(CHAT)
-    linked.carry()
-    ((_, call),) = linked.streaming
-    call.end()
-    running.send(b"x" * 300_000)
-    linked.carry()
-    assert received.ended == 1
-    assert linked.client.running == linked.server.running == 0
-    running.send(b"too late")
-    linked.carry()
-
-
-def test_a_call_with_further_requests_waiting_was_sent() -> None:
-    linked = Linked()
-    running, received = linked.start(CHAT)
-    linked.carry()
-    running.send(b"waiting")
-    linked.client.lose("the network is gone")
-    assert isinstance(received.errors[0], OutcomeUnknown)

@@ -18,7 +18,7 @@ from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import ServerCall
 
-from .linked import CHAT, ECHO, TOKENS, Linked, Received
+from .linked import ECHO, TOKENS, Linked, Received
 
 LIMITS = CallLimits(message_bytes=64 << 10, part_bytes=8 << 10, calls=200)
 SIZES = st.sampled_from([8, 100, 8 << 10, (8 << 10) + 1, 30_000, 150_000])
@@ -33,10 +33,6 @@ class Call:
     running: RunningCall
     responses: list[bytes] = field(default_factory=list)
     """What the handler responded before the call ended there."""
-    further: list[bytes | None] = field(default_factory=list)
-    """What the caller sent after its first request."""
-    takes_requests: bool = False
-    """Whether the method takes a stream of requests that the caller has not ended."""
     failed: bool = False
     """Whether the handler refused it."""
     ended: bool = False
@@ -68,27 +64,13 @@ class Streams(RuleBasedStateMachine):
         except NotSent:
             assert self.lost or self.linked.client.draining
             return None
-        self.model[number] = Call(request, received, running, takes_requests=method == CHAT)
+        self.model[number] = Call(request, received, running)
         return number
 
-    @rule(target=calls, method=st.sampled_from([ECHO, TOKENS, CHAT]), size=SIZES, urgent=st.booleans())
+    @rule(target=calls, method=st.sampled_from([ECHO, TOKENS]), size=SIZES, urgent=st.booleans())
     def start(self, method: str, size: int, urgent: bool) -> object:
         number = self._start(method, size, urgent=urgent)
         return multiple() if number is None else number
-
-    @rule(number=calls, size=st.one_of(st.none(), SIZES))
-    def send_further(self, number: int, size: int | None) -> None:
-        call = self.model[number]
-        if not call.takes_requests or call.received.outcomes or call.cancelled:
-            return
-        if size is None:
-            call.takes_requests = False
-            call.running.end_requests()
-            call.further.append(None)
-        else:
-            request = len(call.further).to_bytes(8, "little") * (size // 8)
-            call.running.send(request)
-            call.further.append(request)
 
     @rule(number=consumes(calls), in_time=st.booleans())
     def cancel(self, number: int, in_time: bool) -> None:
@@ -201,8 +183,6 @@ class Streams(RuleBasedStateMachine):
         echoed = ran and call.request not in {request for request, _ in self.linked.streaming}
         expected = [call.request] if echoed else call.responses
         assert received.responses == expected[: len(received.responses)]
-        arrived = self.linked.chats.get(call.request, [])
-        assert arrived == call.further[: len(arrived)]
         if received.ended:
             assert ran
             assert received.responses == expected
@@ -240,8 +220,6 @@ class Streams(RuleBasedStateMachine):
                 assert server_call is None or server_call.ended
             else:
                 assert call.received.outcomes == (call not in going_on)
-            if call in going_on and not call.cancelled:
-                assert self.linked.chats.get(call.request, []) == call.further
         if not self.lost:
             assert self.linked.client.running == len(going_on)
             assert self.linked.client._queued_bytes == 0

@@ -24,7 +24,6 @@ from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
-    CallRequestKind,
     CallResponse,
     CallResponseKind,
     CallStreamServerHello,
@@ -34,8 +33,6 @@ from kvrouter.v1.calls_pb2 import (
 
 log = get_logger(__name__)
 
-_FURTHER = CallRequestKind.CALL_REQUEST_KIND_FURTHER
-_REQUESTS_ENDED = CallRequestKind.CALL_REQUEST_KIND_ENDED
 _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
 _PART = CallResponseKind.CALL_RESPONSE_KIND_PART
 _ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
@@ -125,30 +122,14 @@ class ClientStream:
         if self.running >= self._max_calls or self._queued_bytes >= self._limits.queued_bytes:
             raise NotSent(f"{self.running} calls are running or waiting: the server answers too slowly")
         call = RunningCall(self, index, request, receiver, time_left, trace_context)
-        self._enter_lane(call, request, urgent=urgent)
+        call.lane = self._long if size > self._part_bytes else self._urgent if urgent else self._short
+        call.lane[call] = None
+        self._queued_bytes += size
         counts = self.counts
         counts.calls += 1
         counts.running += 1
         self._wake()
         return call
-
-    def send(self, call: RunningCall, request: bytes | None) -> None:
-        """Sends a further request of a running call; None ends its requests. Requests of one call keep their order.
-
-        Raises:
-            NotSent: the server accepts no such request, or too much is waiting.
-        """
-        if call.receiver is None:
-            return
-        size = len(request or b"")
-        if size > self._max_request_bytes or self._queued_bytes >= self._limits.queued_bytes:
-            raise NotSent(f"a request of {size} bytes is too long, or the server reads too slowly")
-        if call.lane is not None:
-            call.further.append(request)
-            self._queued_bytes += size
-        else:
-            self._enter_lane(call, request)
-        self._wake()
 
     def cancel(self, call: RunningCall) -> None:
         """Ends a call for its caller. The server is informed if any part of the call was sent."""
@@ -259,16 +240,12 @@ class ClientStream:
         return f"the server accepts requests of at most {self._max_request_bytes} bytes, this one has {size}"
 
     def _add(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
-        if call.sent:
-            kind = _REQUESTS_ENDED if call.ends_requests else _FURTHER
-            message.calls.add(number=call.number, request=call.request, kind=kind)
-        else:
-            self._number(call)
-            item = message.calls.add(number=call.number, method=call.method, request=call.request)
-            if call.expires:
-                item.time_left_ms = call.time_left_ms()
-            if call.trace:
-                item.trace_context = call.trace
+        self._number(call)
+        item = message.calls.add(number=call.number, method=call.method, request=call.request)
+        if call.expires:
+            item.time_left_ms = call.time_left_ms()
+        if call.trace:
+            item.trace_context = call.trace
         self._sent(call)
 
     def _add_part(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
@@ -277,9 +254,7 @@ class ClientStream:
         if not call.number:
             self._number(call)
         item = message.calls.add(number=call.number, request=call.request[start:end])
-        if call.sent:
-            item.kind = _FURTHER
-        elif not start:
+        if not start:
             item.method, item.time_left_ms, item.trace_context = call.method, call.time_left_ms(), call.trace
         call.sent_bytes = end
         if end < len(call.request):
@@ -292,34 +267,17 @@ class ClientStream:
         call.number = self._last_number
         self._calls[call.number] = call
 
-    def _enter_lane(self, call: RunningCall, request: bytes | None, *, urgent: bool = False) -> None:
-        call.request, call.ends_requests = request or b"", request is None
-        size = len(call.request)
-        call.lane = self._long if size > self._part_bytes else self._urgent if urgent else self._short
-        call.lane[call] = None
-        call.sent_bytes = 0
-        self._queued_bytes += size
-
     def _sent(self, call: RunningCall) -> None:
-        """Forgets a request that is sent. The call's next one waits, if there is one."""
         call.sent = True
-        further = call.further
-        self._leave_lane(call, keeps_further=True)
-        if further:
-            request = further.popleft()
-            self._queued_bytes -= len(request or b"")
-            self._enter_lane(call, request)
+        self._leave_lane(call)
 
-    def _leave_lane(self, call: RunningCall, *, keeps_further: bool = False) -> None:
+    def _leave_lane(self, call: RunningCall) -> None:
         """Forgets the request of a call that is sent or will not be."""
         if call.lane is not None:
             del call.lane[call]
             call.lane = None
             self._queued_bytes -= len(call.request)
             call.request = b""
-        if call.further and not keeps_further:
-            self._queued_bytes -= sum(len(each or b"") for each in call.further)
-            call.further.clear()
 
     def _send_cancel(self, number: int) -> None:
         self._cancelled.append(number)

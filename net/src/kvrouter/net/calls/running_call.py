@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Protocol
 
 from kvrouter.net.calls.errors import CallError
@@ -39,10 +39,6 @@ class Timer(Protocol):
 class CallStream(Protocol):
     """The stream that carries a call."""
 
-    def send(self, call: RunningCall, request: bytes | None) -> None:
-        """Sends a further request of a call; None ends its requests."""
-        ...
-
     def cancel(self, call: RunningCall) -> None:
         """Ends a call."""
         ...
@@ -58,8 +54,6 @@ class RunningCall:
     __slots__ = (
         "_expires_at",
         "_stream",
-        "ends_requests",
-        "further",
         "lane",
         "method",
         "number",
@@ -84,35 +78,19 @@ class RunningCall:
         self._expires_at = None if time_left is None else time.monotonic() + time_left
         self.method = method
         self.request = request
-        self.ends_requests = False
-        """Whether the end of the requests waits in the lane instead of a request."""
         self.receiver: ResponseReceiver | None = receiver
         """Receives the responses; None once the call has ended for its caller."""
         self.trace = trace
         self.number = 0
         """Number on the stream; 0 while no part is sent."""
         self.sent = False
-        """Whether the first request is sent."""
-        self.further: deque[bytes | None] = deque()
-        """Further requests that wait behind the one in the lane."""
+        """Whether all of the request is sent."""
         self.sent_bytes = 0
         """Bytes of the request that were sent in parts."""
         self.timer: Timer | None = None
         """Ends the call when its time is up; cancelled when the call ends before."""
         self.lane: Lane | None = None
         """Where the call waits; None once its last part is sent or it has ended."""
-
-    def send(self, request: bytes) -> None:
-        """Sends a further request of a call whose method takes a stream of them.
-
-        Raises:
-            NotSent: the server accepts no such request, or too much is waiting.
-        """
-        self._stream.send(self, request)
-
-    def end_requests(self) -> None:
-        """Ends the call's stream of requests. The server may still respond."""
-        self._stream.send(self, None)
 
     def cancel(self) -> None:
         """Cancels the call. Its receiver is not called any more."""

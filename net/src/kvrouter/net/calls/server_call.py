@@ -48,7 +48,6 @@ class ServerCall:
         "_stream",
         "number",
         "on_cancelled",
-        "on_request",
         "time_left",
         "trace_context",
         "unread_bytes",
@@ -67,10 +66,6 @@ class ServerCall:
         self.on_cancelled: Callable[[], None] | None = None
         """Called once if the call ends before its handler ends it: cancelled, lost with its stream, or too much of it
         is unread."""
-
-        self.on_request: Callable[[bytes | None], None] | None = None
-        """Receives further requests, and None at their end. A handler of a method with a stream of requests sets it at
-        once. Must not block."""
 
     @property
     def client(self) -> str:

@@ -20,7 +20,6 @@ from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallFailure,
     CallRequest,
-    CallRequestKind,
     CallStreamServerHello,
     OpenCallStreamRequest,
     OpenCallStreamResponse,
@@ -28,9 +27,6 @@ from kvrouter.v1.calls_pb2 import (
 
 log = get_logger(__name__)
 
-
-_FURTHER = CallRequestKind.CALL_REQUEST_KIND_FURTHER
-_ENDED = CallRequestKind.CALL_REQUEST_KIND_ENDED
 
 _LEAST_MESSAGE_BYTES = 64 << 10
 """Least size that a client must accept, so that a failure with all its details fits."""
@@ -42,7 +38,7 @@ class _Unfinished:
 
     call: ServerCall
     method: int
-    """Index of the method; -1 for a further request of a running call."""
+    """Index of the method."""
     parts: list[bytes]
     size: int
 
@@ -270,9 +266,7 @@ class ServerStream:
 
     def _receive_call(self, item: CallRequest) -> None:
         number = item.number
-        if item.kind:
-            self._receive_further(item)
-        elif number == self._last_number + 1:
+        if number == self._last_number + 1:
             if self._announced:
                 return  # The client knows that calls after the last one are not run.
             self._last_number = number
@@ -301,38 +295,6 @@ class ServerStream:
                 "unknown_call", f"expected call {self._last_number + 1} or a further part, received call {number}"
             )
 
-    def _receive_further(self, item: CallRequest) -> None:
-        """Processes a further request of a call, or the end of its requests."""
-        number = item.number
-        if item.kind not in {_FURTHER, _ENDED}:
-            raise ProtocolViolation("unknown_kind", f"received a request of kind {item.kind}, which is not defined")
-        if number > self._last_number and self._announced:
-            return
-        if not 0 < number <= self._last_number:
-            raise ProtocolViolation("unknown_call", f"received a further request of call {number}, which was not sent")
-        call = self._calls.get(number)
-        if call is None:
-            # It has ended, which the client did not know yet.
-            self._drop_unfinished(number)
-        elif call.on_request is None:
-            call.fail(CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "the method takes one request"))
-            call.cancelled()
-        elif item.more or number in self._unfinished:
-            if number not in self._unfinished:
-                self._unfinished[number] = _Unfinished(call, -1, [], 0)
-            self._add_part(self._unfinished[number], item)
-        else:
-            self._pass_on(call, item.request if item.kind == _FURTHER else None)
-
-    def _pass_on(self, call: ServerCall, request: bytes | None) -> None:
-        try:
-            if call.on_request is not None and not call.ended:
-                call.on_request(request)
-        except Exception:
-            log.exception("call.failed", call=call.number)
-            call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
-            call.cancelled()
-
     def _drop_unfinished(self, number: int) -> None:
         unfinished = self._unfinished.pop(number, None)
         if unfinished is not None:
@@ -357,11 +319,7 @@ class ServerStream:
         if not item.more:
             del self._unfinished[call.number]
             self._unfinished_bytes -= unfinished.size
-            request = b"".join(unfinished.parts)
-            if unfinished.method < 0:
-                self._pass_on(call, request)
-            else:
-                self._start(call, unfinished.method, request)
+            self._start(call, unfinished.method, b"".join(unfinished.parts))
 
     def _start(self, call: ServerCall, index: int, request: bytes) -> None:
         if call.ended:
