@@ -56,6 +56,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "nats_connection": (),
         "component_field": ("errors",),
         "packed_hashes": (),
+        "kv_transfer": (),
         "contracts": ("deadline",),
         "config": ("version",),
         "http_server": ("listening",),

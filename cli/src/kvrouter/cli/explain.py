@@ -80,6 +80,10 @@ def summary(decision: Decision) -> str:
     ]
     if decision.queued_us:
         lines.append(f"queued for {decision.queued_us / 1e6:.2f} s before")
+    if decision.HasField("prefill"):
+        lines.append(
+            f"prefill by {'a prefill worker' if decision.prefill.remote else 'this rank'}: {decision.prefill.reason}"
+        )
     if decision.load_only:
         lines.append("on load alone: no Indexer answered in time")
     if decision.reason:

@@ -169,8 +169,10 @@ def test_every_column_agrees_with_the_rules(
         return
     context = context_of(found, found.free, request)
     assert context.ranks == tuple(row.candidate.rank for row in free)
+    in_decode = constraints.stage == Stage.STAGE_DECODE
     columns = {
-        "overlap_blocks": [row.overlap_blocks for row in free],
+        # A prefill worker computes the whole prompt of a request in stage decode.
+        "overlap_blocks": [request.prompt.tokens // BLOCK if in_decode else row.overlap_blocks for row in free],
         "new_prefill_tokens": [row.new_prefill_tokens for row in free],
         "prefill_tokens": [row.load.prefill_tokens for row in free],
         "active_blocks": [row.load.active_blocks for row in free],

@@ -28,6 +28,10 @@ class Draining:
         assert weighed
         return {(1, 5): "draining"}
 
+    def overlap_of(self, rank: Rank) -> int:
+        assert rank != (1, 5)
+        return 1
+
 
 def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decision:
     weighed = context(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
@@ -120,3 +124,15 @@ def test_the_newest_decisions_name_the_chosen_rank_and_the_next_cheapest() -> No
     assert [each.cost for each in message.candidates] == sorted(newest[0].explanation.costs)[:2]
     assert message.chosen == message.candidates[0].rank
     assert decisions.newest(2, ComponentName("ns", "other")) == []
+
+
+def test_the_decision_on_a_prefill_worker_is_shown_only_if_there_is_no_other() -> None:
+    decisions = Decisions(3)
+    first = decided(decisions, "a")
+    prefill = decided(decisions, "a")._replace(is_of_prefill=True)
+    alone = decided(decisions, "b")._replace(is_of_prefill=True)
+    for each in (first, prefill, alone):
+        decisions.add(each)
+    assert decisions.by_request("a") is first
+    assert decisions.by_request("b") is alone
+    assert decisions.by_id(prefill.decision_id) is prefill

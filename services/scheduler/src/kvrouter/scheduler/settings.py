@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from kvrouter.runtime.config.settings import RoutingSettings
+from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import DEFAULT_MODE, MAX_WEIGHT, OF_POLICIES, RoutingOptions, Thresholds
+from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 _PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_target_ratio")
@@ -109,6 +111,32 @@ class SchedulerSettings(RoutingSettings):
         allow_inf_nan=False,
         description="Mean lateness of the event loop above which sharding is advised, in milliseconds; 0 is never.",
     )
+    remote_prefill_min_tokens: int = Field(
+        default=512,
+        ge=0,
+        description="Least prompt tokens that the decode worker lacks for a prefill worker to compute the prompt.",
+    )
+    prefill_us_per_token: float = Field(
+        default=16.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time in which a decode worker computes a prompt token, compared with the transfer, microseconds.",
+    )
+    kv_bytes_per_token: int = Field(
+        default=131_072, ge=0, description="KV cache of a token that a prefill worker transfers, in bytes."
+    )
+    kv_transfer_gb_per_second: float = Field(
+        default=25.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Bandwidth of transfers from prefill to decode workers, in 10^9 bytes per second.",
+    )
+    kv_transfer_latency_ms: float = Field(
+        default=5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time of a transfer besides that of its bytes, in milliseconds.",
+    )
     decisions_kept: int = Field(default=1024, ge=1, description="Number of past decisions that Explain can show.")
 
     @field_validator("router_mode")
@@ -132,7 +160,9 @@ class SchedulerSettings(RoutingSettings):
     def routing(self) -> RoutingOptions:
         """Returns the default routing options of requests."""
         thresholds = Thresholds(self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
-        return RoutingOptions(self.router_mode, self.overlap_score_weight, self.router_temperature, thresholds)
+        transfer = KvTransfer(self.kv_bytes_per_token, self.kv_transfer_gb_per_second, self.kv_transfer_latency_ms)
+        prefill = RemotePrefillOptions(self.remote_prefill_min_tokens, self.prefill_us_per_token, transfer)
+        return RoutingOptions(self.router_mode, self.overlap_score_weight, self.router_temperature, thresholds, prefill)
 
     def prediction_limits(self) -> PredictionLimits:
         """Returns the limits of predicted blocks."""

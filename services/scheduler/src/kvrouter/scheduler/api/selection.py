@@ -42,7 +42,6 @@ from kvrouter.scheduler.routing.decision import Decision, decide
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.request_context import BookingOptions, RequestContext, RequestReader, lease_seconds
 from kvrouter.scheduler.workers.candidates import check_pinned
-from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 
 log = structlog.get_logger(component="scheduler")
@@ -199,7 +198,7 @@ class Selector:
             context.prompt if self._predictions is not None else context.prompt.without_local_hashes(),
             Placement(decision.rank, decision.prefill_tokens),
             response,
-            audited=queried_indexer and context.constraints.stage != Stage.STAGE_DECODE,
+            audited=queried_indexer and not decision.is_prefilled_remotely,
             session_id=context.booking.session_id,
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,

@@ -7,7 +7,7 @@ from functools import lru_cache
 from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
-from kvrouter.scheduler.routing.decision import Decision
+from kvrouter.scheduler.routing.decision import Decision, prefill_message
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
@@ -28,6 +28,8 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response.decision_id = decision.decision_id
     response.load_only = decision.load_only
     response.queued_us = int(decision.queued_seconds * 1e6)
+    if (prefill := prefill_message(decision.prefill)) is not None:
+        response.prefill.CopyFrom(prefill)
     overlaps.write_cursor(candidate.rank, response)
     return response
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from kvrouter.v1.common_pb2 import RoutingOverrides
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
@@ -126,6 +127,8 @@ class RoutingOptions:
     """Softmax temperature, 0 or more."""
     thresholds: Thresholds = Thresholds()
     """Load above which a rank is busy."""
+    remote_prefill: RemotePrefillOptions = field(default_factory=RemotePrefillOptions)
+    """When a prefill worker computes the prompt of a request in stage decode."""
 
     @property
     def queries_indexer(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
@@ -12,9 +13,11 @@ from kvrouter.scheduler.load.busy import Load
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Column, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
+from kvrouter.scheduler.request.remote_prefill import PrefillPlaces, prefill_places
 from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
+from kvrouter.v1.common_pb2 import Stage
 
 RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
@@ -30,12 +33,28 @@ class CandidateSnapshot(NamedTuple):
     """Loads, the request's own blocks included."""
     overlap_blocks: Column
     new_prefill_tokens: Column
+    """Prompt tokens that each candidate would compute itself."""
     judged: Load | None
     """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
     """Candidates that satisfy the constraints, busy or not."""
     free: Places
     """Candidates of ``fit`` that are not busy."""
+    prefill: PrefillPlaces | None = None
+    """Who would compute the prompt, in stage decode; None in other stages."""
+
+    def overlap_of(self, rank: Rank) -> int:
+        """Returns the leading blocks of the prompt that a candidate holds."""
+        return int(self.overlap_blocks[self._place(rank)])
+
+    def prefills_remotely(self, rank: Rank) -> bool:
+        """Returns whether a prefill worker would compute the prompt for a candidate."""
+        return self.prefill is not None and bool(self.prefill.is_remote[self._place(rank)])
+
+    def _place(self, rank: Rank) -> int:
+        place = self.worker_set.place(rank)
+        assert place is not None  # noqa: S101 - only candidates are asked for
+        return place
 
     def why_busy(self, place: int) -> str:
         """Returns why a candidate is busy; empty if it is not."""
@@ -85,7 +104,16 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
     new_tokens = new_prefill_tokens(
         request.prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage
     )
-    return CandidateSnapshot(worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free)
+    prefill = None
+    if constraints.stage == Stage.STAGE_DECODE:
+        prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
+        if request.may_prefill_locally:
+            uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
+            prefill = prefill_places(uncached, request.options.remote_prefill)
+            new_tokens = np.where(prefill.is_remote, 0, uncached)
+    return CandidateSnapshot(
+        worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free, prefill
+    )
 
 
 def context_of(
@@ -97,6 +125,11 @@ def context_of(
     """
     pool, options = request.pool, request.options
     worker_set, loads, heads = found.worker_set, found.loads, found.loads.heads
+    overlap_blocks, new_prefill_tokens = found.overlap_blocks, found.new_prefill_tokens
+    if found.prefill is not None:
+        # What a prefill worker computes costs its rank no more than the transfer.
+        new_prefill_tokens = found.prefill.weighed_tokens
+        overlap_blocks = (request.prompt.tokens - new_prefill_tokens) // pool.booked_load.block_size
     every = SchedulingContext(
         prompt_tokens=request.prompt.tokens,
         block_size=pool.booked_load.block_size,
@@ -104,8 +137,8 @@ def context_of(
         temperature=options.temperature,
         previous=pool.previous.get(options.mode),
         ranks=worker_set.ranks,
-        overlap_blocks=found.overlap_blocks,
-        new_prefill_tokens=found.new_prefill_tokens,
+        overlap_blocks=overlap_blocks,
+        new_prefill_tokens=new_prefill_tokens,
         prefill_tokens=loads.prefill_tokens,
         active_blocks=loads.active_blocks,
         leading_active_blocks=loads.leading_active_blocks,

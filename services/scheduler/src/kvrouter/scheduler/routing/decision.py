@@ -11,12 +11,15 @@ from kvrouter.scheduler.identifiers import component_message, rank_message, rank
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait
+from kvrouter.scheduler.request.remote_prefill import PrefillDecision, RemotePrefillOptions, decide_prefill
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms
 from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
+from kvrouter.v1.scheduler_pb2 import PrefillDecision as PrefillDecisionMessage
 
 
 class Decision(NamedTuple):
@@ -41,8 +44,12 @@ class Decision(NamedTuple):
     explanation: Explanation
     chosen: Rank | None
     """The rank that the request is sent to; None if it is queued or refused."""
+    is_of_prefill: bool = False
+    """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
     """Time that the request spent in the queue."""
+    remote_prefill: RemotePrefillOptions | None = None
+    """When a prefill worker is worth its detour; None if there is no such decision."""
 
     @property
     def rank(self) -> Rank:
@@ -60,12 +67,13 @@ class Decision(NamedTuple):
     @property
     def overlap_blocks(self) -> int:
         """Leading blocks of the prompt that the rank holds."""
-        context, verdict = self._weighed()
-        return int(context.overlap_blocks[verdict.index])
+        return self.snapshot.overlap_of(self.rank)
 
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens that the rank has to compute."""
+        if self.is_prefilled_remotely:
+            return 0
         context, verdict = self._weighed()
         tokens = verdict.prefill_tokens
         return int(context.new_prefill_tokens[verdict.index]) if tokens is None else tokens
@@ -75,8 +83,24 @@ class Decision(NamedTuple):
         """Forecast time to the first token; None if it is unsuitable for latency calibration.
 
         If the policy chose to wait and the request is sent anyway, more work is ahead of it than the forecast assumes.
+        The first token of a prompt that a prefill worker computes does not show the speed of the rank.
         """
+        if self.is_prefilled_remotely:
+            return None
         return self.verdict.forecast_ms if isinstance(self.verdict, Choice) else None
+
+    @property
+    def is_prefilled_remotely(self) -> bool:
+        """Whether a prefill worker computes the prompt."""
+        return self.snapshot.prefills_remotely(self.rank)
+
+    @property
+    def prefill(self) -> PrefillDecision | None:
+        """Who computes the prompt; None if that is not decided here, or if no rank was chosen."""
+        if self.remote_prefill is None or self.context is None:
+            return None
+        held = self.overlap_blocks * self.context.block_size
+        return decide_prefill(max(0, self.context.prompt_tokens - held), self.remote_prefill)
 
     def to_message(self) -> DecisionMessage:
         """Returns the decision as a message, with candidates in order of rank."""
@@ -114,6 +138,7 @@ class Decision(NamedTuple):
             attempt=self.attempt,
             queued_us=int(self.queued_seconds * 1e6),
             component=component_message(self.component),
+            prefill=prefill_message(self.prefill),
         )
 
     def _terms(self, index: int) -> CandidateTerms:
@@ -121,10 +146,23 @@ class Decision(NamedTuple):
         return CandidateTerms(
             rank=rank_message(self.context.ranks[index]),
             cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
-            overlap_blocks=int(self.context.overlap_blocks[index]),
+            overlap_blocks=self.snapshot.overlap_of(self.context.ranks[index]),
             terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
             formula=self.explanation.formula(index),
         )
+
+
+def prefill_message(decision: PrefillDecision | None) -> PrefillDecisionMessage | None:
+    """Returns the message for who computes a prompt; None if that is not decided."""
+    if decision is None:
+        return None
+    return PrefillDecisionMessage(
+        remote=decision.is_remote,
+        uncached_tokens=decision.uncached_tokens,
+        compute_ms=decision.compute_ms,
+        transfer_ms=decision.transfer_ms,
+        reason=decision.reason,
+    )
 
 
 def decide(
@@ -173,6 +211,8 @@ def decide(
         verdict=verdict,
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
+        is_of_prefill=request.constraints.stage == Stage.STAGE_PREFILL,
+        remote_prefill=request.options.remote_prefill if request.may_prefill_locally else None,
     )
 
 

@@ -44,14 +44,15 @@ class Decisions:
         return next((each for each in reversed(self._ring) if each.decision_id == decision_id), None)
 
     def by_request(self, request_id: str) -> Decision | None:
-        """Returns the newest decision on a request.
+        """Returns the newest decision on a request; that of its prefill worker only if there is no other.
 
         ``request_id`` is the id that it was booked under, or the one that its client gave: a Frontend books under the
         client's id, ``~`` and a random part.
         """
         if not request_id:
             return None
-        return next((each for each in reversed(self._ring) if _names(each.request_id, request_id)), None)
+        found = [each for each in reversed(self._ring) if _names(each.request_id, request_id)]
+        return next((each for each in found if not each.is_of_prefill), found[0] if found else None)
 
     def newest(self, count: int, component: ComponentName | None = None) -> list[Decision]:
         """So many of the last ones, newest first; those of one component, or of all."""

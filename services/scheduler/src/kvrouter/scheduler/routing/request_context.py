@@ -53,6 +53,8 @@ class RequestContext(NamedTuple):
     """Priority among queued requests; higher goes first."""
     ignored_overrides: tuple[str, ...] = ()
     """Names of the request's overrides that have no effect in its mode."""
+    may_prefill_locally: bool = False
+    """In stage decode, whether the rank may compute the prompt itself; otherwise a prefill worker always does."""
 
 
 class RequestReader:
@@ -116,6 +118,7 @@ class RequestReader:
             conversation_of(request),
             request.priority,
             ignored_overrides(request.overrides, options.mode),
+            request.may_prefill_locally and stage == Stage.STAGE_DECODE,
         )
 
 

@@ -1,0 +1,75 @@
+"""Selections of a decode worker, which may compute the prompt itself."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.runtime.kv_transfer import KvTransfer
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
+from kvrouter.v1.common_pb2 import Role, Stage
+
+from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, worker
+
+PREFILL = RemotePrefillOptions(min_tokens=4 * BLOCK, prefill_us_per_token=10.0, transfer=KvTransfer(latency_ms=0.0))
+
+
+def parts(mode: str, indexer: ResidentBlocks | None = None) -> Parts:
+    return Parts(
+        view(*(worker(number, role=Role.ROLE_DECODE) for number in (1, 2)), role=Role.ROLE_DECODE),
+        options=RoutingOptions(mode, remote_prefill=PREFILL),
+        indexer=indexer or ResidentBlocks(),
+    )
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+async def test_a_long_prompt_is_left_to_a_prefill_worker_and_booked_without_prefill(mode: str) -> None:
+    scheduler = parts(mode)
+    chosen = await scheduler.select(
+        selecting("a", routing(8, may_prefill_locally=True), stage=Stage.STAGE_DECODE),
+    )
+    assert chosen.prefill.remote
+    assert chosen.prefill.uncached_tokens == 8 * BLOCK
+    assert chosen.prefill_tokens == 0
+    assert scheduler.load(chosen.rank.worker_id) == (8, 0, 1)
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+async def test_a_worker_that_holds_nearly_all_is_chosen_and_computes_the_rest(mode: str) -> None:
+    scheduler = parts(mode, ResidentBlocks({(2, 0): 6}))
+    chosen = await scheduler.select(
+        selecting("a", routing(8, may_prefill_locally=True), stage=Stage.STAGE_DECODE),
+    )
+    assert (chosen.rank.worker_id, chosen.overlap_blocks) == (2, 6)
+    assert not chosen.prefill.remote
+    assert chosen.prefill_tokens == 2 * BLOCK
+    assert scheduler.load(2) == (8, 2 * BLOCK, 1)
+
+
+@pytest.mark.parametrize("mode", sorted(POLICIES.keys() - {"direct"}))
+async def test_without_permission_a_prefill_worker_always_computes_the_prompt(mode: str) -> None:
+    scheduler = parts(mode, ResidentBlocks({(1, 0): 3}))
+    chosen = await scheduler.select(selecting("a", routing(4), stage=Stage.STAGE_DECODE))
+    assert not chosen.HasField("prefill")
+    assert chosen.prefill_tokens == 0
+    assert chosen.overlap_blocks == (3 if chosen.rank.worker_id == 1 and POLICIES[mode].uses_overlap else 0)
+
+
+async def test_the_permission_has_no_effect_on_whole_requests() -> None:
+    scheduler = parts("kv")
+    chosen = await scheduler.select(selecting("a", routing(8, may_prefill_locally=True)))
+    assert not chosen.HasField("prefill")
+    assert chosen.prefill_tokens == 8 * BLOCK
+
+
+async def test_explain_shows_who_computes_the_prompt_and_what_each_worker_holds() -> None:
+    scheduler = parts("kv", ResidentBlocks({(1, 0): 2}))
+    chosen = await scheduler.select(
+        selecting("a", routing(8, may_prefill_locally=True), stage=Stage.STAGE_DECODE),
+    )
+    decision = scheduler.decisions.by_id(chosen.decision_id)
+    assert decision is not None
+    explained = decision.to_message()
+    assert explained.prefill == chosen.prefill
+    assert [each.overlap_blocks for each in explained.candidates] == [2, 0]
+    assert chosen.rank.worker_id == 1, "it must receive less"

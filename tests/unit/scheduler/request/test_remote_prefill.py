@@ -1,0 +1,55 @@
+"""Who computes a prompt: a prefill worker, or the decode worker itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kvrouter.runtime.kv_transfer import KvTransfer
+from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions, decide_prefill, prefill_places
+
+OPTIONS = RemotePrefillOptions(
+    min_tokens=100,
+    prefill_us_per_token=10.0,
+    transfer=KvTransfer(1_000_000, gigabytes_per_second=200.0, latency_ms=2.0),
+)
+"""10 us to compute a token, 5 us to transfer its blocks."""
+
+
+@pytest.mark.parametrize(
+    ("uncached", "is_remote", "reason"),
+    [
+        (0, False, "lacks only 0 tokens"),
+        (99, False, "lacks only 99 tokens, fewer than 100"),
+        (100, False, "no less than to compute them"),
+        (400, False, "no less than to compute them"),
+        (401, True, "takes 4.0 ms, to compute them 4.0 ms"),
+        (10_000, True, "to transfer 10000 tokens takes 52.0 ms, to compute them 100.0 ms"),
+    ],
+)
+def test_a_prefill_worker_computes_what_is_long_and_faster_to_transfer(
+    uncached: int, is_remote: bool, reason: str
+) -> None:
+    decision = decide_prefill(uncached, OPTIONS)
+    assert (decision.is_remote, decision.uncached_tokens) == (is_remote, uncached)
+    assert reason in decision.reason
+
+
+def test_a_slow_link_keeps_every_prompt_at_its_decode_worker() -> None:
+    slow = RemotePrefillOptions(min_tokens=0, transfer=KvTransfer(gigabytes_per_second=1.0))
+    assert not any(decide_prefill(tokens, slow).is_remote for tokens in (0, 1, 1_000, 1_000_000))
+
+
+def test_without_a_time_to_compute_there_is_no_detour() -> None:
+    free = RemotePrefillOptions(prefill_us_per_token=0.0, transfer=KvTransfer(0, latency_ms=0.0))
+    assert not decide_prefill(10_000, free).is_remote
+
+
+def test_the_columns_agree_with_the_single_decision() -> None:
+    uncached = np.array([0, 99, 100, 400, 401, 10_000])
+    places = prefill_places(uncached, OPTIONS)
+    assert places.is_remote.tolist() == [decide_prefill(int(tokens), OPTIONS).is_remote for tokens in uncached]
+
+
+def test_what_is_transferred_weighs_less_than_what_is_computed() -> None:
+    weighed = prefill_places(np.array([50, 400, 1_000, 10_000]), OPTIONS).weighed_tokens.tolist()
+    assert weighed == [50, 400, 700, 5_200]
