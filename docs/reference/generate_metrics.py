@@ -16,6 +16,7 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.relay.metrics import RelayMetrics
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
@@ -46,8 +47,10 @@ a counter or histogram began. Each process also exposes `process_*` and `python_
 def page() -> str:
     """Returns the page."""
     sections = [_HEAD]
+    listed: set[tuple[str, str, str, str]] = set()
     for heading, registry in _registries():
-        rows = sorted({row for collector in _collectors(registry) for row in _metrics_of(collector)})
+        rows = sorted({row for collector in _collectors(registry) for row in _metrics_of(collector)} - listed)
+        listed.update(rows)
         table = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
         table.extend(f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in rows)
         sections.append(f"## {heading}\n\n" + "\n".join(table) + "\n")
@@ -62,6 +65,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     StaticDiscovery(MagicMock(components=()), "kvrouter", every)
     metered_quarantine(every)
     CallStreamMetrics(every)
+    bounds_of(every)
     _Connections(MagicMock(), every, "ops")
     yield "Every service", every
     frontend = CollectorRegistry()

@@ -50,6 +50,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "runtime": {
         "version": (),
         "backoff": (),
+        "bounds": (),
         "deadline": (),
         "errors": (),
         "listening": (),
@@ -59,11 +60,11 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "kv_transfer": (),
         "contracts": ("deadline",),
         "config": ("version",),
-        "http_server": ("listening",),
+        "http_server": ("bounds", "listening"),
         "telemetry": ("http_server", "listening", "version"),
         "rpc": ("deadline", "errors", "listening", "telemetry"),
         "discovery": ("config", "contracts", "deadline", "errors", "rpc"),
-        "process": ("config", "discovery", "listening", "nats_connection", "rpc", "telemetry"),
+        "process": ("bounds", "config", "discovery", "listening", "nats_connection", "rpc", "telemetry"),
     },
     "publisher": {
         "errors": (),
@@ -122,13 +123,14 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "frontend": {
         "client_sessions": (),
         "indexer_client": (),
-        "metrics": (),
+        "model_metrics": (),
+        "metrics": ("model_metrics",),
         "packed_prompt": (),
         "recording": (),
         "scheduler_client": (),
         "text": (),
         "worker_client": ("metrics", "packed_prompt"),
-        "lifecycle": ("metrics", "packed_prompt", "recording", "scheduler_client", "worker_client"),
+        "lifecycle": ("metrics", "model_metrics", "packed_prompt", "recording", "scheduler_client", "worker_client"),
         "api": (
             *("client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt", "recording"),
             *("scheduler_client", "text", "worker_client"),

@@ -180,6 +180,7 @@ class Parts:
         conversations: int = 100,
         max_queued_requests: int = 100,
         scheduler: SchedulerIncarnation | None = None,
+        log_formulas: bool = False,
     ) -> None:
         """``scheduler`` lets it announce its bookings as that Scheduler: see ``sync``."""
         self.now = 1000.0
@@ -217,6 +218,7 @@ class Parts:
             predictions=predictions,
             affinity=affinity,
             max_queued_requests=max_queued_requests,
+            log_formulas=log_formulas,
         )
         affinity.follow(self.booking_table)
         if predictions is not None:

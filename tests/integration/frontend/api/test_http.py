@@ -139,4 +139,7 @@ async def test_health_models_and_metrics(system: System, http: aiohttp.ClientSes
     async with http.get("/metrics") as response:
         text = await response.text()
     assert f'kvrouter_frontend_requests_total{{code="OK",model="{MODEL}"}} 1.0' in text
-    assert "kvrouter_frontend_output_tokens_total 5.0" in text
+    assert f'kvrouter_frontend_output_tokens_total{{model="{MODEL}"}} 5.0' in text
+    assert f'kvrouter_frontend_inter_token_seconds_count{{model="{MODEL}"}} 4.0' in text
+    assert f'kvrouter_frontend_request_seconds_count{{model="{MODEL}"}} 1.0' in text
+    assert 'kvrouter_bound_used{bound="frontend_http_connections",when_full="refuses"} 1.0' in text

@@ -7,7 +7,7 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.frontend.lifecycle.progress import Progress
-from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.model_metrics import MetricsByModel
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.v1.common_pb2 import BookingKey
@@ -53,7 +53,8 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
         return LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", prompt, block_size)
 
     registry, link, received = CollectorRegistry(), Link(), Received()
-    progress = Progress(fresh(), cast(SchedulerLink, link), received, FrontendMetrics(registry), arrived_ns=0)
+    metrics = MetricsByModel(registry).of("llama")
+    progress = Progress(fresh(), cast(SchedulerLink, link), received, metrics, arrived_ns=0)
     expected, reference, total = [], fresh(), 0
     for size in sizes:
         total += size
@@ -66,4 +67,6 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
     assert link.prefills == (total > 0)
     assert link.freed == [None]
     assert len(received.tokens) == progress.output_tokens == total
-    assert registry.get_sample_value("kvrouter_frontend_output_tokens_total") == total
+    assert registry.get_sample_value("kvrouter_frontend_output_tokens_total", {"model": "llama"}) == total
+    between = registry.get_sample_value("kvrouter_frontend_inter_token_seconds_count", {"model": "llama"})
+    assert between == total - next(filter(None, sizes), 0), "the first piece has no output before it"

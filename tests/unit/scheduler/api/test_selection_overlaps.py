@@ -117,3 +117,15 @@ async def test_overrides_without_effect_are_named_in_the_response_and_once_in_th
     assert not heeded.ignored_overrides
     warnings = [entry for entry in logs if entry["event"] == "overrides.ignored"]
     assert [(entry["mode"], entry["overrides"]) for entry in warnings] == [("forecast", ["overlap_score_weight"])]
+
+
+async def test_formulas_are_logged_for_every_candidate_where_configured() -> None:
+    for configured in (False, True):
+        parts = Parts(view(worker(1), worker(2)), log_formulas=configured)
+        with structlog.testing.capture_logs() as logs:
+            await parts.select(selecting("a"))
+        formulas = [entry["formula"] for entry in logs if entry["event"] == "decision.formula"]
+        assert [formula.split(":")[0] for formula in formulas] == (
+            ["Formula for worker_1", "Formula for worker_2"] if configured else []
+        )
+        assert all(entry["log_level"] == "info" for entry in logs if entry["event"] == "decision.formula")

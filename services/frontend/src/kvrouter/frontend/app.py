@@ -16,6 +16,7 @@ from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import RecordingFile
 from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.scheduler_client.booking_updates import MAX_UPDATES
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
@@ -28,6 +29,7 @@ from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.net.model_files import fetch_files
 from kvrouter.runtime import http_server
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
@@ -67,6 +69,9 @@ async def running(
     metrics.suspected_workers.set_function(lambda: health.suspected)
     metrics.backed_off_workers.set_function(lambda: health.backed_off)
     metrics.worker_channels.set_function(lambda: len(pool))
+    bounds = bounds_of(runtime.registry)
+    bounds.add("worker_channels", lambda: len(pool), pool.max_connections, when_full="evicts")
+    bounds.add("booking_updates", lambda: links.most_waiting_updates, MAX_UPDATES, when_full="drops")
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds)
     recorder: Recorder | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvrouter.frontend.model_metrics import MetricsByModel
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _ADDED_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
-_TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class FrontendMetrics:
@@ -44,23 +44,7 @@ class FrontendMetrics:
             buckets=_ADDED_BUCKETS,
             registry=registry,
         )
-        self.ttft_seconds = Histogram(
-            "kvrouter_frontend_ttft_seconds",
-            "Time from the arrival of a request to its first token.",
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
-        )
-        self.prompt_tokens = Counter(
-            "kvrouter_frontend_prompt_tokens", "Prompt tokens of requests with a first token.", registry=registry
-        )
-        self.cached_tokens = Counter(
-            "kvrouter_frontend_cached_tokens",
-            "Prompt tokens found in a cache, as reported by the workers.",
-            registry=registry,
-        )
-        self.output_tokens = Counter(
-            "kvrouter_frontend_output_tokens", "Output tokens sent to clients.", registry=registry
-        )
+        self.models = MetricsByModel(registry)
         self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings not yet freed.", registry=registry)
         self.sharded_components = Gauge(
             "kvrouter_frontend_sharded_components",

@@ -10,11 +10,13 @@ import structlog
 from kvrouter.core import MemoryBudget
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.indexer.memory_bound import default_max_index_bytes
+from kvrouter.indexer.replica.bounds import expose_bounds
 from kvrouter.indexer.replica.component import Limits
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, SnapshotOptions
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
 
 log = structlog.get_logger(component="indexer")
@@ -50,6 +52,7 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         quarantine=runtime.quarantine,
     )
     metrics = IndexerMetrics(runtime.registry, replica.components, budget)
+    expose_bounds(bounds_of(runtime.registry), replica.components, budget, max_blocks=settings.max_index_blocks or 0)
     following = runtime.spawn(replica.run(), "indexer")
     try:
         yield IndexerService(replica, metrics, budget, max_prompt_tokens=settings.max_prompt_tokens)

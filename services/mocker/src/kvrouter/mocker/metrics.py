@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from kvrouter.mocker.driver import EngineDriver
 from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 _LATENESS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -35,13 +37,25 @@ def expose_load(drivers: Mapping[int, EngineDriver], registry: CollectorRegistry
         gauge = Gauge(f"kvrouter_mocker_{field}", text, ["dp_rank"], registry=registry)
         for dp_rank, driver in drivers.items():
             gauge.labels(dp_rank=dp_rank).set_function(partial(_load_field, driver, field))
-    for total, text in (
-        ("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
-        ("cached_tokens_total", "Those of them that came out of the cache."),
-    ):
-        gauge = Gauge(f"kvrouter_mocker_{total}", text, ["dp_rank"], registry=registry)
-        for dp_rank, driver in drivers.items():
-            gauge.labels(dp_rank=dp_rank).set_function(partial(getattr, driver, total))
+    registry.register(_PrefixTokens(drivers))
+
+
+class _PrefixTokens(Collector):
+    """Prompt tokens and those that came out of the cache, by rank."""
+
+    def __init__(self, drivers: Mapping[int, EngineDriver]) -> None:
+        self._drivers = drivers
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the counters."""
+        for total, text in (
+            ("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
+            ("cached_tokens_total", "Those of them that came out of the cache."),
+        ):
+            family = CounterMetricFamily(f"kvrouter_mocker_{total}", text, labels=["dp_rank"])
+            for dp_rank, driver in self._drivers.items():
+                family.add_metric([str(dp_rank)], getattr(driver, total))
+            yield family
 
 
 def _load_field(driver: EngineDriver, field: str) -> float:

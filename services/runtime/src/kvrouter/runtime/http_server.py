@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import web
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.listening import BindFailed
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -103,6 +104,7 @@ class _Connections:
         )
         open_now = Gauge(f"kvrouter_{name}_http_connections", "Open HTTP connections.", registry=registry)
         open_now.set_function(lambda: len(self._by_handler))
+        bounds_of(registry).add(f"{name}_http_connections", lambda: len(self._by_handler), limits.connections)
 
     def closed(self, reason: str) -> None:
         self._closed.labels(reason=reason).inc()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 import structlog
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
@@ -29,6 +30,7 @@ from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.queue.metrics import QueueMetrics
 from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING
 from kvrouter.scheduler.replication.nats_link import SyncLink
 from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
@@ -119,6 +121,7 @@ async def running(
         affinity=affinity,
         max_queued_requests=settings.max_queued_requests,
         is_behind=lambda: overload.behind,
+        log_formulas=settings.log_formulas,
     )
     bookings = BookingUpdates(booking_table, booking_leases, pools, metrics, clock)
     sessions = Sessions(
@@ -133,6 +136,18 @@ async def running(
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     _show_sizes(metrics, booking_table, booking_leases, decisions, affinity, predictions, overload)
     runtime.registry.register(RankLoadMetrics(pools))
+    bounds = bounds_of(runtime.registry)
+    bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")
+    bounds.add("conversations", lambda: len(affinity), settings.conversations_kept, when_full="evicts")
+    if predictions is not None:
+        predicted = predictions
+        bounds.add("predicted_blocks", lambda: predicted.most_blocks, settings.router_max_tree_size, when_full="evicts")
+    if link is not None:
+        replicated = link
+        bounds.add("replication_events", lambda: replicated.most_outgoing, MAX_OUTGOING, when_full="drops")
+    queued = selector.queued
+    if queued is not None:
+        bounds.add("queued_requests", lambda: queued.longest, settings.max_queued_requests)
     status = Status(
         pools,
         booking_table,
@@ -193,7 +208,7 @@ def _show_sizes(
     overload: OverloadDetector,
 ) -> None:
     """Connects the size metrics to the objects that they measure, which are read when the metrics are scraped."""
-    metrics.late_ms.set_function(lambda: overload.late_ms)
+    metrics.loop_lateness.set_function(lambda: overload.late_ms / 1e3)
     metrics.behind.set_function(lambda: overload.behind)
     metrics.bookings.set_function(lambda: len(booking_table))
     metrics.sessions.set_function(lambda: booking_leases.sessions)

@@ -44,9 +44,9 @@ class SchedulerMetrics:
             buckets=_QUEUED_SECONDS,
             registry=registry,
         )
-        self.late_ms = Gauge(
-            "kvrouter_scheduler_loop_late_ms",
-            "Mean lateness of the event loop, in milliseconds.",
+        self.loop_lateness = Gauge(
+            "kvrouter_scheduler_loop_lateness_seconds",
+            "Mean lateness of the event loop.",
             registry=registry,
         )
         self.behind = Gauge(

@@ -139,6 +139,10 @@ class SchedulerSettings(RoutingSettings):
     )
     decisions_kept: int = Field(default=1024, ge=1, description="Number of past decisions that Explain can show.")
 
+    log_formulas: bool = Field(
+        default=False, description="Whether the cost formula of every candidate of every decision is logged."
+    )
+
     @field_validator("router_mode")
     @classmethod
     def _is_known(cls, mode: str) -> str:

@@ -255,13 +255,14 @@ class FrontendService:
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
+            generation.observe_success()
             code = "OK"
         except KvRouterError as error:
             code = error.code.name
             raise
         finally:
             self._in_flight -= 1
-            self._metrics.requests.labels(known_model, code).inc()
+            self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
             if self._recorder is not None and generation is not None and (outline := generation.outline()):
                 self._recorder.note(outline)
 

@@ -68,6 +68,7 @@ class Generation:
         self._component = view.name
         self._workers = workers
         self._metrics = metrics
+        self._model_metrics = metrics.models.of(view.descriptor.model)
         self._max_attempts = max_attempts
         self._arrived_ns = time.perf_counter_ns()
         self._arrived_unix_ns = time.time_ns()
@@ -113,6 +114,10 @@ class Generation:
             local_hashes=self._local_hashes,
             output_tokens=self._output_tokens,
         )
+
+    def observe_success(self) -> None:
+        """Counts the request as one that has ended successfully now."""
+        self._model_metrics.request_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
 
     async def run(self, receiver: OutputReceiver, *, deadline: Deadline) -> None:
         """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
@@ -172,7 +177,7 @@ class Generation:
         booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
         self._link.keep(booking)
         self._endpoint = selection.endpoint
-        progress = Progress(booking, self._link, receiver, self._metrics, self._arrived_ns)
+        progress = Progress(booking, self._link, receiver, self._model_metrics, self._arrived_ns)
         try:
             receiver.routed(self._routing_info(booking, selection))
             return await self._run_on_worker(booking, progress, deadline)

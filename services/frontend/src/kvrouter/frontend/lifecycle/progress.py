@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
-from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.v1.worker_pb2 import GenerateOutput
@@ -19,10 +19,10 @@ class Progress:
         booking: LiveBooking,
         link: SchedulerLink,
         receiver: OutputReceiver,
-        metrics: FrontendMetrics,
+        metrics: ModelMetrics,
         arrived_ns: int,
     ) -> None:
-        """``arrived_ns`` is the arrival of the request by ``time.perf_counter_ns``."""
+        """``arrived_ns`` is the arrival of the request by ``time.perf_counter_ns``, ``metrics`` those of its model."""
         self.output_tokens = 0
         self._cached_tokens: int | None = None
         self._booking = booking
@@ -30,6 +30,7 @@ class Progress:
         self._receiver = receiver
         self._metrics = metrics
         self._arrived_ns = arrived_ns
+        self._last_output_ns = 0
         self._counted_tokens = 0
         """Output tokens that the metric includes."""
         self._room = -booking.prompt_tokens % booking.block_size
@@ -39,15 +40,20 @@ class Progress:
         """Passes a piece of the output on. Runs for every token, so it defers what can wait for a full block."""
         tokens = len(output.token_ids)
         if tokens:
-            if not self.output_tokens:
+            now_ns = time.perf_counter_ns()
+            if self.output_tokens:
+                self._metrics.token_latency.observe((now_ns - self._last_output_ns) / 1e9, tokens)
+            else:
                 self._link.prefill_complete(self._booking)
-                self._metrics.ttft_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
+                self._metrics.ttft_seconds.observe((now_ns - self._arrived_ns) / 1e9)
+            self._last_output_ns = now_ns
             self.output_tokens += tokens
             if self.output_tokens > self._room:
                 self._report()
         if self._cached_tokens is None and output.HasField("cached_tokens"):
             self._cached_tokens = output.cached_tokens
             self._metrics.cached_tokens.inc(output.cached_tokens)
+            self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
             self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
         self._receiver.output(encoded, output)
 

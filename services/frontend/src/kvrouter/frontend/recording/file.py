@@ -102,9 +102,14 @@ class RecordingFile:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._ids: BlockIds | None = None
         self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Size of the file when it was last written, bytes."""
+        return self._size
 
     @property
     def known_blocks(self) -> int:
@@ -141,7 +146,7 @@ class RecordingFile:
         return Written(len(lines), self._size, full=len(lines) < len(outlines))
 
     def _fitting(self, outlines: Sequence[Outline], ids: BlockIds) -> Iterator[bytes]:
-        left = self._max_bytes - self._size
+        left = self.max_bytes - self._size
         for outline in outlines:
             # A line has at least 2 bytes per block, so no ids are assigned to a request that cannot fit.
             if left <= 2 * outline.blocks:

@@ -7,6 +7,7 @@ from collections import deque
 
 import structlog
 from kvrouter.frontend.recording.file import Outline, RecordingFile, Written
+from kvrouter.runtime.bounds import bounds_of
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 log = structlog.get_logger(component="frontend")
@@ -40,6 +41,10 @@ class Recorder:
             ("known_blocks", "Blocks whose ids are remembered.", lambda: file.known_blocks),
         ):
             Gauge(f"kvrouter_frontend_recording_{name}", text, registry=registry).set_function(value)
+        bounds = bounds_of(registry)
+        bounds.add("recording_queue_requests", lambda: len(self._queue), MAX_QUEUED_REQUESTS, when_full="drops")
+        bounds.add("recording_queue_blocks", lambda: self._queued_blocks, MAX_QUEUED_BLOCKS, when_full="drops")
+        bounds.add("recording_bytes", lambda: file.size, file.max_bytes, when_full="drops")
 
     def note(self, outline: Outline) -> None:
         """Queues a finished request, or drops and counts it if the queue is full. Never blocks."""

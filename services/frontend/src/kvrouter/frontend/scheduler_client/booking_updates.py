@@ -66,9 +66,14 @@ class BookingUpdates:
         return len(self._asserting)
 
     @property
+    def waiting(self) -> int:
+        """Number of updates that are not acknowledged."""
+        return len(self._sent) + len(self._unsent)
+
+    @property
     def overflowed(self) -> bool:
         """Whether too many updates wait for their acknowledgement. The next opening drops those that it replaces."""
-        return len(self._sent) + len(self._unsent) > MAX_UPDATES
+        return self.waiting > MAX_UPDATES
 
     @property
     def opening_number(self) -> int:

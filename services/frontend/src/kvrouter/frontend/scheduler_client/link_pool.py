@@ -69,6 +69,12 @@ class SchedulerLinks:
         return sum(link.live_bookings for component in self._components.values() for link in component.links.values())
 
     @property
+    def most_waiting_updates(self) -> int:
+        """Largest number of booking updates that one Scheduler has not acknowledged."""
+        links = (link for component in self._components.values() for link in component.links.values())
+        return max((link.waiting_updates for link in links), default=0)
+
+    @property
     def sharded_components(self) -> int:
         """Number of components whose requests are sharded."""
         return sum(self._is_sharded(component) for component in self._components.values())

@@ -56,6 +56,11 @@ class LiveBooking:
             block_size=block_size,
         )
 
+    @property
+    def predicted_cached_tokens(self) -> int:
+        """Prompt tokens that the Scheduler expected in the rank's cache."""
+        return max(0, self.prompt_tokens - self.prefill_tokens)
+
     def fills_block(self, output_tokens: int) -> bool:
         """Returns whether the request needs a further block after that many output tokens."""
         blocks = -(-(self.prompt_tokens + output_tokens) // self.block_size)

@@ -115,6 +115,11 @@ class SchedulerLink:
         return self._updates.live
 
     @property
+    def waiting_updates(self) -> int:
+        """Number of booking updates that are not acknowledged."""
+        return self._updates.waiting
+
+    @property
     def avoided(self) -> Collection[str]:
         """Ids of the Schedulers that recently did not answer."""
         return self._choice.avoided

@@ -23,7 +23,7 @@ class WorkerPool:
         """``client_name`` names this Frontend in the logs of workers; ``counts`` counts all call streams."""
         self.counts = CallStreamCounts() if counts is None else counts
         self._client_name = client_name
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         self._connections: OrderedDict[str, WorkerConnection] = OrderedDict()
         self._serving_streams: set[str] = set()
         """Addresses of the workers that are registered as serving call streams."""
@@ -82,7 +82,7 @@ class WorkerPool:
         return connection
 
     async def _close_surplus(self) -> None:
-        surplus = len(self._connections) - self._max_connections
+        surplus = len(self._connections) - self.max_connections
         if surplus <= 0:
             return
         idle = [endpoint for endpoint, connection in self._connections.items() if connection.idle]

@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 
 log = structlog.get_logger(component="indexer")
 
-_PENDING_MESSAGES = 8192
+MAX_PENDING_MESSAGES = 8192
 _PENDING_BYTES = 128 << 20
 _TOGETHER = 256
 
@@ -28,7 +28,7 @@ class CoreNatsEvents:
         self._connection = connection
         self._component = component
         self._state = state
-        self._queue: asyncio.Queue[Msg] = asyncio.Queue(_PENDING_MESSAGES)
+        self._queue: asyncio.Queue[Msg] = asyncio.Queue(MAX_PENDING_MESSAGES)
         self._bytes = 0
         self.subscribed = asyncio.Event()
         self.dropped = 0
@@ -44,7 +44,7 @@ class CoreNatsEvents:
         subscription = await self._connection.subscribe(
             self._component.live_wildcard,
             cb=self._take,
-            pending_msgs_limit=_PENDING_MESSAGES,
+            pending_msgs_limit=MAX_PENDING_MESSAGES,
             pending_bytes_limit=_PENDING_BYTES,
         )
         self.subscribed.set()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
+from kvrouter.net.grpc_options import MAX_CALLS
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import RpcServer, add_service, open_server
 from kvrouter.runtime.telemetry.metrics import serving_ops
@@ -60,6 +62,7 @@ async def host(
     settings = runtime.settings
     counts = runtime.call_streams.server()
     server = open_server(settings.bind, call_stream_counts=counts, reuse_port=reuse_port)
+    bounds_of(runtime.registry).add("grpc_calls", lambda: server.ordinary_calls, MAX_CALLS)
     for service in services:
         add_service(server, service.descriptor, service.implementation, limits=service.limits)
     async with serving_ops(

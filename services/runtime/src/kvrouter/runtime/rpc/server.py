@@ -94,6 +94,11 @@ class RpcServer:
         return self._calls + self._call_streams.running
 
     @property
+    def ordinary_calls(self) -> int:
+        """Number of running calls that are RPCs of their own, not carried by call streams."""
+        return self._calls
+
+    @property
     def port(self) -> int:
         """The port that the server listens on, once started."""
         return self._port

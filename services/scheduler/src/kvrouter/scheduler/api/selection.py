@@ -7,7 +7,6 @@ is queued. Once a rank has room, it is decided again and booked.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from random import Random
@@ -69,10 +68,12 @@ class Selector:
         affinity: Affinity | None = None,
         max_queued_requests: int = MAX_QUEUED_REQUESTS,
         is_behind: Callable[[], bool] = lambda: False,
+        log_formulas: bool = False,
     ) -> None:
         """``predictions`` replace Indexers in approximate mode. ``max_queued_requests`` 0: no request is queued.
 
         ``is_behind`` returns whether this Scheduler is overloaded, so that callers should shard their requests.
+        ``log_formulas`` logs the cost formula of every candidate of every decision.
         """
         self.reader = RequestReader(pools, thresholds, options, max_prompt_tokens=max_prompt_tokens)
         self._pools = pools
@@ -86,6 +87,7 @@ class Selector:
         self._predictions = predictions
         self._affinity = Affinity(0) if affinity is None else affinity
         self._is_behind = is_behind
+        self._log_formulas = log_formulas
         self._warned: set[tuple[str, str]] = set()
         self._repeated = RepeatedSelections(booking_table, booking_leases, metrics, clock)
         self.queued = (
@@ -252,13 +254,13 @@ class Selector:
             log.warning("overrides.ignored", overrides=news, mode=mode)
 
     def _record(self, decision: Decision) -> None:
-        """Keeps a decision for Explain, and logs its formulas at level debug."""
+        """Keeps a decision for Explain, and logs its formulas if configured."""
         self._decisions.add(decision)
-        if decision.context is not None and log.is_enabled_for(logging.DEBUG):
+        if self._log_formulas and decision.context is not None:
             for index in range(len(decision.context.ranks)):
                 formula = decision.explanation.formula(index)
                 if formula:
-                    log.debug(
+                    log.info(
                         "decision.formula",
                         formula=formula,
                         decision=decision.decision_id,

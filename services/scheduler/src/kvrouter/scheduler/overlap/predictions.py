@@ -50,6 +50,11 @@ class Predictions:
         """Returns the number of predicted blocks over all ranks."""
         return sum(len(each.index) for each in self._predicted.values())
 
+    @property
+    def most_blocks(self) -> int:
+        """Largest number of predicted blocks of one component."""
+        return max((len(each.index) for each in self._predicted.values()), default=0)
+
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the leading blocks of a prompt that each rank is predicted to hold."""
         predicted = self._of(pool)

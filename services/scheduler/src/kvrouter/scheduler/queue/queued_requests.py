@@ -229,6 +229,11 @@ class QueuedRequests:
         if self._waiting:
             self._wake.set()
 
+    @property
+    def longest(self) -> int:
+        """Length of the longest queue of a component."""
+        return max((depth.requests for depth in self.depths().values()), default=0)
+
     def depths(self) -> Mapping[ComponentName, Depth]:
         """Returns the length of each component's queue."""
         return {name: self._depth(component) for name, component in self._components.items()}

@@ -27,7 +27,7 @@ from nats.aio.msg import Msg
 
 log = structlog.get_logger(component="scheduler")
 
-_MAX_OUTGOING = 65_536
+MAX_OUTGOING = 65_536
 """Maximum number of events that wait to be sent. Only an event loop that stalls for seconds fills it."""
 _MAX_ANSWERS = 256
 """Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
@@ -61,7 +61,7 @@ class SyncChannel:
         self._state_requested = asyncio.Event()
         self._announce = asyncio.Event()
         # (encoded message, whether it counts as an event: heartbeats do not)
-        self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(_MAX_OUTGOING)
+        self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(MAX_OUTGOING)
 
     def put(self, event: ReplicaSyncEvent) -> bool:
         """Queues an event to send. Returns False if the queue is full or NATS is away."""

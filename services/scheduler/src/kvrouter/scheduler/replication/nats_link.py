@@ -53,6 +53,11 @@ class SyncLink:
         return self._settled
 
     @property
+    def most_outgoing(self) -> int:
+        """Largest number of replication events of one component that wait to be sent."""
+        return max((channel.outgoing.qsize() for channel in self._channels.values()), default=0)
+
+    @property
     def outgoing(self) -> int:
         """Number of events that wait to be sent."""
         return sum(channel.outgoing.qsize() for channel in self._channels.values())
