@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 
 MODEL = "mock-model"
 PROCESSES = 2
+SILENCE_SECONDS = "3"
 
 
 @dataclass
@@ -114,7 +115,7 @@ def system() -> Iterator[list[str]]:
 async def gateway(system: list[str]) -> AsyncIterator[Gateway]:
     http, rpc, ops = (free_port() for _ in range(3))
     ports = ["--port", str(http), "--bind", f"127.0.0.1:{rpc}", "--http-bind", f"127.0.0.1:{ops}"]
-    options = [*system, "--processes", str(PROCESSES)]
+    options = [*system, "--processes", str(PROCESSES), "--process-silence-seconds", SILENCE_SECONDS]
     process = start("kvrouter.frontend", *options, *ports)
     running = Gateway(process, options, f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}", f"http://127.0.0.1:{ops}")
     try:
@@ -172,6 +173,22 @@ async def test_a_process_that_is_killed_is_replaced_while_the_others_serve(gatew
     for _ in range(10):
         await gateway.complete()
     assert await gateway.served() == before + 10
+
+
+async def test_a_process_that_hangs_is_replaced(gateway: Gateway) -> None:
+    await gateway.complete()
+    before = await gateway.served()
+    victim, *_ = gateway.children()
+    os.kill(victim, signal.SIGSTOP)
+
+    async def replaced() -> bool:
+        return victim not in gateway.children() and len(await gateway.ready_processes()) == PROCESSES
+
+    await until(replaced)
+    assert (await gateway.samples("kvrouter_frontend_process_restarts_total"))[""] >= 1
+    for _ in range(10):
+        await gateway.complete()
+    assert await gateway.served() == before + 10, "what it counted is kept"
 
 
 @pytest.mark.parametrize("shared", ["http", "grpc"])

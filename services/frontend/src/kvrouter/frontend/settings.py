@@ -40,6 +40,12 @@ class FrontendSettings(RoutingSettings):
         le=256,
         description="Processes that share the HTTP and gRPC ports; each has its own connections and sessions.",
     )
+    process_silence_seconds: float = Field(
+        default=10.0,
+        ge=2,
+        le=3600,
+        description="Silence after which one of several processes is killed and replaced, in seconds.",
+    )
     http_max_connections: int = Field(
         default=0,
         ge=0,

@@ -1,4 +1,4 @@
-"""The parent of a Frontend of several processes: holds the ports, starts and restarts the children, merges metrics.
+"""The parent of a Frontend of several processes: holds the ports, starts and replaces the children, merges metrics.
 
 It serves no requests and uses no gRPC. Children are started by exec, since gRPC does not survive a fork.
 """
@@ -18,6 +18,7 @@ from aiohttp import web
 from kvrouter.frontend.processes.child import Assignment, Report
 from kvrouter.frontend.processes.merged_metrics import MergedMetrics
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.runtime.process.lifecycle import StartRefused
@@ -52,7 +53,7 @@ class ProcessMetrics:
         )
         self.restarts = Counter(
             "kvrouter_frontend_process_restarts",
-            "Processes of a Frontend that died and were replaced.",
+            "Processes of a Frontend that died or hung and were replaced.",
             registry=registry,
         )
 
@@ -120,17 +121,31 @@ class FrontendProcesses:
                     await stopping.wait()
 
     async def _follow(self, child: _Child, stopping: asyncio.Event) -> None:
-        """Reads the child's reports until it dies or ``stopping`` is set."""
+        """Reads the child's reports until it dies or ``stopping`` is set. Kills a child that no longer reports."""
         reading = asyncio.create_task(self._read(child))
         stopped = asyncio.create_task(stopping.wait())
+        watching = asyncio.create_task(self._kill_when_silent(child))
         try:
             while not reading.done() and not stopped.done():
                 await asyncio.wait({reading, stopped}, timeout=_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 child.request_report()
         finally:
-            for task in (reading, stopped):
+            for task in (reading, stopped, watching):
                 task.cancel()
-            await asyncio.wait({reading, stopped})
+            await asyncio.wait({reading, stopped, watching})
+
+    async def _kill_when_silent(self, child: _Child) -> None:
+        """Kills a child that has hung. The kernel would go on passing it its share of the new connections."""
+        seconds = self._settings.process_silence_seconds
+        monitor = HeartbeatMonitor()
+        while not monitor.silent:
+            await asyncio.sleep(seconds / MISSES)
+            if child.heard or not child.has_listened:
+                monitor.heard()
+            child.heard = False
+            monitor.tick()
+        log.error("process.silent", process=child.name, pid=child.pid, seconds=seconds)
+        child.kill()
 
     async def _read(self, child: _Child) -> None:
         async for report in child.reports():
@@ -178,6 +193,8 @@ class _Child:
         self.name = name
         self.has_listened = False
         self.is_ready = False
+        self.heard = False
+        """Whether a report arrived since this was last set to False."""
         self._process = process
         self._changed = asyncio.Event()
 
@@ -227,9 +244,14 @@ class _Child:
             except msgspec.DecodeError:
                 log.exception("process.report_malformed", process=self.name)
                 return
-            self.has_listened, self.is_ready = True, report.ready
+            self.has_listened, self.heard, self.is_ready = True, True, report.ready
             self._changed.set()
             yield report
+
+    def kill(self) -> None:
+        """Kills the child, which may be stopped and so deaf to other signals."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def stop(self, seconds: float) -> None:
         """Drains the child and waits for its end; kills it after ``seconds``, or if this task is cancelled."""
