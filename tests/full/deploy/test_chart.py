@@ -1,0 +1,174 @@
+"""The Helm chart, rendered by helm and validated against the schemas of Kubernetes. No cluster is needed."""
+
+import json
+import os
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.runtime.config.sources import load
+from kvrouter.scheduler.settings import SchedulerSettings
+
+jsonschema = pytest.importorskip("jsonschema", reason="kubernetes-validate is not installed")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "deploy/helm/kvrouter"
+SCHEMAS = Path(__file__).parent / "schemas"
+"""Schemas of kinds that are not part of Kubernetes, cut down to the fields that the chart uses."""
+HELM = "helm.sh/helm/v3/cmd/helm@v3.19.2"
+VERSIONS = ("1.30", "1.37")
+STORES = ("--set", "nats.url=nats://nats:4222", "--set", "etcd.endpoints=etcd:2379")
+
+Documents = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of helm; built with Go if it is not installed."""
+    installed = shutil.which("helm")
+    if installed:
+        return installed
+    if shutil.which("go") is None:
+        pytest.skip("neither helm nor go is installed")
+    directory = tmp_path_factory.mktemp("helm")
+    built = subprocess.run(["go", "install", HELM], env=os.environ | {"GOBIN": str(directory)}, check=False)
+    if built.returncode:
+        pytest.skip(f"go could not build {HELM}")
+    return str(directory / "helm")
+
+
+@pytest.fixture(scope="session")
+def render(helm: str) -> Callable[..., Documents]:
+    def rendered(*arguments: str) -> Documents:
+        command = [helm, "template", "--kube-version", VERSIONS[0], "router", str(CHART), *arguments]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return [document for document in yaml.safe_load_all(output) if document]
+
+    return rendered
+
+
+def refusal(helm: str, *arguments: str) -> str:
+    command = [helm, "template", "--kube-version", VERSIONS[0], "router", str(CHART), *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def of_kind(documents: Documents, kind: str) -> dict[str, dict[str, Any]]:
+    return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
+
+
+def pods(documents: Documents) -> dict[str, dict[str, Any]]:
+    """The pod template of every workload."""
+    return {
+        each["metadata"]["name"]: each["spec"]["template"]
+        for each in documents
+        if each["kind"] in {"Deployment", "StatefulSet"}
+    }
+
+
+def validate(document: dict[str, Any], version: str) -> None:
+    schema = SCHEMAS / f"{document['kind']}.json"
+    if schema.exists():
+        jsonschema.validate(document, json.loads(schema.read_text()))
+    else:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", [STORES, ("-f", str(CHART / "ci/all.yaml"))], ids=["defaults", "everything"])
+def test_what_it_renders_is_valid(render: Callable[..., Documents], values: tuple[str, ...], version: str) -> None:
+    documents = render(*values)
+    assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= {
+        each["kind"] for each in documents
+    }
+    for document in documents:
+        validate(document, version)
+
+
+def test_an_unknown_kind_or_field_would_fail() -> None:
+    with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+        validate({"apiVersion": "example.com/v1", "kind": "Strange", "metadata": {"name": "x"}}, VERSIONS[0])
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "dataa": {}}, VERSIONS[0])
+    monitor = {"apiVersion": "monitoring.coreos.com/v1", "kind": "ServiceMonitor", "metadata": {"name": "x"}}
+    with pytest.raises(jsonschema.ValidationError):
+        validate(monitor | {"spec": {"selector": {}, "endpoint": []}}, VERSIONS[0])
+
+
+def test_the_services_accept_the_configuration(render: Callable[..., Documents], tmp_path: Path) -> None:
+    (config,) = of_kind(render("-f", str(CHART / "ci/all.yaml")), "ConfigMap").values()
+    path = tmp_path / "kvrouter.toml"
+    path.write_text(config["data"]["kvrouter.toml"])
+    assert tomllib.loads(path.read_text())["scheduler"] == {
+        "bind": "0.0.0.0:7000",
+        "http_bind": "0.0.0.0:9090",
+        "overlap_score_weight": 2.0,
+        "router_mode": "kv",
+    }
+    for kind in (FrontendSettings, SchedulerSettings, IndexerSettings):
+        assert load(kind, ["--config", str(path)]).http_bind == "0.0.0.0:9090"
+
+
+def test_every_selector_finds_its_pods(render: Callable[..., Documents]) -> None:
+    documents = render("-f", str(CHART / "ci/all.yaml"))
+    labels = [pod["metadata"]["labels"] for pod in pods(documents).values()]
+    for document in documents:
+        spec = document.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector")
+        if document["kind"] in {"Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment", "StatefulSet"}:
+            wanted = selector.get("matchLabels", selector)
+            assert any(wanted.items() <= each.items() for each in labels), document["metadata"]["name"]
+
+
+def test_pods_run_without_privileges(render: Callable[..., Documents]) -> None:
+    for name, template in pods(render("-f", str(CHART / "ci/all.yaml"))).items():
+        pod = template["spec"]
+        assert pod["automountServiceAccountToken"] is False, name
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            if container["name"] == "vllm":
+                continue  # The engine's own image needs its GPU.
+            security = pod.get("securityContext", {}) | container["securityContext"]
+            assert security["runAsNonRoot"] is True
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_a_rolling_upgrade_keeps_every_replica(render: Callable[..., Documents]) -> None:
+    for name, deployment in of_kind(render(*STORES), "Deployment").items():
+        assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}, name
+        pod = deployment["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        (drain,) = (each["value"] for each in container["env"] if each["name"] == "KVROUTER_DRAIN_SECONDS")
+        assert pod["terminationGracePeriodSeconds"] > int(drain) + 5  # 5 s of preStop
+
+
+def test_probes_ask_what_the_services_answer(render: Callable[..., Documents]) -> None:
+    for deployment in of_kind(render(*STORES), "Deployment").values():
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "metrics"}
+        assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "metrics"}
+        assert {"name": "metrics", "containerPort": 9090} in container["ports"]
+
+
+def test_missing_stores_are_named(helm: str) -> None:
+    assert "nats.url is required" in refusal(helm, "--set", "etcd.endpoints=etcd:2379")
+    assert "etcd.endpoints is required" in refusal(helm, "--set", "nats.url=nats://nats:4222")
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("frontend.replicas=0", "replicas"), ("fronted.replicas=2", "fronted"), ("frontend.service.type=Strange", "type")],
+)
+def test_wrong_values_are_refused(helm: str, setting: str, named: str) -> None:
+    assert named in refusal(helm, *STORES, "--set", setting)
