@@ -40,6 +40,7 @@ FOREIGN = frozenset(
         *("--data-parallel-rank", "--data-parallel-size"),
         *("--enable-metrics", "--kv-events-config", "--model-path", "--page-size"),
         *("--example", "--no-default-features", "--release"),
+        *("--build-arg", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
     }
 )
 """Options of other programs in commands that documents show."""
