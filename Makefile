@@ -8,14 +8,14 @@ WHEELS ?= dist
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 
 # What mypy checks: every package, by its own directory, since `kvrouter` itself is a namespace.
-SOURCES = core/src net/src services/*/src devtools/src simulator/src cli/src
+SOURCES = core/src net/src client/src services/*/src devtools/src simulator/src cli/src
 PACKAGES = $(wildcard protos/src/kvrouter/*/names.py) \
 	$(patsubst %/__init__.py,%,$(wildcard $(SOURCES:%=%/kvrouter/*/__init__.py)))
 
 export PIP_ROOT_USER_ACTION := ignore
 
 MANIFESTS = pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml \
-	services/publisher_sdk/pyproject.toml devtools/pyproject.toml
+	services/publisher_sdk/pyproject.toml client/pyproject.toml devtools/pyproject.toml
 CRATES = core/rust/Cargo.toml services/mocker/rust/Cargo.toml services/publisher_c/Cargo.toml
 CHART = deploy/helm/kvrouter/Chart.yaml
 
@@ -118,9 +118,9 @@ bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the st
 bench-quality: setup ## every routing policy on every kind of traffic: the tables of bench/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py
 
-wheels: setup ## wheels of all six distributions in dist/; those with Rust use the stable ABI
+wheels: setup ## wheels of all seven distributions in dist/; those with Rust use the stable ABI
 	rm -rf core/build devtools/build
-	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk . ./devtools
+	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk ./client . ./devtools
 
 protos: $(STAMPS)/protoc ## generated code of the contract, written again
 	$(VENV)/protoc/bin/python protos/generate.py
@@ -174,7 +174,7 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 $(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
-	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e '.[dev,envoy]' -e devtools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e client -e '.[dev,envoy]' -e devtools
 	@touch $@ $(STAMPS)/core $(STAMPS)/engine
 
 $(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/rust/src/*/*/*.rs)

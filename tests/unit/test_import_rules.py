@@ -19,6 +19,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "net": ("kvrouter.v1",),
     # Released apart, into engines with dependency pins of their own.
     "publisher": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
+    # Released apart, into programs that call a Frontend.
+    "client": ("kvrouter.v1",),
     "runtime": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
     "indexer": SERVICE,
     "scheduler": SERVICE,

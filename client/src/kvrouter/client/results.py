@@ -1,0 +1,200 @@
+"""What calls return."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypedDict
+
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
+from kvrouter.v1.frontend_pb2 import Model as ModelMessage
+from kvrouter.v1.scheduler_pb2 import PotentialLoad as LoadMessage
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import FinishReason as FinishMessage
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a request was routed."""
+
+    request_id: str
+    """Id of the request, as sent or generated."""
+    worker_id: int
+    """The worker that runs it."""
+    dp_rank: int
+    """Its data-parallel rank."""
+    attempt: int
+    """Number of the attempt, from 0."""
+    overlap_blocks: int
+    """Predicted overlap: leading blocks of the prompt that the rank has in device memory."""
+    prompt_blocks: int
+    """Number of full blocks of the prompt."""
+    mode: str
+    """The policy that chose the rank."""
+    load_only: bool
+    """Whether no Indexer answered in time, so that the choice rests on load alone."""
+    router_seconds: float
+    """Time from the request's arrival at the router to its dispatch, seconds."""
+    decision_id: int
+    """Id of the decision for `kvrouter explain`."""
+    ignored_overrides: tuple[str, ...]
+    """Names of the request's overrides that have no effect in its mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of the output."""
+
+    token_ids: list[int]
+    """Token ids since the previous piece."""
+    text: str
+    """Their text, if it was requested."""
+    finish_reason: FinishReason | None
+    """Why the generation ended; set in the last piece."""
+    cached_tokens: int | None
+    """Prompt tokens found in the prefix cache; None if this piece does not say it."""
+    logprobs: list[float]
+    """Log probabilities of the tokens, if requested."""
+    routing: Routing | None
+    """How the request was routed; set in the first piece of each attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestWorker:
+    """The worker that a request would go to. Unpacks to ``(worker_id, dp_rank, overlap_blocks)``."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    """Leading blocks of the prompt that the rank has in device memory."""
+    endpoint: str
+    """Address of its WorkerService, host:port."""
+    prompt_blocks: int
+    """Number of full blocks of the prompt."""
+    load_only: bool
+    """Whether no Indexer answered in time."""
+    decision_id: int
+    """Id of the decision for `kvrouter explain`."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields worker id, rank and overlap."""
+        return iter((self.worker_id, self.dp_rank, self.overlap_blocks))
+
+
+class PotentialLoad(TypedDict):
+    """The load that a rank would have with a request."""
+
+    worker_id: int
+    dp_rank: int
+    potential_prefill_tokens: int
+    """Prefill tokens that are booked and not computed, plus those of the request outside of its overlap."""
+    potential_decode_blocks: int
+    """Active blocks of the rank, with those of the request."""
+    overlap_blocks: int
+    """Leading blocks of the request that the rank holds in device memory."""
+    active_requests: int
+    """Number of requests booked on the rank."""
+    busy: bool
+    """Whether the rank is above a busy threshold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that is served."""
+
+    name: str
+    component: str
+    """The component that serves it, namespace/name."""
+    block_size: int
+    """Tokens per block."""
+    workers: int
+    """Number of live workers."""
+    max_model_len: int
+    """Maximum number of prompt and output tokens together; 0 for no limit."""
+    lora_names: tuple[str, ...]
+    """LoRA adapters that at least one worker serves."""
+
+
+_FINISH_REASONS = {
+    FinishMessage.FINISH_REASON_STOP: FinishReason.STOP,
+    FinishMessage.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    FinishMessage.FINISH_REASON_ABORT: FinishReason.ABORT,
+    FinishMessage.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+
+def output_of(response: FrontendServiceGenerateResponse) -> Output:
+    """Returns a piece of the output."""
+    piece = response.output
+    return Output(
+        token_ids=list(piece.token_ids),
+        text=piece.text,
+        finish_reason=_FINISH_REASONS.get(piece.finish_reason),
+        cached_tokens=piece.cached_tokens if piece.HasField("cached_tokens") else None,
+        logprobs=list(piece.logprobs),
+        routing=_routing_of(response.routing) if response.HasField("routing") else None,
+    )
+
+
+def best_worker_of(selection: SelectWorkerResponse) -> BestWorker:
+    """Returns a choice."""
+    return BestWorker(
+        worker_id=selection.rank.worker_id,
+        dp_rank=selection.rank.dp_rank,
+        overlap_blocks=selection.overlap_blocks,
+        endpoint=selection.endpoint,
+        prompt_blocks=selection.prompt_blocks,
+        load_only=selection.load_only,
+        decision_id=selection.decision_id,
+    )
+
+
+def potential_load_of(load: LoadMessage) -> PotentialLoad:
+    """Returns the load of one rank."""
+    return PotentialLoad(
+        worker_id=load.rank.worker_id,
+        dp_rank=load.rank.dp_rank,
+        potential_prefill_tokens=load.potential_prefill_tokens,
+        potential_decode_blocks=load.potential_decode_blocks,
+        overlap_blocks=load.overlap_blocks,
+        active_requests=load.active_requests,
+        busy=load.busy,
+    )
+
+
+def model_of(model: ModelMessage) -> Model:
+    """Returns a model that is served."""
+    return Model(
+        name=model.name,
+        component=f"{model.component.namespace}/{model.component.name}",
+        block_size=model.block_size,
+        workers=model.workers,
+        max_model_len=model.max_model_len,
+        lora_names=tuple(model.lora_names),
+    )
+
+
+def _routing_of(info: RoutingInfo) -> Routing:
+    return Routing(
+        request_id=info.request_id,
+        worker_id=info.rank.worker_id,
+        dp_rank=info.rank.dp_rank,
+        attempt=info.attempt,
+        overlap_blocks=info.predicted_overlap_blocks,
+        prompt_blocks=info.prompt_blocks,
+        mode=info.mode,
+        load_only=info.load_only,
+        router_seconds=info.router_us / 1e6,
+        decision_id=info.decision_id,
+        ignored_overrides=tuple(info.ignored_overrides),
+    )

@@ -1,0 +1,18 @@
+"""One system of separate processes for all tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A system with two engines, whose model has a tokenizer. Processes that end are started again."""
+    directory = tmp_path_factory.mktemp("system")
+    options = StackOptions(directory, directory, workers=2, mode="kv", clock=20.0, has_text=True, restarts=True)
+    async with running_stack(options) as running:
+        yield running
