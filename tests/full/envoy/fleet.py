@@ -140,8 +140,15 @@ class Fleet:
 
     async def complete(self, tokens: list[int], **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
         """Runs a completion through Envoy: status, body and headers."""
-        body = {"model": MODEL, "prompt": tokens, "max_tokens": 4} | fields
-        async with self.client.post(self.url("/v1/completions"), json=body) as response:
+        return await self.post("/v1/completions", {"prompt": tokens} | fields)
+
+    async def chat(self, messages: list[dict[str, str]]) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Runs a chat through Envoy: status, body and headers."""
+        return await self.post("/v1/chat/completions", {"messages": messages})
+
+    async def post(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str, str]]:
+        body = {"model": MODEL, "max_tokens": 4} | fields
+        async with self.client.post(self.url(path), json=body) as response:
             headers = {name.lower(): value for name, value in response.headers.items()}
             return response.status, await response.json(content_type=None), headers
 

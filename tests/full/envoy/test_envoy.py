@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ...byte_tokenizer import write_byte_tokenizer
 from .fleet import MODEL, Fleet, envoy_binary, running_fleet
 
 pytestmark = [
@@ -40,6 +41,31 @@ async def test_requests_reach_the_holder_of_their_prefix(fleet: Fleet) -> None:
         assert headers["x-kvrouter-worker"] == holder
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
     await fleet.until_idle()
+
+
+async def test_chats_reach_the_holder_of_their_prefix(
+    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
+    options = ("--router-mode", "kv", "--tokenizers", f"{MODEL}={tokenizer}")
+    async with running_fleet(tmp_path, nats_url, etcd_endpoint, namespace, *options) as fleet:
+        await fleet.until(lambda: fleet.metric("kvrouter_frontend_tokenizers"), 1.0)
+        chats = [[{"role": "user", "content": f"{topic} in a few words, please. " * 8}] for topic in "ABCDEF"]
+        holders = []
+        for messages in chats:
+            status, _, headers = await fleet.chat(messages)
+            assert status == 200
+            assert "x-kvrouter-routed-on" not in headers
+            holders.append(headers["x-kvrouter-worker"])
+        assert len(set(holders)) == 2
+        blocks = sum((len(chat[0]["content"]) + len("<|user|>\n\n<|assistant|>\n")) // 16 for chat in chats)
+        await fleet.until(lambda: fleet.metric("kvrouter_indexer_blocks"), float(blocks))
+        for messages, holder in zip(chats, holders, strict=True):
+            messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
+            _, body, headers = await fleet.chat(messages)
+            assert headers["x-kvrouter-worker"] == holder
+            assert body["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(messages[0]["content"])
+        await fleet.until_idle()
 
 
 async def test_streams_pass_unbroken(fleet: Fleet) -> None:
