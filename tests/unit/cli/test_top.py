@@ -281,6 +281,21 @@ def test_hit_rates_are_over_the_window_and_all_schedulers() -> None:
     assert window.rate(POOL) == HitRate(None, None)
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"cached_tokens": 10}, "70% of the prompt tokens predicted to be cached, workers report 10%"),
+        ({"cached_tokens": 65}, ""),
+        ({"prompt_tokens": 0}, ""),
+    ],
+)
+def test_a_difference_from_the_prediction_is_said_unless_nothing_is_reported(found: dict[str, int], words: str) -> None:
+    sums = {"prompt_tokens": 100, "predicted_prompt_tokens": 100, "predicted_cached_tokens": 70} | found
+    shown = "\n".join(lines(system([scheduler(pool(rank(1, cache_hits=HitCounts(**sums))))])))
+    assert words in shown
+    assert ("predicted to be cached" in shown) == bool(words)
+
+
 def test_a_scheduler_that_restarts_counts_from_its_start() -> None:
     window = HitWindow(60)
     window.take(counted(("a", 1, hit_rates(1000, 1000))), 0.0)

@@ -12,7 +12,7 @@ from kvrouter.runtime.errors import (
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest
 
-from ..harness import BLOCK, POOL, Parts, ResidentBlocks, constraints, key, routing, selecting, view, worker
+from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, constraints, key, routing, selecting, view, worker
 
 
 async def test_the_life_of_a_booking() -> None:
@@ -140,8 +140,8 @@ async def test_predictions_are_compared_with_reports_of_workers() -> None:
         await parts.select(selecting(name, routing(4)))
         parts.bookings.free(FreeRequest(booking=key(name), cached_tokens=reported * BLOCK))
         assert parts.figure("kvrouter_scheduler_predictions_total", verdict=name) == 1
-    assert parts.figure("kvrouter_scheduler_predicted_cached_blocks_total") == 9
-    assert parts.figure("kvrouter_scheduler_actual_cached_blocks_total") == 8
+    assert parts.figure("kvrouter_scheduler_predicted_cached_blocks_total", model=MODEL) == 9
+    assert parts.figure("kvrouter_scheduler_actual_cached_blocks_total", model=MODEL) == 8
     # Neither a request without a prediction nor one without a report is judged.
     parts.indexer = None
     await parts.select(selecting("x"))

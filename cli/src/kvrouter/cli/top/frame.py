@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from kvrouter.cli.top.decisions_table import decisions_table
 from kvrouter.cli.top.formatting import amount, duration
-from kvrouter.cli.top.hit_rates import HitWindow
+from kvrouter.cli.top.hit_rates import HitRate, HitWindow
 from kvrouter.cli.top.ranks_table import BACKED_OFF, queue_lines, ranks_table
 from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
@@ -39,10 +39,12 @@ def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | Non
     """
     lines: list[RenderableType] = [*_head(system), Text()]
     components = system.components()
-    ranks, decisions = _room([status for _, status in components.values()], len(lines), height)
+    statuses = {component: status for component, (_, status) in components.items()}
+    notes = sum(len(_notes(status, hit_rates.rate(component))) for component, status in statuses.items())
+    ranks, decisions = _room(list(statuses.values()), notes, len(lines), height)
     for component, (viewed_by, status) in components.items():
         lines.append(_component_line(component, status, viewed_by, system, hit_rates))
-        lines.extend(_notes(status))
+        lines.extend(_notes(status, hit_rates.rate(component)))
         lines.append(
             ranks_table(
                 status.ranks,
@@ -166,8 +168,18 @@ def _component_line(
     return text
 
 
-def _notes(status: ComponentStatus) -> list[Text]:
-    return [*_replica_line(status), *queue_lines(status.queued)]
+def _notes(status: ComponentStatus, hit_rate: HitRate) -> list[Text]:
+    return [*_replica_line(status), *queue_lines(status.queued), *_prediction_line(hit_rate)]
+
+
+def _prediction_line(hit_rate: HitRate) -> list[Text]:
+    """Returns a line about cached tokens that differ from the prediction; nothing if they do not, or are unknown."""
+    if not hit_rate.differs:
+        return []
+    predicted, found = hit_rate.predicted or 0.0, hit_rate.found or 0.0
+    cause = "see cache.predictions_differ in the Scheduler's log"
+    text = f"{predicted:.0%} of the prompt tokens predicted to be cached, workers report {found:.0%}: {cause}"
+    return [Text(text, "yellow")]
 
 
 def _replica_line(status: ComponentStatus) -> list[Text]:
@@ -191,11 +203,10 @@ def _nothing(system: System) -> Text:
     return Text("no Scheduler answers" if system.schedulers else "")
 
 
-def _room(statuses: Sequence[ComponentStatus], used: int, height: int | None) -> tuple[int | None, int]:
+def _room(statuses: Sequence[ComponentStatus], notes: int, used: int, height: int | None) -> tuple[int | None, int]:
     """Returns the number of rows for each component's ranks and for decisions, which get a third of the free lines."""
     if height is None:
         return None, _DECISIONS
-    notes = sum(len(_notes(status)) for status in statuses)
     left = height - used - notes - _TABLE_LINES * len(statuses) - 1
     ranks = max(_LEAST_RANKS, (left - max(_LEAST_DECISIONS, left // 3)) // max(1, len(statuses)))
     decisions = left - sum(min(ranks, len(status.ranks)) for status in statuses)

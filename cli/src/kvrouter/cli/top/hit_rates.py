@@ -14,6 +14,9 @@ _Key = tuple[str, int, ComponentName, Rank]
 _Sums = tuple[int, int, int, int]
 """(prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens)."""
 
+_TOLERANCE = 0.1
+"""The Scheduler's tolerance."""
+
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
@@ -21,6 +24,12 @@ class HitRate:
 
     predicted: float | None = None
     found: float | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether both are known and are further apart than is normal."""
+        known = self.predicted is not None and self.found is not None
+        return known and abs((self.predicted or 0.0) - (self.found or 0.0)) > _TOLERANCE
 
 
 class HitWindow:

@@ -98,11 +98,13 @@ class SchedulerMetrics:
         self.predicted_blocks = Counter(
             "kvrouter_scheduler_predicted_cached_blocks",
             "Predicted cached blocks of requests whose worker reported its own count, without the last token's.",
+            ["model"],
             registry=registry,
         )
         self.actual_blocks = Counter(
             "kvrouter_scheduler_actual_cached_blocks",
             "Cached blocks that the workers reported for the same requests.",
+            ["model"],
             registry=registry,
         )
         self.blocks_off = Histogram(
@@ -118,6 +120,7 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._verdicts: dict[str, Counter] = {}
+        self._audited: dict[str, tuple[Counter, Counter]] = {}
 
     def selected(self, mode: str, code: str) -> Counter:
         """Returns the counter of selections with a mode and an outcome. To look it up by its labels takes longer."""
@@ -126,10 +129,14 @@ class SchedulerMetrics:
             counter = self._selected[mode, code] = self.selections.labels(mode, code)
         return counter
 
-    def audit(self, predicted: int, actual: int) -> None:
+    def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the number that the worker reported."""
-        self.predicted_blocks.inc(predicted)
-        self.actual_blocks.inc(actual)
+        audited = self._audited.get(model)
+        if audited is None:
+            audited = self.predicted_blocks.labels(model), self.actual_blocks.labels(model)
+            self._audited[model] = audited
+        audited[0].inc(predicted)
+        audited[1].inc(actual)
         self.blocks_off.observe(actual - predicted)
         verdict = "exact" if actual == predicted else "low" if actual > predicted else "high"
         counter = self._verdicts.get(verdict)

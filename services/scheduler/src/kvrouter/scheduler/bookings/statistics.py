@@ -50,10 +50,30 @@ class BookingStatistics:
         reachable = (prompt_tokens - 1) // block_size
         predicted = min(booking.outcome.overlap_blocks, reachable)
         if booking.audited:
-            self._metrics.audit(predicted, cached_tokens // block_size)
+            self._metrics.audit(booking.pool.model, predicted, cached_tokens // block_size)
+            self._check_predictions(booking, predicted * block_size, cached_tokens)
         booking.pool.cache_hits.add(
             booking.rank,
             prompt_tokens=prompt_tokens,
             cached_tokens=min(cached_tokens, prompt_tokens),
             predicted_tokens=predicted * block_size if booking.audited else None,
         )
+
+    def _check_predictions(self, booking: Booking, predicted_tokens: int, cached_tokens: int) -> None:
+        """Logs a difference between predictions and reports that persists."""
+        prompt_tokens = booking.prompt.tokens
+        found = booking.pool.prediction_check.add(
+            prompt_tokens=prompt_tokens,
+            predicted_tokens=predicted_tokens,
+            reported_tokens=min(cached_tokens, prompt_tokens),
+        )
+        if found is not None:
+            log.warning(
+                "cache.predictions_differ",
+                component_name=str(booking.component),
+                model=booking.pool.model,
+                requests=found.requests,
+                predicted_share=round(found.predicted, 3),
+                reported_share=round(found.reported, 3),
+                advice=found.advice,
+            )

@@ -12,6 +12,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits
+from kvrouter.scheduler.load.prediction_check import PredictionCheck
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
@@ -44,6 +45,7 @@ class Pool:
         self.booked_load = BookedLoad(view.descriptor.block_size, accounting, clock=clock)
         self.reports = LoadReports(report_age_seconds)
         self.cache_hits = CacheHits()
+        self.prediction_check = PredictionCheck(clock)
         self.previous: dict[str, Rank] = {}
         """Rank that each policy chose last, by the policy's name."""
         self.worker_set = WorkerSet(())
