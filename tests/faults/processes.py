@@ -77,6 +77,10 @@ class Processes:
             process.kill()
             await process.wait()
 
+    def knows(self, name: str) -> bool:
+        """Returns whether a Frontend was ready, so that it can be called."""
+        return ("frontend", name) in self._stubs
+
     def frontend(self, name: str) -> Frontend:
         return cast(Frontend, self._stubs["frontend", name])
 
