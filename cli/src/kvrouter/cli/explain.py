@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import cast
 
 from kvrouter.cli.errors import CommandFailed
+from kvrouter.cli.tls import command_tls
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -42,7 +43,7 @@ async def explain(where: Where, which: str, seconds: float) -> None:
         questions.append(ExplainRequest(decision_id=int(which)))
     failures: list[str] = []
     for address in addresses:
-        async with open_channel(address) as channel:
+        async with open_channel(address, tls=command_tls(), role="scheduler") as channel:
             scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
             for question in questions:
                 try:

@@ -13,6 +13,7 @@ import typer
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.tls import command_tls
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -209,7 +210,7 @@ def _console() -> Console:
 
 def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], Awaitable[T]]) -> T:
     async def ask() -> T:
-        async with open_channel(address) as channel:
+        async with open_channel(address, tls=command_tls(), role="indexer") as channel:
             service = cast(Indexer, remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
             return await question(service, Deadline.after(seconds))
 

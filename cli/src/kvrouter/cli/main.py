@@ -14,6 +14,7 @@ from kvrouter.cli.explain import explain
 from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
+from kvrouter.cli.tls import use_tls
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
 from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
@@ -51,10 +52,24 @@ DEFAULT_ETCD = "127.0.0.1:2379"
 def _start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    tls_ca_file: Annotated[
+        str,
+        typer.Option(envvar="KVROUTER_TLS_CA_FILE", help="Authorities of services' certificates, PEM; turns TLS on."),
+    ] = "",
+    tls_cert_file: Annotated[
+        str, typer.Option(envvar="KVROUTER_TLS_CERT_FILE", help="Certificate that this command shows to services, PEM.")
+    ] = "",
+    tls_key_file: Annotated[
+        str, typer.Option(envvar="KVROUTER_TLS_KEY_FILE", help="Private key of --tls-cert-file, PEM, of mode 0600.")
+    ] = "",
+    tls_peer_domain: Annotated[
+        str, typer.Option(envvar="KVROUTER_TLS_PEER_DOMAIN", help="Domain of the roles in the services' certificates.")
+    ] = "",
 ) -> None:
     if version:
         print(f"kvrouter {VERSION}")  # noqa: T201
         raise typer.Exit
+    use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
     if context.invoked_subcommand is None:
         print(context.get_help())  # noqa: T201
 

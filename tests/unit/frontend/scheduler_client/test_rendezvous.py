@@ -17,6 +17,8 @@ OWN = ("own", cast(Scheduler, object()))
 class Registered:
     """What is registered: ids of Schedulers, and whether they are ready."""
 
+    tls = None
+
     def __init__(self, **ready: bool) -> None:
         self.ready = ready
 

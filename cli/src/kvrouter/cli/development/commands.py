@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+from kvrouter.cli.development.certs import certs_command
 from kvrouter.cli.development.demo import demo_command
 from kvrouter.cli.development.replay import replay_command
 from kvrouter.cli.development.simulate import simulate_command
@@ -18,7 +19,8 @@ from kvrouter.devtools.traces.reader import TraceError
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Adds demo, up, replay and simulate."""
+    """Adds certs, demo, up, replay and simulate."""
+    app.command("certs")(certs_command)
     app.command("demo")(_errors_reported()(demo_command))
     app.command("up")(_errors_reported()(up_command))
     app.command("replay")(_errors_reported()(replay_command))

@@ -14,6 +14,7 @@ from kvrouter.cli.addresses import is_url, parse_address
 from kvrouter.cli.development.options import Load, OfModel, Requests, check_modes, parse_time_scale, read_requests
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.tls import command_tls
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
 from kvrouter.devtools.replay.open_loop import ReplayResult, replay
@@ -116,7 +117,7 @@ async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnR
 async def _replay_frontend(
     address: str, command: ReplayCommand, run_id: str, salt: str, console: Console
 ) -> tuple[_Served, ReplayResult]:
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls=command_tls(), role="frontend") as channel:
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         model = await _model(frontend, address, command)
         mode = command.mode or "the Scheduler's mode"

@@ -13,6 +13,7 @@ from typing import cast
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
+from kvrouter.cli.tls import command_tls
 from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -91,7 +92,7 @@ class Sources:
         await self._close(list(self._channels))
 
     async def _ask_scheduler(self, address: str) -> SchedulerView:
-        scheduler = cast(Scheduler, self._stub(_SCHEDULER, address))
+        scheduler = cast(Scheduler, self._stub(_SCHEDULER, address, "scheduler"))
         request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_HELD)
         try:
             return SchedulerView(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
@@ -99,7 +100,7 @@ class Sources:
             return SchedulerView(address, failure=_why(error))
 
     async def _ask_indexer(self, address: str) -> IndexerView:
-        indexer = cast(Indexer, self._stub(_INDEXER, address))
+        indexer = cast(Indexer, self._stub(_INDEXER, address, "indexer"))
         try:
             stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
             return IndexerView(address, stats)
@@ -107,17 +108,17 @@ class Sources:
             return IndexerView(address, failure=_why(error))
 
     async def _ask_frontend(self, address: str) -> FrontendView:
-        frontend = cast(Frontend, self._stub(_FRONTEND, address))
+        frontend = cast(Frontend, self._stub(_FRONTEND, address, "frontend"))
         try:
             health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
             return FrontendView(address, health)
         except KvRouterError as error:
             return FrontendView(address, failure=_why(error))
 
-    def _stub(self, descriptor: ServiceDescriptor, address: str) -> object:
+    def _stub(self, descriptor: ServiceDescriptor, address: str, role: str) -> object:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address)
+            channel = self._channels[address] = open_channel(address, tls=command_tls(), role=role)
         return remote(descriptor, channel)
 
     async def _close(self, addresses: Iterable[str]) -> None:

@@ -15,10 +15,12 @@ from typing import cast
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.devtools.system.certificates import PEER_DOMAIN, DevelopmentAuthority
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess, ProcessDied
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer, ServerProcess, StartFailed
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
+from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -74,6 +76,9 @@ class StackOptions:
     restarts: bool = False
     """Whether a process that ends by itself after the system was ready is restarted. Otherwise the system ends."""
 
+    secure: bool = False
+    """Whether every connection is encrypted and authenticated, with certificates of a development CA."""
+
     def __post_init__(self) -> None:
         for name in ("workers", "blocks", "block_size", "stream_interval"):
             if getattr(self, name) < 1:
@@ -101,6 +106,13 @@ class Stack:
         """HTTP address of each worker's metrics."""
         self.processes: dict[str, ManagedProcess] = {}
         """Services and workers by name."""
+        self.authority = DevelopmentAuthority(options.directory / "certs") if options.secure else None
+        """Issues the certificates; None if connections are plain text."""
+        self.tls: Tls | None = None
+        """TLS with which to reach the services as an administrator."""
+        if self.authority is not None:
+            admin = self.authority.issue("admin")
+            self.tls = Tls(TlsOptions(str(admin.cert), str(admin.key), str(admin.authority), peer_domain=PEER_DOMAIN))
         self._tokenizer = options.directory / "tokenizer"
         self._ready = False
         self._stopping = False
@@ -175,7 +187,18 @@ class Stack:
         return commands
 
     def _command(self, name: str, service: str, *arguments: str) -> Command:
-        return Command(name, (sys.executable, "-m", f"kvrouter.{service}", *arguments), service_environment(os.environ))
+        security = self._security("worker" if service == "mocker" else service)
+        program = (sys.executable, "-m", f"kvrouter.{service}")
+        return Command(name, (*program, *arguments, *security), service_environment(os.environ))
+
+    def _security(self, role: str) -> tuple[str, ...]:
+        """Returns the flags with which a service protects its connections."""
+        if self.authority is None:
+            return ()
+        paths = self.authority.paths(role)
+        paths = paths if paths.cert.exists() else self.authority.issue(role)
+        clients = ("--tls-client-auth", "none" if role == "frontend" else "required")
+        return (*paths.options(), *clients)
 
     async def _start_process(self, command: Command) -> None:
         process = await ManagedProcess.start(command, self.options.logs)
@@ -223,8 +246,8 @@ class Stack:
             async with asyncio.timeout(_READY_SECONDS):
                 for name, (target, service) in services.items():
                     missing = f"the {name} is not ready"
-                    await until_serving(target, service)
-                async with open_channel(self.frontend) as channel:
+                    await until_serving(target, service, self.tls, name.lower())
+                async with open_channel(self.frontend, tls=self.tls, role="frontend") as channel:
                     while missing := await self._missing_workers(channel):  # noqa: ASYNC110 - asks another process
                         await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
@@ -246,9 +269,9 @@ class Stack:
         return "" if found == self.options.workers else f"{found} of {self.options.workers} workers are known"
 
 
-async def until_serving(target: str, service: str) -> None:
+async def until_serving(target: str, service: str, tls: Tls | None = None, role: str = "") -> None:
     """Returns when a service is ready by grpc.health."""
-    async with open_channel(target) as channel:
+    async with open_channel(target, tls=tls, role=role) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             with suppress(grpc.aio.AioRpcError):

@@ -60,7 +60,7 @@ async def running(
         sharding=settings.sharding,
         heartbeat_timeout_seconds=settings.scheduler_heartbeat_timeout_seconds,
     )
-    pool = WorkerPool(runtime.instance_id, counts=runtime.call_streams.client("worker"))
+    pool = WorkerPool(runtime.instance_id, counts=runtime.call_streams.client("worker"), tls=runtime.tls)
     back_off = BackOff(
         settings.worker_back_off_failures, settings.worker_back_off_seconds, settings.worker_back_off_max_seconds
     )
@@ -137,6 +137,7 @@ async def _serving_endpoint_picker(
         settings.endpoint_picker_bind,
         timeout_seconds=settings.request_timeout_seconds,
         drain_seconds=settings.drain_seconds,
+        tls=runtime.tls,
     ):
         yield
 
@@ -181,11 +182,12 @@ async def serving_http(
         runtime.registry,
         name="frontend",
         reuse_port=shared is not None,
+        tls=runtime.tls,
         handler_cancellation=True,
         auto_decompress=False,
         shutdown_timeout=settings.drain_seconds,
     ) as (host, port):
-        log.info("http.listening", address=f"{host}:{port}")
+        log.info("http.listening", address=f"{host}:{port}", encrypted=runtime.tls is not None)
         yield f"{host}:{port}"
 
 

@@ -10,6 +10,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.sglang.app import serving_sglang
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.mocker.vllm.app import serving_vllm
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.process.lifecycle import run
@@ -33,7 +34,13 @@ def main() -> None:
         registry, health = new_registry(), HealthBoard()
         await health.announce([_SERVICE])
         async with (
-            serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
+            serving_ops(
+                settings.http_bind,
+                registry,
+                health,
+                header_seconds=settings.http_header_seconds,
+                tls=Tls.of(settings.tls_options()),
+            ),
             AsyncExitStack() as stack,
         ):
             if settings.openai:

@@ -58,6 +58,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         nats=settings.nats,
         bind=settings.bind,
         advertise=settings.advertise,
+        tls=settings.tls_options(),
         transport=TRANSPORTS["core-nats" if settings.enable_local_indexer else settings.transport],
         role=ROLES[settings.role],
         labels=settings.labels,

@@ -15,6 +15,7 @@ import structlog
 from kvrouter.mocker.adapter import MockEngine, emit_to
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.net.tls import Tls
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import load_reports, load_response
 from kvrouter.publisher.worker_server import WorkerServer
@@ -45,7 +46,10 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
     }
     numbers = itertools.count(1)
     server = WorkerServer(
-        engine, ranks, lambda: load_response(config, load_reports(engine, config, incarnation, next(numbers)))
+        engine,
+        ranks,
+        lambda: load_response(config, load_reports(engine, config, incarnation, next(numbers))),
+        Tls.of(config.tls),
     )
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
+from kvrouter.net.tls import TlsOptions
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport
 from kvrouter.v1.names import ComponentName
@@ -61,6 +62,9 @@ class WorkerConfig:
     advertise: str = ""
     """Address under which others reach the worker: ``host:port``, or a host alone to use the port of ``bind``. If
     empty, the host of ``bind`` is used, which then must not be a wildcard."""
+
+    tls: TlsOptions | None = None
+    """Certificates of the WorkerService; None serves plain text. All processes of a namespace must agree on it."""
 
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
     """Transport of events. Unspecified uses the component's default, which its first worker sets (durable if that
@@ -168,6 +172,8 @@ class WorkerConfig:
             parse_endpoints(self.etcd)
         except InvalidEndpoint as error:
             raise InvalidConfig(f"etcd: {error}") from None
+        if self.tls is not None and self.tls.enabled and not self.tls.cert_file:
+            raise InvalidConfig("tls: a worker also needs cert_file and key_file")
         for url in self.nats.split(","):
             if urlsplit(url).scheme not in {"nats", "tls", "ws", "wss"} or not urlsplit(url).hostname:
                 raise InvalidConfig(f"nats: expected a URL such as nats://127.0.0.1:4222, received {url!r}")

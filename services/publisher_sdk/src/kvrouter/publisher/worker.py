@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.net.logs import get_logger
+from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
@@ -124,7 +125,9 @@ class Worker:
             )
             for rank in sorted(config.ranks)
         }
-        self._server = WorkerServer(engine, self._ranks, lambda: load_response(config, self.load_reports()))
+        self._server = WorkerServer(
+            engine, self._ranks, lambda: load_response(config, self.load_reports()), Tls.of(config.tls)
+        )
         self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
         self._keys = LeasedKeys(
             config.etcd,

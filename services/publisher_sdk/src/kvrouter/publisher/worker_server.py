@@ -16,6 +16,7 @@ from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
+from kvrouter.net.tls import Tls, add_port
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
@@ -54,7 +55,9 @@ class WorkerServer:
         engine: StepEngine | Engine,
         ranks: Mapping[int, RankPublisher],
         load: Callable[[], GetLoadResponse],
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._requests = RunningRequests(engine)
         self._ranks = ranks
         self._load = load
@@ -95,7 +98,7 @@ class WorkerServer:
             self._server, [SERVICE, CALL_STREAM_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
         )
         try:
-            port = self._server.add_insecure_port(bind)
+            port = add_port(self._server, bind, self._tls)
         except RuntimeError as error:
             raise InvalidConfig(f"bind: cannot listen on {bind}: {error}") from None
         self._requests.attach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from kvrouter.net.tls import Tls
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.relay.app import running, worker_config
 from kvrouter.relay.settings import RelaySettings
@@ -43,7 +44,13 @@ async def _serve(settings: RelaySettings, ready: asyncio.Event, stopping: asynci
     registry, health = new_registry(), HealthBoard()
     await health.announce([_READY])
     async with (
-        serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
+        serving_ops(
+            settings.http_bind,
+            registry,
+            health,
+            header_seconds=settings.http_header_seconds,
+            tls=Tls.of(settings.tls_options()),
+        ),
         running(settings, registry) as worker,
     ):
         ready.set()

@@ -45,6 +45,7 @@ def worker_config(settings: RelaySettings, worker_id: int) -> WorkerConfig:
         nats=settings.nats,
         bind=settings.bind,
         advertise=settings.advertise,
+        tls=settings.tls_options(),
         transport=TRANSPORTS[settings.transport],
         copy_counting=_COPY_COUNTING[settings.copy_counting],
         role=ROLES[settings.role],

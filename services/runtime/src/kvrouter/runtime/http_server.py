@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import web
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.listening import BindFailed
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -50,6 +51,7 @@ async def serving_http(
     *,
     name: str,
     reuse_port: bool = False,
+    tls: Tls | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves an application while the context lasts; yields the host and port that it listens on.
@@ -62,6 +64,7 @@ async def serving_http(
         registry: Registry for the metrics.
         name: Part of the metrics' names.
         reuse_port: Whether processes share the port, which their parent holds (``shared_port``).
+        tls: Encrypts connections; None for plain text.
         options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
@@ -76,7 +79,12 @@ async def serving_http(
         assert handlers is not None  # noqa: S101 - set up above
         try:
             server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(handlers(), connections), host, port, reuse_port=reuse_port, backlog=1024
+                lambda: _Connection(handlers(), connections),
+                host,
+                port,
+                reuse_port=reuse_port,
+                backlog=1024,
+                ssl=None if tls is None else tls.server_context(),
             )
         except OSError:
             raise BindFailed(f"{host or ''}:{port}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.process.lifecycle import run
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -22,7 +23,13 @@ def main(options: Sequence[str] | None = None) -> None:
     async def sidecar(stopping: asyncio.Event) -> None:
         registry, health = new_registry(), HealthBoard()
         async with (
-            serving_ops(settings.http_bind, registry, health, header_seconds=settings.http_header_seconds),
+            serving_ops(
+                settings.http_bind,
+                registry,
+                health,
+                header_seconds=settings.http_header_seconds,
+                tls=Tls.of(settings.tls_options()),
+            ),
             running(settings, registry, health),
         ):
             await stopping.wait()

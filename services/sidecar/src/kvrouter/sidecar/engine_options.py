@@ -57,6 +57,7 @@ class EngineOptions:
             nats=settings.nats,
             bind=self.bind,
             advertise=self.advertise,
+            tls=settings.tls_options(),
             transport=TRANSPORTS[settings.transport],
             copy_counting=_COPY_COUNTING[settings.copy_counting],
             role=ROLES[engine.role],

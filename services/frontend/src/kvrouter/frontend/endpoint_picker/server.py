@@ -21,6 +21,7 @@ from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.server_reflection import add_reflection
+from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.listening import BindFailed
 
@@ -69,7 +70,13 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
 
 @asynccontextmanager
 async def serving_picker(
-    picker: Picker, metrics: PickerMetrics, bind: str, *, timeout_seconds: float, drain_seconds: float
+    picker: Picker,
+    metrics: PickerMetrics,
+    bind: str,
+    *,
+    timeout_seconds: float,
+    drain_seconds: float,
+    tls: Tls | None = None,
 ) -> AsyncIterator[str]:
     """Serves the endpoint picker while the context lasts; yields its address, host:port.
 
@@ -79,6 +86,7 @@ async def serving_picker(
         bind: Address to listen on, host:port.
         timeout_seconds: Maximum time for a choice.
         drain_seconds: Maximum time that running requests get to end when the context ends.
+        tls: Encrypts connections; None for plain text.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
@@ -90,14 +98,14 @@ async def serving_picker(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     add_reflection(server, [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
     try:
-        port = server.add_insecure_port(bind)
+        port = add_port(server, bind, tls)
     except RuntimeError:
         raise BindFailed(bind) from None
     await health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)
     await _publish(health, ready=False)
     await server.start()
     address = f"{bind.rpartition(':')[0]}:{port}"
-    log.info("grpc.listening", address=address, services=[SERVICE])
+    log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
     following = asyncio.create_task(_follow_readiness(health, picker), name="endpoint-picker-health")
     try:
         yield address

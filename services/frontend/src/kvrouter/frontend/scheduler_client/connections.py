@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from google.protobuf.message import DecodeError
 from kvrouter.net.calls import CallError, CallStreamCounts
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import Internal, KvRouterError, from_call_error
@@ -109,16 +110,19 @@ class LocalConnection:
 class StreamConnection:
     """Calls a Scheduler on a call stream. ``run`` must be running."""
 
-    def __init__(self, endpoint: str, *, client_name: str, counts: CallStreamCounts) -> None:
+    def __init__(self, endpoint: str, *, client_name: str, counts: CallStreamCounts, tls: Tls | None = None) -> None:
         """Connects nothing yet.
 
         Args:
             endpoint: Address of the Scheduler, host:port.
             client_name: Name of this Frontend, for the Scheduler's logs.
             counts: Counts for metrics.
+            tls: Encrypts the connection; None for plain text.
         """
         # A Scheduler that is silent is left by the sessions, which know whether there is another.
-        connection = CallConnection(endpoint, client_name=client_name, counts=counts, ends_when_silent=False)
+        connection = CallConnection(
+            endpoint, client_name=client_name, counts=counts, ends_when_silent=False, tls=tls, role="scheduler"
+        )
         self._client = connection.client
         self._scheduler = cast(Scheduler, connection.stub(_DESCRIPTOR))
         self.run = connection.run

@@ -116,7 +116,7 @@ class RemoteSchedulers:
         connection = self._connections.get(endpoint)
         if connection is None:
             connection = self._connections[endpoint] = StreamConnection(
-                endpoint, client_name=self._client_name, counts=self._counts
+                endpoint, client_name=self._client_name, counts=self._counts, tls=self._directory.tls
             )
             self._tasks.append(asyncio.create_task(connection.run(), name=f"call stream to {endpoint}"))
         return connection

@@ -11,6 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts, NotSent
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
@@ -54,8 +55,8 @@ class _Stub(Protocol):
 class WorkerConnection:
     """The connection to the worker at one address."""
 
-    def __init__(self, endpoint: str, client_name: str, counts: CallStreamCounts) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, client_name: str, counts: CallStreamCounts, tls: Tls | None = None) -> None:
+        self._channel = open_channel(endpoint, tls=tls, role="worker")
         self._stub = cast(_Stub, remote(_DESCRIPTOR, self._channel, raw_responses=frozenset({"Generate"})))
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         # Probes decide whether a worker that is silent is suspected; its requests may wait for it to go on.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.frontend.worker_client.connection import ResponseReceiver, WorkerConnection
 from kvrouter.net.calls import CallStreamCounts
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.names import ComponentName
@@ -18,9 +19,22 @@ class WorkerPool:
     """One connection per worker address. Beyond ``max_connections`` the least recently used idle ones are closed."""
 
     def __init__(
-        self, client_name: str, max_connections: int = 4096, *, counts: CallStreamCounts | None = None
+        self,
+        client_name: str,
+        max_connections: int = 4096,
+        *,
+        counts: CallStreamCounts | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        """``client_name`` names this Frontend in the logs of workers; ``counts`` counts all call streams."""
+        """Connects to nobody yet.
+
+        Args:
+            client_name: Name of this Frontend in the logs of workers.
+            max_connections: Number of connections above which idle ones are closed.
+            counts: Counts all call streams.
+            tls: Encrypts connections; None for plain text.
+        """
+        self._tls = tls
         self.counts = CallStreamCounts() if counts is None else counts
         self._client_name = client_name
         self.max_connections = max_connections
@@ -75,7 +89,9 @@ class WorkerPool:
     def _connection(self, endpoint: str) -> WorkerConnection:
         connection = self._connections.get(endpoint)
         if connection is None:
-            connection = self._connections[endpoint] = WorkerConnection(endpoint, self._client_name, self.counts)
+            connection = self._connections[endpoint] = WorkerConnection(
+                endpoint, self._client_name, self.counts, self._tls
+            )
             if endpoint in self._serving_streams:
                 connection.open_stream()
         self._connections.move_to_end(endpoint)

@@ -25,6 +25,7 @@ from kvrouter.indexer.resync.comparison import compare, unanswered
 from kvrouter.indexer.resync.fetcher import Resync
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
+from kvrouter.net.tls import Tls
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse
@@ -66,6 +67,7 @@ class ComponentIndex:
         slots: asyncio.Semaphore | None = None,
         home: SnapshotHome | None = None,
         quarantine: Quarantine | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Builds the parts of a component's index.
 
@@ -77,6 +79,7 @@ class ComponentIndex:
             slots: Bounds concurrent fetches from workers, over all components of the replica.
             home: Settings for snapshots; None for no snapshots.
             quarantine: Counts and logs input that cannot be decoded.
+            tls: Encrypts connections to workers; None for plain text.
         """
         self.name = name
         self.descriptor = descriptor
@@ -89,7 +92,7 @@ class ComponentIndex:
         later = self.snapshots.load_later if self.snapshots else None
         self.ingest = Ingest(str(name), self.state, consumer, later)
         self.core_nats = CoreNatsEvents(consumer.connection, name, self.state)
-        self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES))
+        self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES), tls)
         self.ranks: list[RankInfo] = []
         """Ranks of the index, at most about one second old."""
         self.ready = False

@@ -22,6 +22,7 @@ from kvrouter.indexer.index.rank_dump import RankDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.resync.resync_queue import ResyncQueue
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -52,8 +53,16 @@ class RankRepair:
 class Resync:
     """Resyncs the ranks of one component. ``run`` processes the queue."""
 
-    def __init__(self, name: str, state: IndexState, slots: asyncio.Semaphore) -> None:
-        """Attaches to an index; ``slots`` bounds concurrent resyncs over all components of the replica."""
+    def __init__(self, name: str, state: IndexState, slots: asyncio.Semaphore, tls: Tls | None = None) -> None:
+        """Attaches to an index.
+
+        Args:
+            name: Name of the component, for logs.
+            state: The index.
+            slots: Bounds concurrent resyncs over all components of the replica.
+            tls: Encrypts connections to workers; None for plain text.
+        """
+        self._tls = tls
         self._state = state
         self._slots = slots
         self._workers: Mapping[int, WorkerRegistration] = {}
@@ -140,7 +149,7 @@ class Resync:
         if worker is None or not worker.endpoint:
             return None
         try:
-            async with self._slots, worker_at(worker.endpoint) as stub:
+            async with self._slots, worker_at(worker.endpoint, self._tls) as stub:
                 return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         except (KvRouterError, StateTooLarge) as error:
             self._log.warning("worker.unreachable", worker_id=rank[0], dp_rank=rank[1], error=str(error))
@@ -215,7 +224,7 @@ class Resync:
         info = start.info
         if worker is None or not worker.endpoint:
             return _Outcome.FAILED
-        async with worker_at(worker.endpoint) as stub:
+        async with worker_at(worker.endpoint, self._tls) as stub:
             if info is not None and not info.partial and reason in _LACK_EVENTS:
                 cursor = (info.incarnation, info.next_event_id)
                 batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))

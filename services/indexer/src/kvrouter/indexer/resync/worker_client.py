@@ -9,6 +9,7 @@ from typing import cast
 
 from kvrouter.core import Rank
 from kvrouter.indexer.index.rank_dump import RankDump
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import OutOfRange
@@ -30,9 +31,9 @@ class StateTooLarge(Exception):
 
 
 @asynccontextmanager
-async def worker_at(endpoint: str) -> AsyncIterator[Worker]:
+async def worker_at(endpoint: str, tls: Tls | None = None) -> AsyncIterator[Worker]:
     """Opens a channel to the worker at ``host:port``, and yields its stub."""
-    async with open_channel(endpoint, max_message_bytes=_MAX_PART_BYTES) as channel:
+    async with open_channel(endpoint, tls=tls, role="worker", max_message_bytes=_MAX_PART_BYTES) as channel:
         yield cast(Worker, remote(_DESCRIPTOR, channel))
 
 

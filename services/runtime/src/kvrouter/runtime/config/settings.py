@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from kvrouter.net.tls import TlsOptions
 from kvrouter.runtime.config.addresses import Address, Name, OptionalAddress
 from kvrouter.runtime.config.sources import SettingsError, load, load_all
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
@@ -71,6 +72,27 @@ class ServiceSettings(BaseModel):
     http_header_seconds: float = Field(
         default=10.0, gt=0, description="Longest time for the headers of an HTTP request, in seconds."
     )
+    tls_cert_file: str = Field(
+        default="",
+        description="PEM file with the certificate of this process; turns TLS on for its servers and connections.",
+    )
+    tls_key_file: str = Field(
+        default="", description="PEM file with the private key of --tls-cert-file, of mode 0600 or 0640."
+    )
+    tls_ca_file: str = Field(
+        default="", description="PEM file with the authorities that certificates of other processes must come from."
+    )
+    tls_client_auth: Literal["none", "required"] = Field(
+        default="none", description="Whether gRPC clients must present a certificate of --tls-ca-file."
+    )
+    http_tls_client_auth: Literal["none", "optional", "required"] | None = Field(
+        default=None,
+        description="Whether HTTP clients must present a certificate of --tls-ca-file; by default as gRPC ones.",
+    )
+    tls_peer_domain: str = Field(
+        default="",
+        description="Domain of the roles in certificates, such as kvrouter.internal; empty checks addresses instead.",
+    )
     instance_id: Name = Field(
         default_factory=_made_up_id, description="Id of this process, unique among live processes."
     )
@@ -89,6 +111,28 @@ class ServiceSettings(BaseModel):
     def table(cls) -> str:
         """Returns the name of the file's table with this service's own options."""
         return cls.section or cls.__name__.removesuffix("Settings").lower()
+
+    def tls_options(self) -> TlsOptions:
+        """Returns the options of transport security.
+
+        Raises:
+            InvalidTls: they contradict each other.
+        """
+        return TlsOptions(
+            self.tls_cert_file,
+            self.tls_key_file,
+            self.tls_ca_file,
+            self.tls_client_auth,
+            self.http_tls_client_auth or self.tls_client_auth,
+            self.tls_peer_domain,
+        )
+
+    @model_validator(mode="after")
+    def _has_complete_tls(self) -> ServiceSettings:
+        options = self.tls_options()
+        if options.enabled and not options.cert_file:
+            raise ValueError("tls_ca_file is set: a service also needs tls_cert_file and tls_key_file")
+        return self
 
     def static_endpoints(self) -> StaticEndpoints | None:
         """Returns the listed processes; None if they are discovered in etcd."""

@@ -13,6 +13,7 @@ from contextlib import aclosing
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.net.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.discovery.registry_views import (
     KINDS,
     ComponentView,
@@ -49,6 +50,7 @@ class Directory:
         *,
         source: Callable[[], AsyncGenerator[Change]] | None = None,
         quarantine: Quarantine | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -59,7 +61,10 @@ class Directory:
             source: Yields the entries and their changes; None for etcd. Only entries from etcd are retained when they
                 vanish while their processes answer (``kvrouter.runtime.discovery.retention``).
             quarantine: Receives entries that cannot be decoded.
+            tls: Encrypts connections to the processes found here.
         """
+        self.tls = tls
+        """TLS for connections to the registered processes; None for plain text."""
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._source = source or (
             lambda: watch_prefix(
@@ -67,7 +72,7 @@ class Directory:
             )
         )
         self._retains = source is None
-        self._retention = Retention(self._drop)
+        self._retention = Retention(self._drop, tls)
         self._undecodable: dict[str, str] = {}
         self._lost_descriptors: dict[str, ComponentName] = {}
         self._confirmed_at: float | None = None

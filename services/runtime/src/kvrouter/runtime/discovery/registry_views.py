@@ -117,9 +117,9 @@ def process_of(key: str, raw: bytes, namespace: str) -> Process | None:
     except Undecodable:
         return None
     if isinstance(entry, WorkerRegistration) and entry.endpoint and not entry.draining:
-        return Process(entry.endpoint, _WORKER_SERVICE)
+        return Process(entry.endpoint, _WORKER_SERVICE, "worker")
     if isinstance(name, ServiceKey) and isinstance(entry, ServiceRegistration) and entry.ready:
-        return Process(entry.endpoint, _GRPC_SERVICES[name.kind])
+        return Process(entry.endpoint, _GRPC_SERVICES[name.kind], name.kind)
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.rpc.client import open_channel
 
 log = structlog.get_logger(component="discovery")
@@ -38,13 +39,16 @@ class Process:
     """Address of its gRPC server, host:port."""
     service: str
     """Full name of its gRPC service in grpc.health."""
+    role: str
+    """frontend, scheduler, indexer or worker."""
 
 
 class Retention:
     """Retained entries."""
 
-    def __init__(self, drop: Callable[[str], None]) -> None:
-        """``drop`` is called with the key of an entry that is no longer retained."""
+    def __init__(self, drop: Callable[[str], None], tls: Tls | None = None) -> None:
+        """``drop`` is called with the key of an entry that is no longer retained; ``tls`` is used for probes."""
+        self._tls = tls
         self._drop = drop
         self._kept: dict[str, tuple[Process, asyncio.Task[None]]] = {}
         self._keys_at: dict[str, str] = {}
@@ -81,7 +85,7 @@ class Retention:
     async def _verify(self, key: str, process: Process) -> None:
         answered = False
         try:
-            async with asyncio.timeout(KEPT_SECONDS), open_channel(process.endpoint) as channel:
+            async with asyncio.timeout(KEPT_SECONDS), self._channel(process) as channel:
                 while await self._answers(channel, process.service):
                     if not answered:
                         answered = True
@@ -91,6 +95,9 @@ class Retention:
             log.warning("registration.expired", key=key, endpoint=process.endpoint)
         self._forget(key)
         self._drop(key)
+
+    def _channel(self, process: Process) -> grpc.aio.Channel:
+        return open_channel(process.endpoint, tls=self._tls, role=process.role)
 
     async def _answers(self, channel: grpc.aio.Channel, service: str) -> bool:
         stub: Any = health_pb2_grpc.HealthStub(channel)

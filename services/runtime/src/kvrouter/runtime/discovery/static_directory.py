@@ -17,6 +17,7 @@ import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.net.etcd import Snapshot
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, StaticWorker
 from kvrouter.runtime.config.worker_options import ROLES
 from kvrouter.runtime.contracts import Worker
@@ -64,7 +65,10 @@ class _Known:
 class StaticDiscovery:
     """Probes all listed workers and Schedulers. ``changes`` replaces ``watch_prefix`` of etcd."""
 
-    def __init__(self, listed: StaticEndpoints, namespace: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, listed: StaticEndpoints, namespace: str, registry: CollectorRegistry, tls: Tls | None = None
+    ) -> None:
+        self._tls = tls
         self._listed = listed
         self._twins: set[str] = set()
         """Workers left out because another has their id."""
@@ -140,7 +144,7 @@ class StaticDiscovery:
 
     async def _probe(self, component: StaticComponent, worker: StaticWorker, place: int) -> None:
         known = self._known.setdefault(worker.endpoint, _Known())
-        service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint)))
+        service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint, "worker")))
         answer, failure, mismatch = GetLoadResponse(), "", ""
         serving = await self._serving(_WORKER, worker.endpoint)
         try:
@@ -174,7 +178,9 @@ class StaticDiscovery:
 
     async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
         """Returns whether a service is ready by grpc.health; None if it does not report it."""
-        health: Any = health_pb2_grpc.HealthStub(self._channel(address))
+        health: Any = health_pb2_grpc.HealthStub(
+            self._channel(address, "worker" if service is _WORKER else "scheduler")
+        )
         try:
             request = health_pb2.HealthCheckRequest(service=service.full_name)
             answer = await health.Check(request, timeout=_PROBE_SECONDS)
@@ -182,10 +188,10 @@ class StaticDiscovery:
             return None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _channel(self, address: str, role: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address)
+            channel = self._channels[address] = open_channel(address, tls=self._tls, role=role)
         return channel
 
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvrouter.net.etcd import LeasedKeys
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
@@ -45,8 +46,10 @@ class Runtime:
         """Counts of the process's call streams."""
         self.quarantine = metered_quarantine(registry)
         """Entries of etcd and NATS that were skipped because they cannot be decoded."""
+        self.tls = Tls.of(settings.tls_options())
+        """TLS of this process's servers and clients; None for plain text."""
         listed = settings.static_endpoints()
-        self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry)
+        self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry, self.tls)
         """Discovery of listed workers; None if workers are discovered in etcd."""
         self.directory = Directory(
             settings.etcd,
@@ -54,6 +57,7 @@ class Runtime:
             registry,
             source=None if self.listed is None else self.listed.changes,
             quarantine=self.quarantine,
+            tls=self.tls,
         )
         self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
         self._tasks = tasks

@@ -61,12 +61,16 @@ async def host(
     """
     settings = runtime.settings
     counts = runtime.call_streams.server()
-    server = open_server(settings.bind, call_stream_counts=counts, reuse_port=reuse_port)
+    server = open_server(settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls)
     bounds_of(runtime.registry).add("grpc_calls", lambda: server.ordinary_calls, MAX_CALLS)
     for service in services:
         add_service(server, service.descriptor, service.implementation, limits=service.limits)
     async with serving_ops(
-        settings.http_bind, runtime.registry, server.health, header_seconds=settings.http_header_seconds
+        settings.http_bind,
+        runtime.registry,
+        server.health,
+        header_seconds=settings.http_header_seconds,
+        tls=runtime.tls,
     ) as ops_address:
         await server.start()
         try:

@@ -14,6 +14,8 @@ import structlog
 import uvloop
 from kvrouter import core
 from kvrouter.net.etcd import InvalidEndpoint, KeyTaken
+from kvrouter.net.secret_files import UnreadableSecret
+from kvrouter.net.tls import InvalidCertificate
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.listening import BindFailed
@@ -29,7 +31,7 @@ class StartRefused(Exception):
 _YOUNG_OBJECTS = 20_000
 """New objects after which young garbage is collected."""
 
-_EXPLAINED = (BindFailed, InvalidEndpoint, StartRefused, KeyTaken)
+_EXPLAINED = (BindFailed, InvalidCertificate, InvalidEndpoint, StartRefused, KeyTaken, UnreadableSecret)
 """Failures with a sufficient message, which are logged without a traceback."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import open_channel
 
@@ -14,7 +15,14 @@ class CallConnection:
     """The call stream to the server at one address. ``run`` must be running."""
 
     def __init__(
-        self, endpoint: str, *, client_name: str, counts: CallStreamCounts | None = None, ends_when_silent: bool = True
+        self,
+        endpoint: str,
+        *,
+        client_name: str,
+        counts: CallStreamCounts | None = None,
+        ends_when_silent: bool = True,
+        tls: Tls | None = None,
+        role: str = "",
     ) -> None:
         """Connects nothing yet.
 
@@ -23,8 +31,10 @@ class CallConnection:
             client_name: Name of this client, for the server's logs.
             counts: Counts for metrics.
             ends_when_silent: Whether a server that answers no heartbeat loses its calls. If not, they wait for it.
+            tls: Encrypts the connection; None for plain text.
+            role: What the server is, for the name in its certificate.
         """
-        self._channel = open_channel(endpoint)
+        self._channel = open_channel(endpoint, tls=tls, role=role)
         self.client = CallStreamClient(
             self._channel,
             client_name=client_name,

@@ -14,21 +14,27 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from kvrouter.net import tls as transport_security
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 
 
-def open_channel(target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def open_channel(
+    target: str, *, tls: Tls | None = None, role: str = "", max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
     """Returns a channel to ``host:port``, which connects at its first use and reconnects when the peer returns.
 
     Args:
         target: The address.
+        tls: Encrypts the channel and checks the peer's certificate; None for plain text.
+        role: What the peer is (frontend, scheduler, indexer or worker), for the name in its certificate.
         max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
-    return grpc.aio.insecure_channel(target, options=tuple(options.items()))
+    return transport_security.open_channel(target, tuple(options.items()), tls, role)
 
 
 def remote(

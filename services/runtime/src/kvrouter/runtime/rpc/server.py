@@ -25,6 +25,7 @@ from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.server_reflection import add_reflection
+from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     INTERNAL_ERROR,
@@ -72,7 +73,9 @@ class RpcServer:
         max_calls: int = MAX_CALLS,
         call_stream_counts: CallStreamCounts | None = None,
         reuse_port: bool = False,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self.health = HealthBoard()
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
@@ -118,6 +121,7 @@ class RpcServer:
 
         Raises:
             BindFailed: the port is in use or the address is not one of this machine's.
+            InvalidTls: TLS is enabled without a certificate.
         """
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -125,14 +129,14 @@ class RpcServer:
         add_reflection(self._server, [*self._names, CALL_STREAM_SERVICE, health_name])
         await self.health.announce(self._names)
         try:
-            self._port = self._server.add_insecure_port(self._bind)
+            self._port = add_port(self._server, self._bind, self._tls)
         except RuntimeError:
             raise BindFailed(self._bind) from None
         await self._server.start()
         if _is_any(self._host):
             # In a thread, because a name server may be slow or away.
             self._host = await asyncio.to_thread(socket.getfqdn)
-        log.info("grpc.listening", address=self.endpoint(), services=self._names)
+        log.info("grpc.listening", address=self.endpoint(), services=self._names, encrypted=self._tls is not None)
 
     async def drain(self, seconds: float) -> None:
         """Stops: refuses new calls, lets running calls finish, then closes connections.
@@ -257,12 +261,14 @@ def open_server(
     max_calls: int = MAX_CALLS,
     call_stream_counts: CallStreamCounts | None = None,
     reuse_port: bool = False,
+    tls: Tls | None = None,
 ) -> RpcServer:
     """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started.
 
-    With ``reuse_port``, processes share the port, which their parent holds (``shared_port``).
+    With ``reuse_port``, processes share the port, which their parent holds (``shared_port``). With
+    ``tls``, connections are encrypted.
     """
-    return RpcServer(bind, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port)
+    return RpcServer(bind, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port, tls=tls)
 
 
 def add_service(

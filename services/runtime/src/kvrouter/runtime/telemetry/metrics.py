@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import structlog
 from aiohttp import web
 from kvrouter import core
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.version import VERSION
@@ -70,7 +71,7 @@ def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.App
 
 @asynccontextmanager
 async def serving_ops(
-    bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float
+    bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float, tls: Tls | None = None
 ) -> AsyncIterator[str]:
     """Serves the ops endpoints while the context lasts; yields their address, host:port, or "" if ``bind`` is empty.
 
@@ -79,6 +80,7 @@ async def serving_ops(
         registry: Metrics to expose; the server's own are added.
         health: Readiness of the services.
         header_seconds: Maximum time for the headers of a request.
+        tls: Encrypts connections; None for plain text.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
@@ -90,6 +92,9 @@ async def serving_ops(
     limits = HttpLimits(min(_MAX_CONNECTIONS, share_of_descriptors(1 / 8)), header_seconds)
     application = ops_application(registry, health)
     address = (host.strip("[]") or None, int(port))
-    async with serving_http(application, *address, limits, registry, name="ops", shutdown_timeout=1.0) as (_, bound):
-        log.info("http.listening", address=f"{host}:{bound}")
+    async with serving_http(application, *address, limits, registry, name="ops", tls=tls, shutdown_timeout=1.0) as (
+        _,
+        bound,
+    ):
+        log.info("http.listening", address=f"{host}:{bound}", encrypted=tls is not None)
         yield f"{host}:{bound}"

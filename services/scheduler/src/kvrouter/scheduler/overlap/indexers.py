@@ -65,7 +65,13 @@ class RemoteIndexers:
         if connection is None:
             if self._group is None:
                 raise DependencyAway("the Scheduler is starting or stopping")
-            opened = CallConnection(endpoint, client_name=self._client_name, counts=self._counts)
+            opened = CallConnection(
+                endpoint,
+                client_name=self._client_name,
+                counts=self._counts,
+                tls=self._directory.tls,
+                role="indexer",
+            )
             running = self._group.create_task(opened.run(), name=f"call stream to {endpoint}")
             connection = self._connections[endpoint] = _Connection(opened.stub(_DESCRIPTOR), running)
         return connection.stub

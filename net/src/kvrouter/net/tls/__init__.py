@@ -1,0 +1,9 @@
+"""Transport security: certificates from files, which are read again when they change, for gRPC and HTTP."""
+
+from kvrouter.net.tls.certificates import InvalidCertificate
+from kvrouter.net.tls.channel import open_channel
+from kvrouter.net.tls.listening import add_port
+from kvrouter.net.tls.options import ClientAuth, InvalidTls, TlsOptions
+from kvrouter.net.tls.tls import Tls
+
+__all__ = ["ClientAuth", "InvalidCertificate", "InvalidTls", "Tls", "TlsOptions", "add_port", "open_channel"]

@@ -1,0 +1,217 @@
+"""Certificates from files, checked before they are used, and read again when the files change."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+
+from kvrouter.net.logs import get_logger
+from kvrouter.net.secret_files import UnreadableSecret, read_secret
+from kvrouter.net.tls.options import TlsOptions
+
+log = get_logger(__name__)
+
+_CHECK_SECONDS = 1.0
+"""Minimum interval between two looks at the files."""
+
+_VERIFY_MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+
+_State = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class InvalidCertificate(ValueError):
+    """A certificate, key or authority file cannot be used: unreadable, half-written, expired, or not a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """The checked content of the files at one time."""
+
+    generation: int
+    """Number of the content, from 1."""
+    chain: bytes | None
+    """This process's certificate and the intermediate ones, PEM."""
+    key: bytes | None
+    """The private key, PEM."""
+    authorities: bytes | None
+    """Authorities of peers, PEM; None for the system's."""
+    expires: float
+    """Unix time at which the certificate expires; infinity without one."""
+    server_context: ssl.SSLContext | None
+    """For HTTP servers; None without a certificate."""
+    client_context: ssl.SSLContext
+    """For HTTP clients and NATS."""
+
+
+class CertificateFiles:
+    """Follows the files of one process. Content that cannot be used is logged, and the previous one stays in use."""
+
+    def __init__(self, options: TlsOptions) -> None:
+        """Reads the files.
+
+        Raises:
+            InvalidCertificate: the content cannot be used.
+            UnreadableSecret: the key file cannot be read, or everybody can read it.
+        """
+        self._options = options
+        self._lock = threading.Lock()
+        self._state = self._look()
+        self._checked_at = time.monotonic()
+        self._refused = ""
+        self.reloads = 0
+        """Number of times that changed files were taken over."""
+        self.failed_reloads = 0
+        """Number of times that changed files could not be used."""
+        self._certificates = self._read(1)
+
+    def current(self) -> Certificates:
+        """Returns what to use for a new connection.
+
+        Reads changed files at once, on the caller's thread: they are a few kilobytes on a local disk, and gRPC asks
+        in the middle of a handshake.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now - self._checked_at >= _CHECK_SECONDS:
+                self._checked_at = now
+                state = self._look()
+                # Files that were refused are tried again: they may have been read between two writes.
+                if state != self._state or self._refused:
+                    self._reload(state)
+            return self._certificates
+
+    def _reload(self, state: _State) -> None:
+        try:
+            read = self._read(self._certificates.generation + 1)
+        except (InvalidCertificate, UnreadableSecret) as error:
+            if state != self._state or str(error) != self._refused:
+                self.failed_reloads += 1
+                log.error("tls.reload_refused", cause=str(error), uses="the previous certificate")
+            self._refused, self._state = str(error), state
+            return
+        if self._refused and self._same(read):
+            self._refused, self._state = "", state
+            return
+        self._refused, self._state, self._certificates = "", state, read
+        self.reloads += 1
+        log.info("tls.reloaded", certificate=self._options.cert_file, expires_unix=round(read.expires, 0))
+
+    def _same(self, read: Certificates) -> bool:
+        used = self._certificates
+        return (read.chain, read.key, read.authorities) == (used.chain, used.key, used.authorities)
+
+    def _look(self) -> _State:
+        """Returns what tells a changed file: also of a symbolic link, as Kubernetes replaces it."""
+        return tuple(_state_of(path) for path in self._files())
+
+    def _files(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self._options.cert_file, self._options.key_file, self._options.ca_file)))
+
+    def _read(self, generation: int) -> Certificates:
+        options = self._options
+        content = self._contents()
+        client = _client_context(options)
+        server, expires = None, float("inf")
+        if options.cert_file:
+            expires = _expiry(options, content[0] or b"")
+            server = _server_context(options)
+            _load_pair(client, options)
+        # The library reads files itself. Both readings must have seen the same content.
+        if self._contents() != content:
+            raise InvalidCertificate(f"{', '.join(self._files())}: changed while they were read")
+        return Certificates(generation, *content, expires, server, client)
+
+    def _contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        options = self._options
+        return (
+            _read_public(options.cert_file) if options.cert_file else None,
+            read_secret(options.key_file) if options.key_file else None,
+            _read_public(options.ca_file) if options.ca_file else None,
+        )
+
+
+def _state_of(path: str) -> tuple[int, int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
+
+
+def _read_public(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InvalidCertificate(f"{path}: {error.strerror}: expected a PEM file that this process can read") from None
+
+
+def _client_context(options: TlsOptions) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=options.ca_file or None)
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidCertificate(f"{options.ca_file}: expected certificates of authorities, PEM: {error}") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _server_context(options: TlsOptions) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load_pair(context, options)
+    if options.ca_file:
+        context.load_verify_locations(options.ca_file)
+    context.verify_mode = _VERIFY_MODES[options.http_client_auth]
+    return context
+
+
+def _load_pair(context: ssl.SSLContext, options: TlsOptions) -> None:
+    try:
+        # Without a password the library would ask for one on the terminal.
+        context.load_cert_chain(options.cert_file, options.key_file, password="")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise InvalidCertificate(
+            f"{options.cert_file}, {options.key_file}: expected a certificate and its unencrypted key, PEM: {error}"
+        ) from None
+
+
+def _expiry(options: TlsOptions, chain: bytes) -> float:
+    """Returns when a certificate expires, Unix time, after a handshake with itself in memory.
+
+    Raises:
+        InvalidCertificate: the pair cannot serve a handshake, because it is expired, not yet valid, or no pair.
+    """
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_pair(server, options)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    end = b"-----END CERTIFICATE-----"
+    try:
+        client.load_verify_locations(cadata=(chain.partition(end)[0] + end).decode("ascii", "ignore"))
+        shown = _shake_hands(server, client)
+    except (ssl.SSLError, ValueError) as error:
+        raise InvalidCertificate(f"{options.cert_file}: expected a certificate that is valid now: {error}") from None
+    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
+    """Connects the two in memory and returns the certificate that the client saw."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(to_client, to_server, server_hostname=None),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    open_sides = list(sides)
+    for _ in range(10):
+        for side in list(open_sides):
+            try:
+                side.do_handshake()
+                open_sides.remove(side)
+            except ssl.SSLWantReadError:
+                continue
+    return dict(sides[0].getpeercert() or {})

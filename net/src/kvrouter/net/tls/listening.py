@@ -1,0 +1,24 @@
+"""Opens the port of a gRPC server, encrypted or not."""
+
+from __future__ import annotations
+
+import grpc.aio
+from kvrouter.net.logs import get_logger
+from kvrouter.net.tls.options import InvalidTls
+from kvrouter.net.tls.tls import Tls
+
+log = get_logger(__name__)
+
+
+def add_port(server: grpc.aio.Server, bind: str, tls: Tls | None) -> int:
+    """Adds a port to a server that has not started, and returns its number.
+
+    Raises:
+        InvalidTls: TLS is enabled without a certificate.
+        RuntimeError: the port is in use or the address is not one of this machine's.
+    """
+    if tls is None:
+        return server.add_insecure_port(bind)
+    if not tls.serves:
+        raise InvalidTls("tls_ca_file is set: a server also needs tls_cert_file and tls_key_file")
+    return server.add_secure_port(bind, tls.server_credentials())

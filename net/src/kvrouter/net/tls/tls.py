@@ -1,0 +1,87 @@
+"""The TLS of one process: credentials for its servers and clients, which follow the certificate files."""
+
+from __future__ import annotations
+
+import ssl
+
+import grpc
+from kvrouter.net.tls.certificates import CertificateFiles, Certificates
+from kvrouter.net.tls.options import TlsOptions
+
+
+class Tls:
+    """Makes credentials from the files of one process. New connections use the files' newest valid content."""
+
+    def __init__(self, options: TlsOptions) -> None:
+        """Reads the files.
+
+        Raises:
+            InvalidCertificate: a file cannot be used.
+            UnreadableSecret: the key file cannot be read, or everybody can read it.
+        """
+        self.options = options
+        self.files = CertificateFiles(options)
+        self.handshakes = 0
+        """Number of connections that began a handshake with a server of this process."""
+
+    @classmethod
+    def of(cls, options: TlsOptions | None) -> Tls | None:
+        """Returns the TLS for the options; None if they enable none."""
+        return cls(options) if options is not None and options.enabled else None
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a certificate for servers."""
+        return bool(self.options.cert_file)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Returns credentials for a gRPC server."""
+        used = self.files.current()
+        generation = used.generation
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC before each handshake."""
+            nonlocal generation
+            self.handshakes += 1
+            newest = self.files.current()
+            if newest.generation == generation:
+                return None
+            generation = newest.generation
+            return _server_configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(used),
+            fetch,  # type: ignore[arg-type]  # None is for no change, which the stubs lack
+            require_client_authentication=self.options.client_auth == "required",
+        )
+
+    def server_context(self) -> ssl.SSLContext:
+        """Returns a context for an HTTP server."""
+        context = self.files.current().server_context
+        assert context is not None  # noqa: S101 - callers ask for ``serves`` first
+
+        def choose(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            """Called before each handshake."""
+            self.handshakes += 1
+            newest = self.files.current().server_context
+            if newest is not None:
+                connection.context = newest
+
+        context.sni_callback = choose
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Returns a context for one connection of an HTTP client."""
+        return self.files.current().client_context
+
+    def peer_name(self, role: str) -> str:
+        """Returns the name that the certificate of a peer with this role must contain; empty for its address."""
+        return f"{role}.{self.options.peer_domain}" if role and self.options.peer_domain else ""
+
+
+def _server_configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    assert certificates.key is not None  # noqa: S101 - callers ask for ``serves`` first
+    assert certificates.chain is not None  # noqa: S101
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.chain)], root_certificates=certificates.authorities
+    )
