@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any, cast
 
+from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
 from kvrouter.frontend.lifecycle.generation import BOOKED_ID_MARK, Generation
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
@@ -120,7 +121,7 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
         model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1)
     )
     client = WorkerClient(cast(WorkerPool, Pool()), health, metrics)
-    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
+    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget())
     collecting = asyncio.create_task(collected(generation))
     async with asyncio.timeout(30):
         for requested in range(2, 7):
@@ -146,10 +147,14 @@ async def test_a_request_whose_outcome_is_unknown_is_aborted_before_it_is_retrie
     link, pool = Link(iter([SILENT, SOUND])), Pool(breaks=True)
     request = FrontendServiceGenerateRequest(model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1))
     client = WorkerClient(cast(WorkerPool, pool), health, metrics)
-    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, max_attempts=3)
+    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget())
     assert await collected(generation) == [SOUND]
     assert pool.events == ["start at silent:1", "abort r at silent:1", "start at sound:1"]
     assert link.live == 0
+
+
+def budget() -> AttemptBudget:
+    return AttemptBudget(max_attempts=3, migration_limit=3, pinned=False)
 
 
 async def collected(generation: Generation) -> list[int]:

@@ -54,7 +54,7 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
 
     registry, link, received = CollectorRegistry(), Link(), Received()
     metrics = MetricsByModel(registry).of("llama")
-    progress = Progress(fresh(), cast(SchedulerLink, link), received, metrics, arrived_ns=0)
+    progress = Progress(fresh(), cast(SchedulerLink, link), received, metrics, since_ns=0)
     expected, reference, total = [], fresh(), 0
     for size in sizes:
         total += size

@@ -73,7 +73,7 @@ async def running(
     bounds.add("worker_channels", lambda: len(pool), pool.max_connections, when_full="evicts")
     bounds.add("booking_updates", lambda: links.most_waiting_updates, MAX_UPDATES, when_full="drops")
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
-    options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds)
+    options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds, settings.migration_limit)
     recorder: Recorder | None = None
     if settings.record:
         recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)

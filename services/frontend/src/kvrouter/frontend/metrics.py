@@ -19,6 +19,12 @@ class FrontendMetrics:
         self.retries = Counter(
             "kvrouter_frontend_retries", "Attempts without output that failed and were retried.", registry=registry
         )
+        self.migrations = Counter(
+            "kvrouter_frontend_migrations",
+            "Requests that continued on another worker after output, by cause: as for worker failures.",
+            ["cause"],
+            registry=registry,
+        )
         self.worker_failures = Counter(
             "kvrouter_frontend_worker_failures",
             "Attempts that a worker failed, by cause: a gRPC code, malformed, unfinished, error or silent.",

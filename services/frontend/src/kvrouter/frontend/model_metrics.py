@@ -69,6 +69,7 @@ class ModelMetrics:
 
     def __init__(self, metrics: MetricsByModel, model: str) -> None:
         self.ttft_seconds = metrics.ttft_seconds.labels(model)
+        self.migration_seconds = metrics.migration_seconds.labels(model)
         self.request_seconds = metrics.request_seconds.labels(model)
         self.token_latency = metrics.token_latency.of(model)
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
@@ -93,6 +94,13 @@ class MetricsByModel:
             "Time from the arrival of a request to the end of its output, of requests that succeeded.",
             ["model"],
             buckets=_REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.migration_seconds = Histogram(
+            "kvrouter_frontend_migration_seconds",
+            "Time from the failure of a worker to the next token of a request that continues on another one.",
+            ["model"],
+            buckets=_TTFT_BUCKETS,
             registry=registry,
         )
         self.token_latency = TokenLatencyMetrics(registry)

@@ -70,6 +70,12 @@ class FrontendSettings(RoutingSettings):
     max_attempts: int = Field(
         default=3, ge=1, le=16, description="Most workers that a request without output is tried on."
     )
+    migration_limit: int = Field(
+        default=3,
+        ge=0,
+        le=16,
+        description="Most times that a request continues on another worker after output; 0 ends it with its worker.",
+    )
     request_timeout_seconds: float = Field(
         default=600.0, gt=0, description="Longest duration of a request whose client sets no deadline, in seconds."
     )

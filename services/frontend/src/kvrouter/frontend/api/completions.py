@@ -32,6 +32,10 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         "router_us": routing.router_us,
         "queued_us": routing.queued_us,
     }
+    if routing.earlier_ranks:
+        routed["earlier_ranks"] = [f"{rank.worker_id}:{rank.dp_rank}" for rank in routing.earlier_ranks]
+        routed["migrations"] = routing.migrations
+        routed["inexact_continuation"] = routing.inexact_continuation
     if routing.ignored_overrides:
         routed["ignored_overrides"] = list(routing.ignored_overrides)
     return routed

@@ -82,6 +82,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     return_token_ids: bool | None = None
     worker_id: UInt64 | None = None
     dp_rank: UInt32 | None = None
+    migration_limit: UInt32 | None = None
     router_config_override: RouterConfigOverride = RouterConfigOverride()
     # Of the client's business only.
     user: str | None = None
@@ -160,6 +161,8 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _set(request.constraints, self, _CONSTRAINTS)
         if self.cache_salt:
             request.scope.cache_salt = self.cache_salt
+        if self.migration_limit is not None:
+            request.migration_limit = self.migration_limit
         request.priority = self.priority or 0
         request.conversation_id = self.conversation_id
         return request

@@ -20,6 +20,8 @@ from kvrouter.frontend.api.validation import (
 )
 from kvrouter.frontend.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.indexer_client import IndexerClient
+from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
+from kvrouter.frontend.lifecycle.continuation import why_not
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -85,6 +87,8 @@ class GatewayOptions:
     """Maximum number of attempts for a request."""
     default_deadline_seconds: float
     """Deadline of requests whose client sets none."""
+    migration_limit: int
+    """Maximum number of migrations of requests that set none."""
 
 
 class FrontendService:
@@ -251,7 +255,7 @@ class FrontendService:
                 self._links,
                 through or self._workers,
                 self._metrics,
-                max_attempts=self.options.max_attempts,
+                self._budget(request, forwarded=through is not None),
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
@@ -265,6 +269,15 @@ class FrontendService:
             self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
             if self._recorder is not None and generation is not None and (outline := generation.outline()):
                 self._recorder.note(outline)
+
+    def _budget(self, request: FrontendServiceGenerateRequest, *, forwarded: bool) -> AttemptBudget:
+        limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit
+        return AttemptBudget(
+            max_attempts=self.options.max_attempts,
+            migration_limit=limit,
+            pinned=request.constraints.HasField("worker_id"),
+            cannot_migrate="it was forwarded as it is" if forwarded else why_not(request.sampling_options),
+        )
 
     def resolve(self, model: str) -> tuple[ComponentView, str]:
         """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.

@@ -16,6 +16,8 @@ from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 MAX_REQUEST_ID_BYTES = 112
 """The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
+MAX_MIGRATIONS = 16
+"""Maximum migration limit of a request."""
 
 
 _ONLY_PREFILL = Role.ROLE_PREFILL
@@ -114,6 +116,12 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             advice=f"Set max_tokens to at most {longest - tokens}.",
         )
     _check_sampling(request.sampling_options)
+    if request.migration_limit > MAX_MIGRATIONS:
+        raise BadRequest(
+            f"migration_limit is {request.migration_limit}",
+            field="migration_limit",
+            advice=f"Set migration_limit to at most {MAX_MIGRATIONS}.",
+        )
     if request.HasField("overrides"):
         check_overrides(request.overrides)
 

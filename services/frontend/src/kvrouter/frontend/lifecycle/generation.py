@@ -1,9 +1,9 @@
 """The lifecycle of one request: book a rank, stream from its worker, report its prefill complete, free the booking.
 
 An attempt books a rank and streams from its worker. A worker that fails or stops answering before the first token costs
-an attempt, and the request is retried on another worker. A failure after the first token ends the request, since tokens
-that the client has received cannot be taken back. An error that is the client's fault is passed on and never counts
-against the worker. Workers that this gateway found unhealthy are avoided unless no other worker is eligible.
+an attempt, and the request is retried on another worker. After the first token the request migrates: it continues on
+another worker, with its output so far at the end of its prompt. An error that is the client's fault is passed on and
+never counts against the worker. Workers that this gateway found unhealthy are avoided unless no other is eligible.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import os
 import time
 
 import structlog
+from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
+from kvrouter.frontend.lifecycle.continuation import is_inexact, remaining
+from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
+from kvrouter.frontend.lifecycle.routing_request import routing_request
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.file import Outline
@@ -23,17 +27,17 @@ from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.worker_client.client import Workers
 from kvrouter.frontend.worker_client.eligibility import can_take
-from kvrouter.frontend.worker_client.failures import WorkerFailure
+from kvrouter.frontend.worker_client.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import KvRouterError, NoWorkers
 from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     RoutingInfo,
 )
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
 )
@@ -58,10 +62,9 @@ class Generation:
         links: SchedulerLinks,
         workers: Workers,
         metrics: FrontendMetrics,
-        *,
-        max_attempts: int,
+        budget: AttemptBudget,
     ) -> None:
-        """``prompt`` is a packed buffer; the request has no token ids."""
+        """``prompt`` is a packed buffer; the request has no token ids. ``budget`` limits the attempts."""
         self._request = request
         self._prompt = prompt
         self._block_size = view.descriptor.block_size
@@ -69,38 +72,32 @@ class Generation:
         self._workers = workers
         self._metrics = metrics
         self._model_metrics = metrics.models.of(view.descriptor.model)
-        self._max_attempts = max_attempts
+        self._budget = budget
         self._arrived_ns = time.perf_counter_ns()
+        self._since_ns = self._arrived_ns
+        """Arrival of the request, or after a migration, the failure of the worker before."""
         self._arrived_unix_ns = time.time_ns()
         self._prompt_tokens = len(prompt) // TOKEN_BYTES
+        """Prompt tokens that the client sent."""
         self._output_tokens = 0
-        self._failed_attempts = 0
-        """Failed attempts. A repeated return to the same silent worker does not count: the Scheduler may discover
-        another worker later than this gateway does."""
+        """Output tokens of all attempts that have ended."""
+        self._kept = None if budget.migration_refusal() else KeptOutput()
+        self._progress: Progress | None = None
+        """Progress of the latest attempt."""
         self._endpoint = ""
         """Address of the worker of the latest attempt."""
-        self._silent_worker_id: int | None = None
-        """Worker that the previous attempt left because it stopped answering."""
+        self._earlier_ranks: list[Rank] = []
+        """Ranks of all attempts."""
         self._request_id = request.request_id or os.urandom(16).hex()
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
         self._local_hashes = hash_prompt(prompt, request, self._block_size)
+        """Hashes of the prompt that the client sent, which ``Outline`` describes."""
+        self._hashes = self._local_hashes
+        """Hashes of the prompt of the next attempt."""
         self._link = links.link(view.name, self._local_hashes, request.conversation_id)
-        self._routing = RoutingRequest(
-            model=request.model,
-            component=view.descriptor.component,
-            local_hashes=local_hashes_message(self._local_hashes),
-            prompt_tokens=self._prompt_tokens,
-            block_size=self._block_size,
-            conversation_id=request.conversation_id,
-            priority=request.priority,
-            max_output_tokens=request.stop_conditions.max_tokens,
-        )
-        if request.HasField("scope"):
-            self._routing.scope.CopyFrom(request.scope)
-        if request.HasField("overrides"):
-            self._routing.overrides.CopyFrom(request.overrides)
-        if request.HasField("constraints"):
-            self._routing.constraints.CopyFrom(request.constraints)
+        self._routing = routing_request(request, view, self._hashes, self._prompt_tokens)
+        self._stop = request.stop_conditions
+        """Stop conditions of the next attempt."""
 
     def outline(self) -> Outline | None:
         """Returns what a recording stores of the request; None while it has no output."""
@@ -131,29 +128,60 @@ class Generation:
             failure = await self._attempt(attempt, receiver, deadline, failure)
             if failure is None:
                 return
-            if self._output_tokens:
-                raise failure.as_error(has_output=True)
-            if not self._may_retry():
-                raise failure.as_error(f"no attempt is left after {attempt + 1}" if attempt else "")
-            self._metrics.retries.inc()
-            log.warning(
-                "request.retried",
-                request_id=self._request_id,
-                worker=failure.worker_id,
-                attempt=attempt,
-                cause=failure.message,
-            )
+            with_output = self._attempt_has_output
+            if not self._budget.allows(with_output=with_output):
+                raise self._final(failure, attempt)
             if failure.outcome_unknown:
                 await self._workers.abort(self._endpoint, self._booked_id)
+            excluded = self._routing.constraints.excluded_worker_ids
+            if with_output:
+                self._continue(failure, attempt)
+                excluded[:] = self._request.constraints.excluded_worker_ids
+            else:
+                self._metrics.retries.inc()
+                log.warning(
+                    "request.retried",
+                    request_id=self._request_id,
+                    worker=failure.worker_id,
+                    attempt=attempt,
+                    cause=failure.message,
+                )
             if not failure.is_silent:
-                self._routing.constraints.excluded_worker_ids.append(failure.worker_id)
-            if failure.worker_id != self._silent_worker_id:
-                self._failed_attempts += 1
-            self._silent_worker_id = failure.worker_id if failure.is_silent else None
+                excluded.append(failure.worker_id)
+            self._budget.failed(failure, with_output=with_output)
 
-    def _may_retry(self) -> bool:
-        """Returns whether a further attempt may follow. A request pinned to a worker has no alternative."""
-        return self._failed_attempts + 1 < self._max_attempts and not self._request.constraints.HasField("worker_id")
+    @property
+    def _attempt_has_output(self) -> bool:
+        return self._progress is not None and self._progress.output_tokens > 0
+
+    def _final(self, failure: WorkerFailure, attempt: int) -> KvRouterError:
+        """Returns the error for the client after a failure that no attempt follows."""
+        if self._attempt_has_output:
+            why = f"the request cannot continue on another worker: {self._budget.migration_refusal()}"
+        else:
+            why = f"no attempt is left after {attempt + 1}" if attempt else ""
+        return failure.as_error(why, has_output=self._output_tokens > 0)
+
+    def _continue(self, failure: WorkerFailure, attempt: int) -> None:
+        """Puts the output so far at the end of the prompt of the next attempt."""
+        if self._kept is None:
+            raise AssertionError("a request without kept output does not migrate")
+        self._since_ns = time.perf_counter_ns()
+        self._prompt = self._prompt[: self._prompt_tokens * TOKEN_BYTES] + self._kept.packed()
+        self._hashes = hash_prompt(self._prompt, self._request, self._block_size, known=self._hashes)
+        self._stop = remaining(self._request.stop_conditions, self._output_tokens)
+        self._routing.local_hashes.CopyFrom(local_hashes_message(self._hashes))
+        self._routing.prompt_tokens = len(self._prompt) // TOKEN_BYTES
+        self._routing.max_output_tokens = self._stop.max_tokens
+        self._metrics.migrations.labels(failure.cause).inc()
+        log.warning(
+            "request.migrated",
+            request_id=self._request_id,
+            worker=failure.worker_id,
+            attempt=attempt,
+            output_tokens=self._output_tokens,
+            cause=failure.message,
+        )
 
     async def _attempt(
         self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
@@ -171,23 +199,43 @@ class Generation:
         except NoWorkers:
             if failure is None:
                 raise
-            raise failure.as_error("no other worker is eligible for the request") from None
+            why = "no other worker is eligible for the request"
+            raise failure.as_error(why, has_output=self._output_tokens > 0) from None
         except KvRouterError as error:
-            raise error if failure is None else error.after(failure.message) from None
-        booking = LiveBooking.of(key, selection, self._local_hashes, self._prompt_tokens, self._block_size)
+            raise error if failure is None else self._after(failure, error) from None
+        prompt_tokens = len(self._prompt) // TOKEN_BYTES
+        booking = LiveBooking.of(key, selection, self._hashes, prompt_tokens, self._block_size)
         self._link.keep(booking)
         self._endpoint = selection.endpoint
-        progress = Progress(booking, self._link, receiver, self._model_metrics, self._arrived_ns)
+        continues = self._output_tokens > 0
+        self._progress = progress = Progress(
+            booking, self._link, receiver, self._model_metrics, self._since_ns, kept=self._kept, continues=continues
+        )
         try:
             receiver.routed(self._routing_info(booking, selection))
             return await self._run_on_worker(booking, progress, deadline)
+        except KvRouterError as error:
+            if failure is None or not continues or progress.output_tokens:
+                raise
+            raise self._after(failure, error) from None
         finally:
-            self._output_tokens = progress.output_tokens
+            self._output_tokens += progress.output_tokens
             progress.end()
 
+    def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:
+        """Returns the error for the client if an attempt after a failure cannot be made.
+
+        A continuation that is refused, such as one that is too long, is no fault of the client's.
+        """
+        if self._output_tokens and FAULTS.get(error.code) is Fault.REQUEST:
+            why = f"the request cannot continue on another worker: {error}"
+            return failure.as_error(why, has_output=True)
+        return error.after(failure.message)
+
     def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
-        added_us = (time.perf_counter_ns() - self._arrived_ns) // 1000
-        self._metrics.added_seconds.observe(added_us / 1e6)
+        added_us = (time.perf_counter_ns() - self._since_ns) // 1000
+        if not self._output_tokens:
+            self._metrics.added_seconds.observe(added_us / 1e6)
         routing = RoutingInfo(
             request_id=self._request_id,
             rank=selection.rank,
@@ -202,6 +250,11 @@ class Generation:
         )
         if selection.ignored_overrides:
             routing.ignored_overrides.extend(selection.ignored_overrides)
+        if self._earlier_ranks:
+            routing.earlier_ranks.extend(self._earlier_ranks)
+            routing.migrations = self._budget.migrations
+            routing.inexact_continuation = routing.migrations > 0 and is_inexact(self._request.sampling_options)
+        self._earlier_ranks.append(selection.rank)
         return routing
 
     async def _run_on_worker(
@@ -216,7 +269,7 @@ class Generation:
             progress.pass_on,
             deadline=deadline,
             has_alternative=lambda: self._has_alternative(worker_id),
-            stays_a_probe=worker_id == self._silent_worker_id,
+            stays_a_probe=worker_id == self._budget.silent_worker_id,
         )
         try:
             outcome = await attempt.ended
@@ -232,7 +285,7 @@ class Generation:
 
     def _has_alternative(self, worker_id: int) -> bool:
         """Returns whether another healthy worker could take the request in a further attempt."""
-        return self._may_retry() and any(
+        return self._budget.allows(with_output=self._attempt_has_output) and any(
             worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
             for worker in self._workers.health.healthy(self._component)
         )
@@ -241,7 +294,7 @@ class Generation:
         request = self._request
         for_worker = WorkerServiceGenerateRequest(
             request_id=self._booked_id,
-            stop_conditions=request.stop_conditions,
+            stop_conditions=self._stop,
             sampling_options=request.sampling_options,
             dp_rank=booking.rank.dp_rank,
             scope=request.scope,

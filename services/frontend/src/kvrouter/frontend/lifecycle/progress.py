@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
+from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
-from kvrouter.v1.worker_pb2 import GenerateOutput
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 
 class Progress:
@@ -20,16 +21,33 @@ class Progress:
         link: SchedulerLink,
         receiver: OutputReceiver,
         metrics: ModelMetrics,
-        arrived_ns: int,
+        since_ns: int,
+        *,
+        kept: KeptOutput | None = None,
+        continues: bool = False,
     ) -> None:
-        """``arrived_ns`` is the arrival of the request by ``time.perf_counter_ns``, ``metrics`` those of its model."""
+        """Starts without output.
+
+        Args:
+            booking: The booking of the attempt.
+            link: Where it is booked.
+            receiver: Receives the output.
+            metrics: The metrics of its model.
+            since_ns: Arrival of the request, or for a continuation, failure of the worker before; by
+                ``time.perf_counter_ns``.
+            kept: Keeps the output; None if the request cannot migrate.
+            continues: Whether the request has output of an earlier attempt.
+        """
         self.output_tokens = 0
+        """Output tokens of this attempt."""
         self._cached_tokens: int | None = None
         self._booking = booking
         self._link = link
         self._receiver = receiver
         self._metrics = metrics
-        self._arrived_ns = arrived_ns
+        self._since_ns = since_ns
+        self._kept = kept
+        self._continues = continues
         self._last_output_ns = 0
         self._counted_tokens = 0
         """Output tokens that the metric includes."""
@@ -45,16 +63,23 @@ class Progress:
                 self._metrics.token_latency.observe((now_ns - self._last_output_ns) / 1e9, tokens)
             else:
                 self._link.prefill_complete(self._booking)
-                self._metrics.ttft_seconds.observe((now_ns - self._arrived_ns) / 1e9)
+                waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
+                waited.observe((now_ns - self._since_ns) / 1e9)
             self._last_output_ns = now_ns
             self.output_tokens += tokens
+            if self._kept is not None:
+                self._kept.add(encoded)
             if self.output_tokens > self._room:
                 self._report()
         if self._cached_tokens is None and output.HasField("cached_tokens"):
             self._cached_tokens = output.cached_tokens
-            self._metrics.cached_tokens.inc(output.cached_tokens)
-            self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
-            self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
+            if self._continues:
+                # The client has received what the first worker found, of the prompt that it sent.
+                encoded, output = _without_cached_tokens(output)
+            else:
+                self._metrics.cached_tokens.inc(output.cached_tokens)
+                self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
+                self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
         self._receiver.output(encoded, output)
 
     def end(self) -> None:
@@ -72,3 +97,10 @@ class Progress:
     def _count(self) -> None:
         self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
         self._counted_tokens = self.output_tokens
+
+
+def _without_cached_tokens(output: GenerateOutput) -> tuple[bytes, GenerateOutput]:
+    rest = GenerateOutput()
+    rest.CopyFrom(output)
+    rest.ClearField("cached_tokens")
+    return WorkerServiceGenerateResponse(output=rest).SerializeToString(), rest

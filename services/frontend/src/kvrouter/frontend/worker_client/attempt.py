@@ -66,7 +66,7 @@ class WorkerAttempt:
             on_output: Called with each piece, encoded and parsed. An exception from it ends the attempt.
             max_tokens: Number of tokens after which the output ends, even if the worker generates more.
             deadline: Deadline of the call.
-            has_alternative: Returns whether another worker could take the request.
+            has_alternative: Returns whether another worker could take the request, or continue it once it has output.
             stays_a_probe: Whether to wait for one more missed probe before leaving a worker that does not answer.
         """
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -123,13 +123,16 @@ class WorkerAttempt:
         if not self._has_output:
             if output.token_ids:
                 self._has_output = True
-                self._health.unwatch()
+                self._missed_to_leave = 0
                 self._health.responded()
             else:
                 self._wait_for_output()
         if output.finish_reason in _ENGINE_FAILED:
             failure = self._note("error", f"ended the request with {FinishReason.Name(output.finish_reason)}")
             if not self._has_output:
+                self._end(failure)
+            elif self._has_alternative():
+                self._pass_on_unfinished(output)
                 self._end(failure)
         if not self._over:
             self._pass_on(encoded, output)
@@ -165,6 +168,14 @@ class WorkerAttempt:
         except Exception as error:
             # Raised in the request's task, since the connection serves other requests.
             self._end(error.untraced() if isinstance(error, KvRouterError) else error)
+
+    def _pass_on_unfinished(self, output: GenerateOutput) -> None:
+        """Passes on the tokens of a failed request's last piece. The request continues on another worker."""
+        if output.token_ids:
+            rest = GenerateOutput()
+            rest.CopyFrom(output)
+            rest.ClearField("finish_reason")
+            self._pass_on(*WorkerPiece.of(rest))
 
     def _wait_for_output(self) -> None:
         self._missed_to_leave = self._health.missed_probes + self._stays_a_probe

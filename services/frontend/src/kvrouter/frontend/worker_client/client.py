@@ -63,8 +63,8 @@ class WorkerClient:
 
         ``prompt`` is a packed buffer; the request has no token ids.
         ``on_output`` is called with each piece of the output, encoded as a WorkerServiceGenerateResponse and parsed;
-        the last one has a finish reason. While there is no output, the attempt leaves a worker that stops answering
-        probes as soon as ``has_alternative`` returns True. With ``stays_a_probe`` it waits for one more missed probe
+        the last one has a finish reason. The attempt leaves a worker that stops answering probes as soon as
+        ``has_alternative`` returns True. With ``stays_a_probe`` it waits for one more missed probe
         first.
         """
         attempt = WorkerAttempt(

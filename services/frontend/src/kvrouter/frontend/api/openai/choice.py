@@ -76,7 +76,7 @@ class Choice:
         """
         tokens = output.token_ids
         self.output_tokens += len(tokens)
-        if output.HasField("cached_tokens"):
+        if self.cached_tokens is None and output.HasField("cached_tokens"):
             self.cached_tokens = output.cached_tokens
         finish_reason = FINISH_REASONS.get(output.finish_reason)
         text = "" if self._detokenizer is None else self._detokenizer.feed(tokens)

@@ -29,9 +29,9 @@ class WholeResponse:
         self._sequences: dict[int, _Sequence] = {}
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
-        """Adds where a sequence runs, which begins anew with each attempt."""
+        """Adds where a sequence runs. What it has already stays when it continues on another worker."""
         self._frame.routed(index, routing)
-        self._sequences[index] = _Sequence()
+        self._sequences.setdefault(index, _Sequence())
 
     def add(self, index: int, piece: Piece) -> None:
         """Adds a piece of a sequence."""

@@ -1,0 +1,59 @@
+"""Decides whether a request whose worker failed gets a further attempt."""
+
+from __future__ import annotations
+
+from kvrouter.frontend.worker_client.failures import WorkerFailure
+
+
+class AttemptBudget:
+    """Counts the failures of one request: attempts without output, and migrations.
+
+    A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
+    request continues on another worker, with a new set of attempts.
+    """
+
+    def __init__(self, *, max_attempts: int, migration_limit: int, pinned: bool, cannot_migrate: str = "") -> None:
+        """Sets the limits.
+
+        Args:
+            max_attempts: Maximum number of attempts in a row without output.
+            migration_limit: Maximum number of migrations.
+            pinned: Whether one worker alone may serve the request.
+            cannot_migrate: Why the request cannot continue elsewhere once it has output; empty if it can.
+        """
+        self.migrations = 0
+        """Migrations so far."""
+        self.silent_worker_id: int | None = None
+        """Worker that the latest attempt left because it stopped answering."""
+        self._max_attempts = max_attempts
+        self._migration_limit = migration_limit
+        self._pinned = pinned
+        self._cannot_migrate = "the request is pinned to its worker" if pinned else cannot_migrate
+        self._failed_attempts = 0
+        """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
+        Scheduler may discover another worker later than this gateway does."""
+
+    def allows(self, *, with_output: bool) -> bool:
+        """Returns whether a further attempt may follow if the running one fails with or without output."""
+        if with_output:
+            return not self.migration_refusal()
+        return not self._pinned and self._failed_attempts + 1 < self._max_attempts
+
+    def migration_refusal(self) -> str:
+        """Returns why the request cannot migrate; empty if it can."""
+        if not self._migration_limit:
+            return "its migration limit is 0"
+        if self._cannot_migrate:
+            return self._cannot_migrate
+        if self.migrations >= self._migration_limit:
+            return f"it has migrated {self.migrations} times, its limit"
+        return ""
+
+    def failed(self, failure: WorkerFailure, *, with_output: bool) -> None:
+        """Counts a failed attempt that another one follows."""
+        if with_output:
+            self.migrations += 1
+            self._failed_attempts = 0
+        elif failure.worker_id != self.silent_worker_id:
+            self._failed_attempts += 1
+        self.silent_worker_id = failure.worker_id if failure.is_silent else None

@@ -1,0 +1,31 @@
+"""The routing request of a generation request."""
+
+from __future__ import annotations
+
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+
+def routing_request(
+    request: FrontendServiceGenerateRequest, view: ComponentView, local_hashes: bytes, prompt_tokens: int
+) -> RoutingRequest:
+    """Returns what a Scheduler needs of a request: hashes, lengths and options, no tokens."""
+    routing = RoutingRequest(
+        model=request.model,
+        component=view.descriptor.component,
+        local_hashes=local_hashes_message(local_hashes),
+        prompt_tokens=prompt_tokens,
+        block_size=view.descriptor.block_size,
+        conversation_id=request.conversation_id,
+        priority=request.priority,
+        max_output_tokens=request.stop_conditions.max_tokens,
+    )
+    if request.HasField("scope"):
+        routing.scope.CopyFrom(request.scope)
+    if request.HasField("overrides"):
+        routing.overrides.CopyFrom(request.overrides)
+    if request.HasField("constraints"):
+        routing.constraints.CopyFrom(request.constraints)
+    return routing
