@@ -14,13 +14,15 @@ from aiohttp import web
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.v1.names import ComponentName
+from prometheus_client import CollectorRegistry
 
-from ..gateway import MODEL, System, until
+from ..gateway import MODEL, System, running_system, until
 
 WHOLE = (
     b'{"id": "x",  "choices":[{"message":{"content":"\\u00e9 "}}], "odd": 1e2,\n'
     b'"usage":{"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":32}}}'
 )
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":48}}}\n\n'
 EVENTS = [b'data: {"choices":[{"delta":{"content":"a"}}], "odd":  1}\n\n', b"data: {}\n\n", b"data: [DONE]\n\n"]
 
 
@@ -53,6 +55,25 @@ async def fail(request: web.Request, body: Any) -> web.StreamResponse:
     raise web.HTTPInternalServerError
 
 
+async def too_busy(request: web.Request, body: Any) -> web.StreamResponse:
+    return web.Response(status=429, body=b'{"error": "full"}', content_type="application/json")
+
+
+async def stream_usage(request: web.Request, body: Any) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    sent = b"".join([*EVENTS[:-1], USAGE, EVENTS[-1]])
+    for at in range(0, len(sent), 7):
+        await response.write(sent[at : at + 7])
+    return response
+
+
+def sample(registry: CollectorRegistry, name: str) -> float:
+    """Returns the sum of a metric over its labels."""
+    families = registry.collect()
+    return sum(each.value for family in families for each in family.samples if each.name == name)
+
+
 async def refuse(request: web.Request, body: Any) -> web.StreamResponse:
     return web.Response(status=422, body=b'{"error": "as the engine says it"}', content_type="application/json")
 
@@ -63,7 +84,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield running
 
 
-async def start_engine(system: System, stack: AsyncExitStack, worker_id: int) -> Engine:
+async def start_engine(system: System, stack: AsyncExitStack, worker_id: int, **fields: Any) -> Engine:
     engine = Engine()
     app = web.Application()
     app.router.add_post("/v1/{rest:.+}", engine.handle)
@@ -82,6 +103,7 @@ async def start_engine(system: System, stack: AsyncExitStack, worker_id: int) ->
         nats=system.where["nats"],
         openai_endpoint=engine.url,
         drain_seconds=0.1,
+        **fields,
     )
     worker = await stack.enter_async_context(sdk.running(config))
     await worker.registered()
@@ -144,6 +166,63 @@ async def test_a_request_that_an_engine_fails_is_retried_at_another(system: Syst
         assert (response.status, received) == (200, WHOLE)
     assert engines[0].bodies
     await system.until_idle()
+
+
+async def test_a_busy_engine_gives_way_to_another_and_if_all_are_busy_the_client_gets_429(
+    system: System, stack: AsyncExitStack
+) -> None:
+    engines = [await start_engine(system, stack, number) for number in (1, 2)]
+    engines[0].respond = too_busy
+    for _ in range(2):
+        response, received = await post(system, chat())
+        assert (response.status, received) == (200, WHOLE)
+    assert engines[0].bodies
+    engines[1].respond = too_busy
+    response, received = await post(system, chat())
+    assert (response.status, json.loads(received)["error"]["type"]) == (429, "rate_limit_error")
+    assert int(response.headers["retry-after"]) >= 1
+    await system.until_idle()
+
+
+async def test_an_adapter_is_a_model_and_its_requests_reach_workers_that_have_it(
+    system: System, stack: AsyncExitStack
+) -> None:
+    plain = await start_engine(system, stack, 1)
+    adapted = await start_engine(system, stack, 2, lora_names=("adapter",))
+    async with aiohttp.ClientSession() as http, http.get(f"http://{system.http}/v1/models") as response:
+        models = {each["id"]: each["parent"] for each in (await response.json())["data"]}
+    assert models == {MODEL: None, "adapter": MODEL}
+    for _ in range(3):
+        body = chat(model="adapter")
+        response, _ = await post(system, body)
+        assert response.headers["x-kvrouter-worker"].startswith("2:")
+        assert adapted.bodies[-1] == body
+    assert not plain.bodies
+    await system.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"), [({}, False), ({"stream_options": {"include_usage": True}}, True), ({"stream": False}, True)]
+)
+async def test_usage_that_the_client_did_not_request_is_counted_and_removed(
+    options: dict[str, Any], passes: bool, nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with (
+        running_system(nats_url, etcd_endpoint, namespace, request_stream_usage=True) as system,
+        AsyncExitStack() as engines,
+    ):
+        engine = await start_engine(system, engines, 1)
+        engine.respond = stream_usage
+        body = chat(**{"stream": True} | options)
+        _, received = await post(system, body)
+        if passes:
+            assert engine.bodies == [body]
+        else:
+            assert json.loads(engine.bodies[0]) == json.loads(body) | {"stream_options": {"include_usage": True}}
+        assert received == b"".join([*EVENTS[:-1], USAGE, EVENTS[-1]] if passes else EVENTS)
+        await system.until_idle()
+        registry = system.runtime.registry
+        assert sample(registry, "kvrouter_frontend_cached_tokens_total") == 48
 
 
 async def test_a_request_that_every_engine_fails_is_an_error(system: System, stack: AsyncExitStack) -> None:

@@ -172,7 +172,13 @@ async def serving_http(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     metrics = None if shared is None else shared.metrics
-    api = HttpApi(service, runtime.registry, body_seconds=settings.http_body_seconds, metrics=metrics)
+    api = HttpApi(
+        service,
+        runtime.registry,
+        body_seconds=settings.http_body_seconds,
+        requests_usage=settings.request_stream_usage,
+        metrics=metrics,
+    )
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
     async with http_server.serving_http(
         api.application(),

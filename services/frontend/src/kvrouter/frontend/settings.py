@@ -113,6 +113,10 @@ class FrontendSettings(RoutingSettings):
         ge=1 << 16,
         description="Memory of the cache of tokenized prefixes of each model, in bytes.",
     )
+    request_stream_usage: bool = Field(
+        default=False,
+        description="Whether to request the usage of forwarded streams, to compare cached tokens with predictions.",
+    )
     record: Annotated[str, AfterValidator(_checked_file)] = Field(
         default="",
         description="File to record requests in, as lengths and block ids; empty records nothing.",

@@ -126,6 +126,7 @@ class HttpApi:
         registry: CollectorRegistry,
         *,
         body_seconds: float,
+        requests_usage: bool = False,
         metrics: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         """Creates the handlers.
@@ -134,9 +135,11 @@ class HttpApi:
             frontend: The service.
             registry: Metrics of this process.
             body_seconds: Maximum pause within a request's body.
+            requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
             metrics: Returns the metrics to expose instead of the registry's.
         """
         self._body_seconds = body_seconds
+        self._requests_usage = requests_usage
         self._session: aiohttp.ClientSession | None = None
         self._frontend = frontend
         self._registry = registry
@@ -268,6 +271,7 @@ class HttpApi:
             self._session,
             self._frontend.worker_client,
             routed_on_load=not routed.is_tokenized,
+            requests_usage=self._requests_usage,
         )
         generate = generate_request(routed, request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
         prompt = routed.token_ids

@@ -15,11 +15,13 @@ import msgspec
 from aiohttp import web
 from kvrouter.frontend.api.completions import routing_headers
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
+from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import DependencyAway
+from kvrouter.runtime.errors import AllBusy, DependencyAway
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
@@ -35,6 +37,10 @@ _NOT_FORWARDED = frozenset(
     }
 )
 _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
+_ENCODING = frozenset({"accept-encoding"})
+_LENGTH = frozenset({"content-length"})
+_STREAM_TYPE = "text/event-stream"
+_BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_USAGE_BYTES = 16 << 20
 """Maximum size of a response that is read for its usage."""
@@ -81,12 +87,26 @@ class ForwardedRequest:
         workers: WorkerClient,
         *,
         routed_on_load: bool,
+        requests_usage: bool,
     ) -> None:
+        """Calls nothing yet.
+
+        Args:
+            request: The client's request.
+            body: Its body.
+            view: The workers.
+            session: Connections to their OpenAI APIs.
+            workers: Health and metrics of the workers.
+            routed_on_load: Whether its prompt was not tokenized.
+            requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
+        """
         self.health = workers.health
         self.response: web.StreamResponse | None = None
         """The response, once its first byte has arrived."""
         self._request = request
-        self._body = body
+        with_requested_usage = with_usage(body) if requests_usage else None
+        self._removes_usage = with_requested_usage is not None
+        self._body = with_requested_usage or body
         self._view = view
         self._session = session
         self._metrics = workers.metrics
@@ -142,28 +162,31 @@ class ForwardedRequest:
         headers = _without(self._request.headers, _NOT_FORWARDED)
         if len(worker.ranks) > 1:
             headers["x-data-parallel-rank"] = str(dp_rank)
+        if self._removes_usage:
+            headers = _without(headers, _ENCODING)  # A compressed stream could not be read.
         url = f"{worker.openai_endpoint.rstrip('/')}{self._request.path_qs}"
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
         try:
             async with self._session.post(url, data=self._body, headers=headers, timeout=timeout) as answer:
-                if answer.status >= 500:
-                    text = (await answer.content.read(256)).decode(errors="replace")
-                    raise DependencyAway(f"its OpenAI API answers {answer.status}: {text}")
+                if answer.status == _BUSY_STATUS or answer.status >= 500:
+                    raise await _refusal(answer)
                 await self._pass_on(answer, receiver)
         except (aiohttp.ClientError, TimeoutError) as error:
             receiver.on_error(DependencyAway(f"its OpenAI API cannot be reached: {error!r}"))
-        except DependencyAway as error:
+        except (AllBusy, DependencyAway) as error:
             receiver.on_error(error)
         except ConnectionError:
             return  # The client has left; aiohttp cancels its handler.
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
-        is_stream = answer.content_type == "text/event-stream"
+        is_stream = answer.content_type == _STREAM_TYPE
+        remover = UsageRemover() if is_stream and self._removes_usage else None
         kept = bytearray()
         async for chunk in answer.content.iter_any():
             if self.response is None:
                 self.response = await self._begin(answer)
-            await self.response.write(chunk)
+            if passed := chunk if remover is None else remover.remove(chunk):
+                await self.response.write(passed)
             kept += chunk
             if is_stream:
                 receiver.on_response(_piece(tokens=chunk.count(b"data: ") or 1))
@@ -172,15 +195,25 @@ class ForwardedRequest:
                 del kept[_MAX_USAGE_BYTES:]
         if self.response is None:
             self.response = await self._begin(answer)
+        if remover is not None and (rest := remover.rest()):
+            await self.response.write(rest)
         usage = _usage_of_stream(kept) if is_stream else _usage_of(kept)
         receiver.on_response(_piece(tokens=0 if is_stream else _tokens_of(usage), usage=usage, ends=True))
         receiver.on_end()
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        headers = _without(answer.headers, _NOT_RETURNED) | self._added
+        changed = _LENGTH if self._removes_usage and answer.content_type == _STREAM_TYPE else frozenset()
+        headers = _without(answer.headers, _NOT_RETURNED | changed) | self._added
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         await response.prepare(self._request)
         return response
+
+
+async def _refusal(answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
+    """Returns the error for a response with which an engine says that another one may serve the request."""
+    text = (await answer.content.read(256)).decode(errors="replace")
+    message = f"its OpenAI API answers {answer.status}: {text}"
+    return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
 
 
 def _piece(*, tokens: int, usage: _Usage | None = None, ends: bool = False) -> bytes:
