@@ -19,8 +19,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "net": ("kvrouter.v1",),
     # Released apart, into engines with dependency pins of their own.
     "publisher": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
-    # Released apart, into programs that call a Frontend.
-    "client": ("kvrouter.v1",),
+    # Released apart, into programs that call a Frontend. It offers the router only where the services are installed.
+    "client": ("kvrouter.v1", "kvrouter.router"),
     "runtime": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
     "indexer": SERVICE,
     "scheduler": SERVICE,
@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 DEVELOPMENT = ("kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator")
 """Parts of the distribution kvrouter-devstack, which is not installed in production."""
 
-COMPOSING = frozenset({"cli"})
+COMPOSING = frozenset({"cli", "router"})
 """Parts whose job it is to put the others together."""
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {

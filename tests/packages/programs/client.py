@@ -17,6 +17,13 @@ async def main() -> None:
 
 
 asyncio.run(main())
+try:
+    from kvrouter.client import Router
+except ImportError as error:
+    if "kvrouter-client[router]" not in str(error):
+        raise
+else:
+    raise AssertionError(f"{Router} needs the services")
 with SyncClient("127.0.0.1:1", model="m", reconnect_seconds=0) as blocking, contextlib.suppress(NotConnected):
     blocking.best_worker([1, 2, 3], request_id="r")
     raise AssertionError("nobody listens there")

@@ -1,5 +1,8 @@
 """The Python client of kvrouter."""
 
+import importlib
+from typing import Any
+
 from kvrouter.client.client import Client
 from kvrouter.client.errors import (
     AllBusy,
@@ -37,6 +40,18 @@ from kvrouter.client.options import (
 )
 from kvrouter.client.results import BestWorker, FinishReason, Model, Output, PotentialLoad, Routing
 from kvrouter.client.sync_client import SyncClient, SyncGeneration
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Router":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module("kvrouter.router").Router
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Router routes in this process and needs {error.name}: pip install 'kvrouter-client[router]'"
+        ) from None
+
 
 __all__ = [
     "AllBusy",

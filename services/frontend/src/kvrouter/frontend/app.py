@@ -30,6 +30,7 @@ from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.net.model_files import fetch_files
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
+from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
@@ -49,9 +50,12 @@ log = structlog.get_logger(component="frontend")
 
 @asynccontextmanager
 async def running(
-    settings: FrontendSettings, runtime: Runtime, schedulers: SchedulerSource
+    settings: FrontendSettings, runtime: Runtime, schedulers: SchedulerSource, indexer: Indexer | None = None
 ) -> AsyncIterator[FrontendService]:
-    """Runs a Frontend with its Scheduler sessions and worker probes while the context lasts; yields the service."""
+    """Runs a Frontend with its Scheduler sessions and worker probes while the context lasts; yields the service.
+
+    ``indexer`` is one in this process, which is asked instead of the registered ones.
+    """
     metrics = FrontendMetrics(runtime.registry)
     links = SchedulerLinks(
         runtime.directory,
@@ -85,7 +89,7 @@ async def running(
         cache_bytes=settings.tokenizer_cache_bytes,
     )
     worker_client = WorkerClient(pool, health, metrics)
-    indexers = IndexerClient(runtime.directory)
+    indexers = IndexerClient(runtime.directory, indexer)
     service = FrontendService(runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")

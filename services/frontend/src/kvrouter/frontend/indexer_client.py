@@ -19,8 +19,10 @@ _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 class IndexerClient:
     """Opens a channel to each Indexer at its first use."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, own: Indexer | None = None) -> None:
+        """``own`` is an Indexer in this process, which is used instead."""
         self._directory = directory
+        self._own = own
         self._stubs: dict[str, Indexer] = {}
         self._channels = AsyncExitStack()
 
@@ -30,6 +32,8 @@ class IndexerClient:
         Raises:
             DependencyAway: there is none.
         """
+        if self._own is not None:
+            return self._own
         for _, registration in sorted(self._directory.services("indexer").items()):
             if registration.ready and _covers(registration, component):
                 return await self._stub(registration.endpoint)
