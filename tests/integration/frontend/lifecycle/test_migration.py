@@ -14,7 +14,13 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, WorkerLost
 from kvrouter.v1.common_pb2 import RoutingConstraints
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse, RoutingInfo
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceGenerateRequest,
+    FrontendServiceGenerateResponse,
+    GetWorkerHealthRequest,
+    RoutingInfo,
+    WorkerHealthState,
+)
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
     GenerateOutput,
@@ -23,7 +29,7 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateResponse,
 )
 
-from ....hostile_worker import Behaviour, HostileWorker, aborts, piece, registered_beside
+from ....hostile_worker import Behaviour, HostileWorker, aborts, piece, registered_beside, writes
 from ..gateway import System, request, running_system
 
 SOUND, FAILING = 1, 2
@@ -152,6 +158,45 @@ async def test_a_worker_that_stops_answering_is_left_and_what_it_sends_later_rea
         worker.thaw()
     assert tokens_of(pieces) == expected
     await system.until_idle()
+
+
+async def test_a_worker_that_answers_probes_but_generates_nothing_more_is_left(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    options: dict[str, Any] = {"worker_probe_seconds": 0.05, "worker_stall_seconds": 0.3}
+    hung = asyncio.Event()
+    async with running_system(nats_url, etcd_endpoint, namespace, **options) as system:
+        await system.start_worker(SOUND)
+        sent = seeded(stop_conditions=StopConditions(max_tokens=400))
+        alone = RoutingConstraints(worker_id=SOUND)
+        expected = tokens_of(await responses(system, seeded(stop_conditions=sent.stop_conditions, constraints=alone)))
+
+        async def generate(context: Any) -> None:
+            for token in expected[:100]:
+                await context.write(piece(token))
+                await asyncio.sleep(0.005)
+            hung.set()
+            await asyncio.Event().wait()
+
+        async with failing(system, generate) as worker:
+            sent.constraints.CopyFrom(FIRST)
+            pieces = await responses(system, sent)
+            assert tokens_of(pieces) == expected
+            assert hung.is_set()
+            assert pieces[-1].output.finish_reason == FinishReason.FINISH_REASON_LENGTH
+            answer = await system.client.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(10))
+            states = {each.worker_id: each.state for each in answer.workers}
+            assert states[FAILING] == WorkerHealthState.WORKER_HEALTH_STATE_STALLED
+            # The next request is a trial at most, and the first output of one ends the stall.
+            worker.behave = writes(piece(1, finish=FinishReason.FINISH_REASON_LENGTH))
+            async with asyncio.timeout(30):
+                while states[FAILING] != WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY:
+                    await responses(system, seeded())
+                    answer = await system.client.get_worker_health(
+                        GetWorkerHealthRequest(), deadline=Deadline.after(10)
+                    )
+                    states = {each.worker_id: each.state for each in answer.workers}
+        await system.until_idle()
 
 
 async def test_failures_before_the_next_token_cost_attempts_of_their_own(system: System) -> None:

@@ -126,6 +126,7 @@ def _frontend_line(view: FrontendView) -> Text:
     text = Text(f"Frontend  at {view.address}  {amount(calls, 'call')} at workers")
     for words, count in (
         ("suspected", view.in_state(WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)),
+        ("stalled", view.in_state(WorkerHealthState.WORKER_HEALTH_STATE_STALLED)),
         ("backed off", view.in_state(*BACKED_OFF)),
     ):
         text.append(f", {amount(count, 'worker')} {words}" if count else "", "red")

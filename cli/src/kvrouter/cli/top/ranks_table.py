@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 SUSPECTED = (WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED,)
+STALLED = (WorkerHealthState.WORKER_HEALTH_STATE_STALLED,)
 BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)
 """States of workers that requests avoid."""
 _BAR = 10
@@ -151,7 +152,7 @@ def _bar(active: int, total: int) -> Text:
 def _health_notes(health: Sequence[WorkerHealth]) -> list[tuple[str, str]]:
     """Returns the problems of a worker as the Frontends observe them, and how many Frontends do."""
     notes = []
-    for words, states in (("suspected", SUSPECTED), ("backed off", BACKED_OFF)):
+    for words, states in (("suspected", SUSPECTED), ("stalled", STALLED), ("backed off", BACKED_OFF)):
         by = [each for each in health if each.state in states]
         if by:
             count = f" by {len(by)} of {len(health)} Frontends" if len(health) > 1 else ""

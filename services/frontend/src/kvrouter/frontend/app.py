@@ -68,9 +68,12 @@ async def running(
     back_off = BackOff(
         settings.worker_back_off_failures, settings.worker_back_off_seconds, settings.worker_back_off_max_seconds
     )
-    health = WorkerHealth(back_off, max_missed=settings.worker_probe_failures)
+    health = WorkerHealth(
+        back_off, max_missed=settings.worker_probe_failures, stall_seconds=settings.worker_stall_seconds
+    )
     probes = WorkerProbes(runtime.directory, pool, health, interval_seconds=settings.worker_probe_seconds)
     metrics.suspected_workers.set_function(lambda: health.suspected)
+    metrics.stalled_workers.set_function(lambda: health.stalled)
     metrics.backed_off_workers.set_function(lambda: health.backed_off)
     metrics.worker_channels.set_function(lambda: len(pool))
     bounds = bounds_of(runtime.registry)

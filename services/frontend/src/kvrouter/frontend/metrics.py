@@ -27,7 +27,7 @@ class FrontendMetrics:
         )
         self.worker_failures = Counter(
             "kvrouter_frontend_worker_failures",
-            "Attempts that a worker failed, by cause: a gRPC code, malformed, unfinished, error or silent.",
+            "Attempts that a worker failed, by cause: a gRPC code, malformed, unfinished, error, silent or stalled.",
             ["cause"],
             registry=registry,
         )
@@ -38,6 +38,11 @@ class FrontendMetrics:
         )
         self.suspected_workers = Gauge(
             "kvrouter_frontend_suspected_workers", "Workers that do not answer liveness probes.", registry=registry
+        )
+        self.stalled_workers = Gauge(
+            "kvrouter_frontend_stalled_workers",
+            "Workers that answer liveness probes but generate nothing, or far less than before.",
+            registry=registry,
         )
         self.backed_off_workers = Gauge(
             "kvrouter_frontend_backed_off_workers",

@@ -88,6 +88,12 @@ class FrontendSettings(RoutingSettings):
         le=1000,
         description="Consecutive unanswered probes after which a worker is suspected.",
     )
+    worker_stall_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        le=3600,
+        description="Least time without progress after which a worker may be stalled, in seconds; 0 detects no stalls.",
+    )
     worker_back_off_failures: int = Field(
         default=3, ge=1, le=1000, description="Consecutive failed requests after which a worker is backed off."
     )

@@ -79,6 +79,14 @@ class CircuitBreaker:
         if self._retry_at is not None and now < self._retry_at:
             return  # The request was sent before the circuit opened, or because no other worker was eligible.
         self.failures += 1
+        self._back_off_from(now)
+
+    def trip(self, now: float) -> None:
+        """Opens the circuit, as if the worker had failed once more than it may."""
+        self.failures = max(self.failures + 1, self._back_off.failures)
+        self._back_off_from(now)
+
+    def _back_off_from(self, now: float) -> None:
         excess = self.failures - self._back_off.failures
         if excess >= 0:
             seconds = min(self._back_off.max_seconds, self._back_off.first_seconds * 2.0 ** min(excess, _MAX_DOUBLINGS))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import encode_with_prompt
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES, encode_with_prompt
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
@@ -70,7 +70,7 @@ class WorkerClient:
         attempt = WorkerAttempt(
             worker_id,
             request.request_id,
-            self.health.begin(endpoint),
+            self.health.begin(endpoint, len(prompt) // TOKEN_BYTES),
             self.metrics,
             on_output,
             max_tokens=request.stop_conditions.max_tokens,

@@ -77,7 +77,7 @@ class WorkerFailure:
 
     worker_id: int
     cause: str
-    """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error`` or ``silent``."""
+    """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error``, ``silent`` or ``stalled``."""
     message: str
     """What happened, for logs and errors."""
     outcome_unknown: bool = False

@@ -14,6 +14,7 @@ from random import Random
 import structlog
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff, CircuitBreaker
 from kvrouter.frontend.worker_client.failures import WorkerFailure
+from kvrouter.frontend.worker_client.stall_detection import MonitoredRequest, StallDetector
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
@@ -34,6 +35,8 @@ class _Worker:
 
     endpoint: str
     circuit: CircuitBreaker
+    detector: StallDetector | None
+    """None if stalls are not detected."""
     registered: Sequence[_Registered] = ()
     """Its registrations. Empty after it left; two if it came back under another id."""
     calls: int = 0
@@ -41,11 +44,19 @@ class _Worker:
     missed: int = 0
     """Consecutive unanswered probes."""
     suspected: bool = False
+    stalled: bool = False
+    stalls: int = 0
+    """How often it was found stalled."""
     heard: bool = False
     """Whether it sent anything since the last probe."""
     last_failure: str = ""
     waiting: dict[WorkerCall, Callable[[], None]] = field(default_factory=dict)
-    """Calls without output, with the functions to call while the worker is suspected."""
+    """Its calls, with the functions to call while the worker is suspected or stalled."""
+
+    @property
+    def is_unresponsive(self) -> bool:
+        """Whether its requests should leave it."""
+        return self.suspected or self.stalled
 
 
 class WorkerHealth:
@@ -56,10 +67,20 @@ class WorkerHealth:
         back_off: BackOff,
         *,
         max_missed: int,
+        stall_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
     ) -> None:
-        """``max_missed`` unanswered probes in a row make a worker suspected. ``clock`` returns seconds."""
+        """Knows no worker yet.
+
+        Args:
+            back_off: Parameters of the circuit breakers.
+            max_missed: Consecutive unanswered probes that make a worker suspected.
+            stall_seconds: Least time without progress that makes a worker stalled; 0 detects no stalls.
+            clock: Returns seconds.
+            rng: Varies the back-off.
+        """
+        self._stall_seconds = stall_seconds
         self._back_off = back_off
         self._max_missed = max_missed
         self._clock = clock
@@ -72,6 +93,11 @@ class WorkerHealth:
     def suspected(self) -> int:
         """Number of workers that do not answer probes."""
         return sum(worker.suspected for worker in self._unhealthy.values())
+
+    @property
+    def stalled(self) -> int:
+        """Number of workers that answer probes but generate nothing."""
+        return sum(worker.stalled for worker in self._unhealthy.values())
 
     @property
     def backed_off(self) -> int:
@@ -115,9 +141,45 @@ class WorkerHealth:
             if _is_healthy(worker, now):
                 yield from (registration for name, registration in worker.registered if name == component)
 
-    def begin(self, endpoint: str) -> WorkerCall:
-        """Records the start of a call to a worker; ``WorkerCall.end`` must follow."""
-        return WorkerCall(self, self._worker(endpoint), self._clock())
+    def begin(self, endpoint: str, prompt_tokens: int | None = None) -> WorkerCall:
+        """Records the start of a call to a worker; ``WorkerCall.end`` must follow.
+
+        ``prompt_tokens`` is None for a call whose output does not come piece by piece, which shows no stall.
+        """
+        return WorkerCall(self, self._worker(endpoint), self._clock(), prompt_tokens)
+
+    def interval_ended(self, seconds: float) -> None:
+        """Looks for stalled workers, and for those that generate again. Must be called at the end of each interval."""
+        for worker in list(self._workers.values()):
+            if worker.detector is None:
+                continue
+            verdict = worker.detector.interval_ended(seconds)
+            if verdict:
+                self._stall(worker)
+            elif verdict is False and worker.stalled:
+                self._resume(worker)
+
+    def _stall(self, worker: _Worker) -> None:
+        worker.stalled = True
+        worker.stalls += 1
+        worker.last_failure = "it accepts requests but generates nothing, or far less than before"
+        now = self._clock()
+        worker.circuit.trip(now)
+        log.warning(
+            "worker.stalled",
+            endpoint=worker.endpoint,
+            workers=_ids(worker),
+            calls=worker.calls,
+            seconds=round(worker.circuit.retry_in(now), 1),
+            consequence="no new requests while another worker fits; its requests continue elsewhere",
+        )
+        self._reclassify(worker)
+
+    def _resume(self, worker: _Worker) -> None:
+        worker.stalled = False
+        worker.circuit.responded()
+        log.info("worker.resumed", endpoint=worker.endpoint, workers=_ids(worker))
+        self._reclassify(worker)
 
     def is_watched(self, endpoint: str) -> bool:
         """Returns whether a worker has running calls or left its last probe unanswered, so that it is probed often."""
@@ -191,7 +253,8 @@ class WorkerHealth:
     def _worker(self, endpoint: str) -> _Worker:
         worker = self._workers.get(endpoint)
         if worker is None:
-            worker = self._workers[endpoint] = _Worker(endpoint, CircuitBreaker(self._back_off, self._rng))
+            detector = StallDetector(self._stall_seconds) if self._stall_seconds else None
+            worker = self._workers[endpoint] = _Worker(endpoint, CircuitBreaker(self._back_off, self._rng), detector)
         return worker
 
     def _reclassify(self, worker: _Worker) -> None:
@@ -206,7 +269,7 @@ class WorkerHealth:
     def _wake(self, workers: Iterable[_Worker]) -> None:
         # Copies, because a request that leaves its worker ends its call at once.
         for worker in list(workers):
-            if worker.suspected:
+            if worker.is_unresponsive:
                 for reconsider in list(worker.waiting.values()):
                     reconsider()
 
@@ -219,16 +282,25 @@ class WorkerHealth:
 class WorkerCall:
     """A running Generate call, as far as its worker's health is concerned."""
 
-    def __init__(self, health: WorkerHealth, worker: _Worker, now: float) -> None:
+    def __init__(self, health: WorkerHealth, worker: _Worker, now: float, prompt_tokens: int | None) -> None:
         self._health = health
         self._worker = worker
         self._is_trial = worker.circuit.began(now)
         worker.calls += 1
+        self._stalls_before = worker.stalls
+        self._monitored: MonitoredRequest | None = None
+        if worker.detector is not None and prompt_tokens is not None:
+            self._monitored = worker.detector.began(prompt_tokens, now)
 
     @property
     def is_suspected(self) -> bool:
         """Whether the worker is suspected."""
         return self._worker.suspected
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the worker has stalled since the call began, and still is."""
+        return self._worker.stalled and self._worker.stalls > self._stalls_before
 
     @property
     def missed_probes(self) -> int:
@@ -238,12 +310,17 @@ class WorkerCall:
     def heard(self) -> None:
         """Records that the worker sent something."""
         self._worker.heard = True
+        if self._worker.detector is not None:
+            self._worker.detector.piece()
         if self._worker.missed:
             self._health.answered(self._worker.endpoint)
 
     def responded(self) -> None:
         """Records the first output."""
+        if self._monitored is not None and self._worker.detector is not None:
+            self._worker.detector.first_output(self._monitored, self._health._clock())
         if not self._worker.circuit.is_closed:
+            self._worker.stalled = False
             self._worker.circuit.responded()
             log.info("worker.back_off_ended", endpoint=self._worker.endpoint, workers=_ids(self._worker))
             self._health._reclassify(self._worker)
@@ -274,17 +351,15 @@ class WorkerCall:
         self._health._reclassify(worker)
 
     def watch(self, reconsider: Callable[[], None]) -> None:
-        """Calls a function whenever the request may have to leave the worker, until ``unwatch`` or ``end``."""
+        """Calls a function whenever the request may have to leave the worker, until ``end``."""
         self._worker.waiting[self] = reconsider
-
-    def unwatch(self) -> None:
-        """Ends ``watch``."""
-        self._worker.waiting.pop(self, None)
 
     def end(self) -> None:
         """Records the end of the call, however it ended."""
-        self.unwatch()
+        self._worker.waiting.pop(self, None)
         self._worker.calls -= 1
+        if self._monitored is not None and self._worker.detector is not None:
+            self._worker.detector.ended(self._monitored)
         if self._is_trial:
             self._worker.circuit.trial_ended()
         self._health._forget_if_gone(self._worker)
@@ -297,6 +372,8 @@ def _is_healthy(worker: _Worker, now: float) -> bool:
 def _state(worker: _Worker, now: float) -> WorkerHealthState:
     if worker.suspected:
         return WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED
+    if worker.stalled:
+        return WorkerHealthState.WORKER_HEALTH_STATE_STALLED
     if worker.circuit.is_closed:
         return WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY
     if worker.circuit.retry_in(now):

@@ -37,11 +37,18 @@ class WorkerProbes:
     async def run(self) -> None:
         """Follows the registrations and probes all workers, until cancelled."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_progress(), name="worker-progress")
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
                 self._pool.update(directory.components)
                 for endpoint in self._health.endpoints() - self._probing.keys():
                     self._probing[endpoint] = group.create_task(self._probe(endpoint), name=f"probe {endpoint}")
+
+    async def _watch_progress(self) -> None:
+        """Looks for stalled workers. Intervals of this event loop are counted, as for probes."""
+        while True:
+            await asyncio.sleep(self._interval)
+            self._health.interval_ended(self._interval)
 
     async def _probe(self, endpoint: str) -> None:
         try:

@@ -1,0 +1,159 @@
+"""Detects a worker that accepts requests and answers probes, but generates nothing, or a small part of what it did.
+
+A worker is compared with itself: with the rate of its output, and with the time that its prompts took. A fixed timeout
+would stop slow engines, or notice a hung one late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SLOWDOWN = 20.0
+"""A worker with less than this part of its usual output per request is stalled, after the time that it is allowed."""
+_HEALTHY_SHARE = 0.25
+"""Share of the usual output per request that shows at once that a worker is not stalled."""
+_MARGIN = 3.0
+"""Factor on everything that was learned: pauses, waits, and time per prompt token."""
+_MIN_EXPECTED_PIECES = 20.0
+"""Pieces of output that a worker must owe, so that a slow engine with one request is not judged by chance."""
+_LEARNING_RATE = 1 / 32
+_MEMORY = 0.995
+"""Factor with which the longest pause and wait fade in each interval with output."""
+_FASTEST_SECONDS_PER_TOKEN = 0.0002
+"""Time per prompt token that every worker is allowed: prompts found in the cache teach nothing about others."""
+_UNKNOWN_SECONDS_PER_TOKEN = 0.001
+_MIN_BACKLOG_TOKENS = 4096
+"""Prompt tokens below which the wait for a first token is mostly constant."""
+_UNPROVEN_SECONDS = 60.0
+"""Time allowed to a worker without any output so far: its engine may compile kernels."""
+
+
+@dataclass(slots=True)
+class MonitoredRequest:
+    """A request at a worker."""
+
+    prompt_tokens: int
+    began: float
+    """Time of its dispatch, seconds."""
+    backlog_tokens: int
+    """Prompt tokens that waited at the worker when it was dispatched, its own included."""
+    has_output: bool = False
+
+
+class StallDetector:
+    """The output of one worker, over the requests of this Frontend. ``interval_ended`` returns the verdicts."""
+
+    def __init__(self, min_seconds: float) -> None:
+        """``min_seconds`` is the least time without progress that makes a worker stalled."""
+        self._min_seconds = min_seconds
+        self._generating = 0
+        """Requests with output."""
+        self._waiting = 0
+        self._backlog_tokens = 0
+        """Prompt tokens of requests without output."""
+        self._pieces = 0
+        """Pieces of output in this interval."""
+        self._usual_rate: float | None = None
+        """Usual pieces per second of a request with output."""
+        self._seconds_per_token: float | None = None
+        self._longest_wait = 0.0
+        self._longest_pause = 0.0
+        self._generating_before = 0
+        self._requests_before = 0
+        self._pause = 0.0
+        """Seconds since an interval with progress."""
+        self._pause_pieces = 0
+        self._pause_request_seconds = 0.0
+
+    def began(self, prompt_tokens: int, now: float) -> MonitoredRequest:
+        """Adds a request; ``ended`` must follow."""
+        self._waiting += 1
+        self._backlog_tokens += prompt_tokens
+        return MonitoredRequest(prompt_tokens, now, self._backlog_tokens)
+
+    def piece(self) -> None:
+        """Counts a piece of output."""
+        self._pieces += 1
+
+    def first_output(self, request: MonitoredRequest, now: float) -> None:
+        """Records the first output of a request."""
+        self._end_wait(request)
+        request.has_output = True
+        self._generating += 1
+        waited = now - request.began
+        per_token = waited / max(request.backlog_tokens, _MIN_BACKLOG_TOKENS)
+        self._seconds_per_token = max(per_token, (self._seconds_per_token or 0.0) * _MEMORY)
+        self._longest_wait = max(waited, self._longest_wait * _MEMORY)
+
+    def ended(self, request: MonitoredRequest) -> None:
+        """Removes a request."""
+        if request.has_output:
+            self._generating -= 1
+        else:
+            self._end_wait(request)
+
+    def interval_ended(self, seconds: float) -> bool | None:
+        """Ends an interval of observation.
+
+        Returns:
+            True if the worker is stalled, False if it made progress, None if nothing is known. After True the
+            observation begins anew.
+        """
+        pieces, self._pieces = self._pieces, 0
+        generating = min(self._generating_before, self._generating)
+        requests = min(self._requests_before, self._generating + self._waiting)
+        self._generating_before, self._requests_before = self._generating, self._generating + self._waiting
+        if self._makes_progress(pieces, generating, seconds):
+            self._end_pause(learn=True)
+            return False
+        if not requests:
+            self._end_pause(learn=False)
+            return None
+        self._pause += seconds
+        self._pause_pieces += pieces
+        self._pause_request_seconds += generating * seconds
+        if self._pause < self._allowed_seconds() or self._owed_pieces() < _MIN_EXPECTED_PIECES:
+            return None
+        self._end_pause(learn=False)
+        return True
+
+    def _makes_progress(self, pieces: int, generating: int, seconds: float) -> bool:
+        if not pieces:
+            return False
+        if not generating:
+            return True
+        rate = pieces / (generating * seconds)
+        usual = self._usual_rate
+        if usual is None:
+            self._usual_rate = rate
+            return True
+        if rate < usual * _HEALTHY_SHARE:
+            over_pause = (self._pause_pieces + pieces) / (self._pause_request_seconds + generating * seconds)
+            if over_pause < usual / _SLOWDOWN:
+                return False
+        self._usual_rate = usual + (rate - usual) * _LEARNING_RATE
+        return True
+
+    def _allowed_seconds(self) -> float:
+        per_token = self._seconds_per_token
+        if per_token is None:
+            return max(_UNPROVEN_SECONDS, _MARGIN * _UNKNOWN_SECONDS_PER_TOKEN * self._backlog_tokens)
+        prompts = max(per_token, _FASTEST_SECONDS_PER_TOKEN) * self._backlog_tokens if self._waiting else 0.0
+        wait = 0.0 if self._generating else self._longest_wait
+        return max(self._min_seconds, _MARGIN * max(prompts, wait, self._longest_pause))
+
+    def _owed_pieces(self) -> float:
+        """Returns how many pieces the requests with output would usually have had in the pause; enough without any."""
+        if not self._pause_request_seconds or self._usual_rate is None:
+            return _MIN_EXPECTED_PIECES
+        return self._usual_rate * self._pause_request_seconds
+
+    def _end_pause(self, *, learn: bool) -> None:
+        if learn:
+            self._longest_pause = max(self._pause, self._longest_pause * _MEMORY)
+        self._pause = self._pause_request_seconds = 0.0
+        self._pause_pieces = 0
+
+    def _end_wait(self, request: MonitoredRequest) -> None:
+        self._waiting -= 1
+        self._backlog_tokens -= request.prompt_tokens
