@@ -8,6 +8,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from kvrouter.core import MemoryBudget
+from kvrouter.frontend.access.following import FollowedKeys
+from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
@@ -73,6 +75,8 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     ProcessMetrics(frontend)
     PickerMetrics(frontend)
     Recorder(MagicMock(known_blocks=0, size=0), frontend)
+    Refusals(frontend)
+    FollowedKeys(None, frontend)
     TextModels(MagicMock(), None, {}, frontend, cache_bytes=0)
     _Connections(MagicMock(), frontend, "frontend")
     yield "Frontend", frontend

@@ -123,6 +123,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": ("load", "overlap", "policies", "queue", "request"),
     },
     "frontend": {
+        "access": ("settings",),
         "client_sessions": (),
         "indexer_client": (),
         "model_metrics": (),
@@ -134,8 +135,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker_client": ("metrics", "packed_prompt"),
         "lifecycle": ("metrics", "model_metrics", "packed_prompt", "recording", "scheduler_client", "worker_client"),
         "api": (
-            *("client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt", "recording"),
-            *("scheduler_client", "text", "worker_client"),
+            *("access", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
+            *("recording", "scheduler_client", "text", "worker_client"),
         ),
         "endpoint_picker": ("api", "packed_prompt", "scheduler_client", "text", "worker_client"),
         "processes": ("app", "settings"),

@@ -20,6 +20,7 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.stack import until_serving
 from kvrouter.devtools.traces.reader import TraceRequest
+from kvrouter.frontend.access.key_file import KeyFile, write_key_file
 from kvrouter.runtime.contracts import Frontend, Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -113,7 +114,9 @@ async def test_every_metric_is_documented_and_exposed(
     record = ("--record", str(tmp_path / "traffic.jsonl"))
     picker = ("--endpoint-picker-bind", "127.0.0.1:0")
     every = (*where, "--replica-sync", "--port", "0", "--http-bind", ops[0], *record, *picker)
-    without_etcd = ("--roles", "frontend,scheduler", *static, "--port", "0", "--http-bind", ops[1])
+    write_key_file(tmp_path / "keys.json", KeyFile())
+    keys = ("--api-keys", str(tmp_path / "keys.json"))
+    without_etcd = ("--roles", "frontend,scheduler", *static, *keys, "--port", "0", "--http-bind", ops[1])
     commands = [
         module(f"serve-{place}", "cli.main", "serve", *some) for place, some in enumerate((every, without_etcd))
     ]

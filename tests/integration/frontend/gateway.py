@@ -21,7 +21,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
-from kvrouter.runtime.rpc import RpcServer, open_channel, remote
+from kvrouter.runtime.rpc import Guard, RpcServer, open_channel, remote
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.api.service import SchedulerService
@@ -157,7 +157,8 @@ async def running_system(
         remote_schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
         frontend = await stack.enter_async_context(frontend_app.running(front, runtime, remote_schedulers))
         http = await stack.enter_async_context(frontend_app.serving_http(frontend, front, runtime))
-        server = await stack.enter_async_context(_hosting(runtime, _FRONTEND, "frontend", frontend, frontend.ready))
+        hosting = _hosting(runtime, _FRONTEND, "frontend", frontend, frontend.ready, guard=frontend.access)
+        server = await stack.enter_async_context(hosting)
         channel = await stack.enter_async_context(open_channel(server.endpoint()))
         client = cast(Frontend, remote(_FRONTEND, channel))
         yield System(where, stack, runtime, running, frontend, client, http, server.endpoint())
@@ -172,12 +173,18 @@ async def _scheduler(stack: AsyncExitStack, settings: SchedulerSettings) -> Sche
 
 @asynccontextmanager
 async def _hosting(
-    runtime: Runtime, descriptor: Any, kind: str, service: object, ready: Callable[[], bool]
+    runtime: Runtime,
+    descriptor: Any,
+    kind: str,
+    service: object,
+    ready: Callable[[], bool],
+    *,
+    guard: Guard | None = None,
 ) -> AsyncIterator[RpcServer]:
     stopping = asyncio.Event()
     listening: asyncio.Future[RpcServer] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
-        hosted = [Hosted(kind, descriptor, service, ready)]
+        hosted = [Hosted(kind, descriptor, service, ready, guard=guard)]
         group.create_task(host(runtime, hosted, stopping, started=listening.set_result))
         try:
             yield await listening

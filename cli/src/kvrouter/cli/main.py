@@ -14,6 +14,7 @@ from kvrouter.cli.explain import explain
 from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
+from kvrouter.cli.keys import keys_app
 from kvrouter.cli.tls import use_tls
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(index_app, name="index")
 app.add_typer(component_app, name="component")
+app.add_typer(keys_app, name="keys")
 add_development_commands(app)
 
 Etcd = Annotated[

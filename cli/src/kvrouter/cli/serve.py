@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from kvrouter.cli.errors import WrongUsage
@@ -110,6 +111,8 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
         address = await running.enter_async_context(frontend.serving_http(service, settings["frontend"], runtime))
         limits = frontend.request_limits(settings["frontend"])
         hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, address, limits))
+        # The services share a port, so clients must not reach the others' calls there either.
+        hosted = [replace(each, guard=service.access) for each in hosted]
     return hosted
 
 

@@ -166,6 +166,7 @@ class _Connection:
         self.stream = ServerStream(
             parse(OpenCallStreamRequest, first, limits), methods, limits, counts, self._wakeup.set, run
         )
+        self.stream.metadata = tuple(context.invocation_metadata() or ())
         self.stream.on_overflow = self._overflow
 
     async def serve(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,8 @@ class ResponseStream(Protocol):
 
     client_name: str
     """Name that the client gave in its hello."""
+    metadata: Sequence[tuple[str, str | bytes]]
+    """Metadata with which the client opened the stream."""
     unread_call_bytes: int
     """Size of a call's unread responses at which it may add no further one."""
 

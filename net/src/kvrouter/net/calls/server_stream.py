@@ -77,6 +77,7 @@ class ServerStream:
                 "hello", f"expected max_message_bytes of at least {_LEAST_MESSAGE_BYTES}, or 0 for the default"
             )
         self.client_name = opening.client_name[:256]
+        self.metadata: Sequence[tuple[str, str | bytes]] = ()
         self.counts = counts
         self.unread_call_bytes = limits.unread_call_bytes
         self.heard = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService, GatewayOptions
 from kvrouter.frontend.api.validation import Limits
@@ -93,11 +94,16 @@ async def running(
     )
     worker_client = WorkerClient(pool, health, metrics)
     indexers = IndexerClient(runtime.directory, indexer)
-    service = FrontendService(runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers)
+    opened = open_access(settings, runtime.registry)
+    access = None if opened is None else opened.access
+    service = FrontendService(
+        runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers, access
+    )
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")
         loading = group.create_task(texts.run(), name="tokenizers")
+        following = None if opened is None else group.create_task(opened.run(), name="access")
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
@@ -107,6 +113,8 @@ async def running(
             linking.cancel()
             probing.cancel()
             loading.cancel()
+            if following is not None:
+                following.cancel()
             if recorder is not None:
                 recorder.stop()
             await pool.close()
@@ -234,7 +242,8 @@ async def serve(
         if shared is not None and shared.waits_until_ready:
             await _until_ready(service, stopping)
         async with serving_http(service, settings, runtime, shared) as http_address:
-            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_address, request_limits(settings))
+            limits = request_limits(settings)
+            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_address, limits, guard=service.access)
             await host(
                 runtime,
                 [hosted],

@@ -132,6 +132,10 @@ class FrontendSettings(RoutingSettings):
         ge=1 << 12,
         description="File size at which recording stops, in bytes; it continues when the file is moved.",
     )
+    api_keys: str = Field(
+        default="",
+        description="File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys.",
+    )
     static_schedulers: tuple[Address, ...] = Field(
         default=(),
         description="gRPC addresses of the Schedulers of a system without etcd, host:port, separated by commas.",

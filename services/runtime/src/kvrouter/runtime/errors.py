@@ -307,6 +307,46 @@ class TooMuchUnread(KvRouterError):
         super().__init__(message, advice="Read the output as fast as it is produced.")
 
 
+class Unauthenticated(KvRouterError):
+    """The call has no valid credential."""
+
+    status = grpc.StatusCode.UNAUTHENTICATED
+    reason = ErrorReason.ERROR_REASON_UNAUTHENTICATED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, advice="Send a valid API key or token, as `Authorization: Bearer ...`.")
+
+
+class PermissionDenied(KvRouterError):
+    """The caller may not do what it requests."""
+
+    status = grpc.StatusCode.PERMISSION_DENIED
+    reason = ErrorReason.ERROR_REASON_PERMISSION_DENIED
+
+    def __init__(self, message: str, *, field: str = "", known: Iterable[object] = ()) -> None:
+        super().__init__(message, field=field, advice="Use a key that has this permission.", known=known)
+
+
+class RateLimited(KvRouterError):
+    """The caller exceeded a limit of its key or tenant."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = ErrorReason.ERROR_REASON_RATE_LIMITED
+
+    def __init__(self, message: str, retry_after_ms: int) -> None:
+        super().__init__(message, advice="Retry after the given time.", retry_after_ms=retry_after_ms)
+
+
+class Overloaded(KvRouterError):
+    """The service has more work than it can finish in time."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = ErrorReason.ERROR_REASON_OVERLOADED
+
+    def __init__(self, message: str, retry_after_ms: int) -> None:
+        super().__init__(message, advice="Retry after the given time.", retry_after_ms=retry_after_ms)
+
+
 class Internal(KvRouterError):
     """The service failed unexpectedly; its log has the cause."""
 

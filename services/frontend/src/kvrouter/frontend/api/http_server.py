@@ -12,6 +12,8 @@ import aiohttp
 import grpc
 import structlog
 from aiohttp import web
+from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
+from kvrouter.frontend.access.http_middleware import authenticated
 from kvrouter.frontend.api.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completion_stream import CompletionStream
@@ -48,6 +50,8 @@ _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.OUT_OF_RANGE: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.ALREADY_EXISTS: 409,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
@@ -56,13 +60,26 @@ _HTTP_STATUS = {
     grpc.StatusCode.UNIMPLEMENTED: 501,
 }
 _BUSY_STATUS = 429
-"""Status when every worker is busy, unlike 503 when there is none: clients of the OpenAI API retry it."""
+"""Status of ``_BUSY``, unlike 503 when there is no worker: clients of the OpenAI API retry it."""
+_BUSY = frozenset(
+    {
+        ErrorReason.ERROR_REASON_ALL_BUSY,
+        ErrorReason.ERROR_REASON_RATE_LIMITED,
+        ErrorReason.ERROR_REASON_OVERLOADED,
+    }
+)
+_UNAUTHENTICATED, _FORBIDDEN = 401, 403
+_ERROR_TYPES = {
+    _BUSY_STATUS: "rate_limit_error",
+    _UNAUTHENTICATED: "authentication_error",
+    _FORBIDDEN: "permission_error",
+}
 _INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 
 
 def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
     """Returns the HTTP status of an error."""
-    return _BUSY_STATUS if reason == ErrorReason.ERROR_REASON_ALL_BUSY else _HTTP_STATUS.get(code, 500)
+    return _BUSY_STATUS if reason in _BUSY else _HTTP_STATUS.get(code, 500)
 
 
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -79,6 +96,8 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
     headers = {}
     if error.info.HasField("retry_after_ms"):
         headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
+    if status == _UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
     return status, body, headers
 
 
@@ -92,8 +111,8 @@ def _param(field: str) -> str | None:
 
 
 def _error_type(status: int) -> str:
-    if status == _BUSY_STATUS:
-        return "rate_limit_error"
+    if status in _ERROR_TYPES:
+        return _ERROR_TYPES[status]
     return "invalid_request_error" if status < 500 else "server_error"
 
 
@@ -147,7 +166,10 @@ class HttpApi:
 
     def application(self) -> web.Application:
         """Returns the application with all routes."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[errors_as_json])
+        middlewares = [errors_as_json]
+        if self._frontend.access is not None:
+            middlewares.append(authenticated(self._frontend.access))
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         app.cleanup_ctx.append(self._connected)
         app.add_routes(
             [
@@ -172,6 +194,9 @@ class HttpApi:
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Returns 200 if requests can be routed, otherwise 503."""
         ready = self._frontend.ready()
+        if self._frontend.access is not None:
+            # Probes have no credential, so they learn no names.
+            return web.json_response({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
         models = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
         body = {
             "status": "ready" if ready else "not ready",
@@ -272,6 +297,7 @@ class HttpApi:
             self._frontend.worker_client,
             routed_on_load=not routed.is_tokenized,
             requests_usage=self._requests_usage,
+            hidden_headers=() if self._frontend.access is None else CREDENTIAL_HEADERS,
         )
         generate = generate_request(routed, request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
         prompt = routed.token_ids

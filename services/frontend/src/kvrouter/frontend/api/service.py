@@ -8,6 +8,9 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvrouter.frontend.access import rules
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.rules import check_generation, check_model, own_booking, owned_id, visible
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.text_output import TextOutput
 from kvrouter.frontend.api.validation import (
@@ -35,7 +38,14 @@ from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
+from kvrouter.runtime.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    DependencyAway,
+    KvRouterError,
+    SessionLost,
+    UnknownModel,
+)
 from kvrouter.runtime.rpc import not_awaited_by_drain
 from kvrouter.v1.common_pb2 import Component, Stage
 from kvrouter.v1.frontend_pb2 import (
@@ -104,8 +114,11 @@ class FrontendService:
         recorder: Recorder | None = None,
         texts: TextModels | None = None,
         indexers: IndexerClient | None = None,
+        access: Access | None = None,
     ) -> None:
         self.options = options
+        self.access = access
+        """Authentication; None if everybody may do everything."""
         self.texts = texts
         """Tokenizers and chat templates; None if prompts are token ids only."""
         self._directory = directory
@@ -241,6 +254,8 @@ class FrontendService:
         generation: Generation | None = None
         self._in_flight += 1
         try:
+            if self.access is not None:
+                self.access.enforce(lambda caller: check_generation(caller, request), "Generate")
             view, lora_name = self.resolve(request.model)
             known_model = view.descriptor.model
             if lora_name:
@@ -285,7 +300,15 @@ class FrontendService:
         Raises:
             UnknownModel: no component serves it.
         """
-        return resolve_model(model, self._directory.components)
+        if self.access is not None:
+            # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
+            self.access.enforce(lambda caller: check_model(caller, model), "")
+        try:
+            return resolve_model(model, self._directory.components)
+        except UnknownModel as error:
+            if self.access is None:
+                raise
+            raise UnknownModel(model, filter(self.access.caller().may_use, error.info.known_values)) from None
 
     @property
     def may_forward(self) -> bool:
@@ -326,15 +349,17 @@ class FrontendService:
         booking = request.booking if request.HasField("booking") else None
         select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
         if request.session_id:
-            select.session_id = scheduler_session_id(request.session_id)
+            select.session_id = scheduler_session_id(self._own_session(request.session_id))
         component = self._resolve(select.request, request.booking.stage)
+        if booking is not None and self.access is not None:
+            own_booking(self.access.caller(), select.booking)
         select.request.constraints.avoided_worker_ids.extend(self._workers.health.avoided(component))
         scheduler = self._links.scheduler(component)
         try:
             selection = await scheduler.select_worker(select, deadline=deadline)
         except SessionLost:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
-            await open_session(scheduler, request.session_id)
+            await open_session(scheduler, self._own_session(request.session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
         return BestWorkerResponse(selection=selection)
 
@@ -357,6 +382,8 @@ class FrontendService:
             BadRequest, DeadlineExceeded, DependencyAway.
         """
         marking = MarkPrefillCompleteRequest(booking=request.booking)
+        if self.access is not None:
+            own_booking(self.access.caller(), marking.booking)
         answers = await self._ask_all(
             lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
         )
@@ -369,12 +396,15 @@ class FrontendService:
             BadRequest, DeadlineExceeded, DependencyAway.
         """
         freeing = FreeRequest(booking=request.booking)
+        if self.access is not None:
+            own_booking(self.access.caller(), freeing.booking)
         answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
         return ReleaseResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
         """Returns the models that are served."""
-        return ListModelsResponse(models=describe_models(self._directory.components))
+        models = describe_models(self._directory.components)
+        return ListModelsResponse(models=models if self.access is None else visible(self.access.caller(), models))
 
     async def get_worker_health(
         self,
@@ -402,6 +432,10 @@ class FrontendService:
         Raises:
             BadRequest, DependencyAway.
         """
+        if self.access is not None:
+            request = KeepSessionRequest(
+                session_id=self._own_session(request.session_id), client_name=request.client_name
+            )
         async with aclosing(kept_session(request, self._links.schedulers)) as opened:
             async for response in opened:
                 yield KeepSessionResponse(grace_ms=response.grace_ms)
@@ -491,6 +525,18 @@ class FrontendService:
                 raise outcome.untraced()
         return answers
 
+    def _own_session(self, session_id: str) -> str:
+        """Returns the id of a client's session, which is one of its tenant."""
+        return session_id if self.access is None else owned_id(self.access.caller(), session_id)
+
+    def _check_access(self, request: RoutingRequest, model: str) -> None:
+        access = self.access
+        if access is not None:
+            isolates = access.isolates_tenants
+            access.enforce(
+                lambda caller: rules.check_routing(caller, request, model, isolates_tenants=isolates), "SchedulerCall"
+            )
+
     def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
         return component_of_model(model, self._directory.components, stage)
 
@@ -498,7 +544,11 @@ class FrontendService:
         """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""
         check_routing(request, self.options.limits)
         if request.HasField("component"):
-            return component_name(request.component)
+            name = component_name(request.component)
+            view = self._directory.components.get(name)
+            self._check_access(request, "" if view is None else view.descriptor.model)
+            return name
+        self._check_access(request, request.model)
         view = self._view(request.model, stage)
         request.component.CopyFrom(view.descriptor.component)
         return view.name

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.grpc_options import MAX_CALLS
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
-from kvrouter.runtime.rpc import RpcServer, add_service, open_server
+from kvrouter.runtime.rpc import Guard, RpcServer, add_service, open_server
 from kvrouter.runtime.telemetry.metrics import serving_ops
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.registry_pb2 import ServiceRegistration
@@ -37,6 +37,8 @@ class Hosted:
     """Address of the service's own HTTP API, host:port; empty for that of the ops server."""
     limits: MessageLimits = DEFAULT_LIMITS
     """Size limits of a request."""
+    guard: Guard | None = None
+    """Decides which calls may run; None for all."""
 
 
 async def host(
@@ -64,7 +66,7 @@ async def host(
     server = open_server(settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls)
     bounds_of(runtime.registry).add("grpc_calls", lambda: server.ordinary_calls, MAX_CALLS)
     for service in services:
-        add_service(server, service.descriptor, service.implementation, limits=service.limits)
+        add_service(server, service.descriptor, service.implementation, limits=service.limits, guard=service.guard)
     async with serving_ops(
         settings.http_bind,
         runtime.registry,

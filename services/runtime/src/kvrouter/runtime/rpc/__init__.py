@@ -5,6 +5,7 @@ from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_connection import CallConnection
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import open_channel, remote
+from kvrouter.runtime.rpc.guard import Guard, Metadata
 from kvrouter.runtime.rpc.server import RpcServer, add_service, not_awaited_by_drain, open_server
 from kvrouter.runtime.telemetry.health import HealthBoard
 
@@ -14,7 +15,9 @@ __all__ = [
     "SERVER_OPTIONS",
     "BindFailed",
     "CallConnection",
+    "Guard",
     "HealthBoard",
+    "Metadata",
     "RpcServer",
     "add_service",
     "not_awaited_by_drain",

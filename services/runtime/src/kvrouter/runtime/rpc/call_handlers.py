@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
@@ -11,12 +12,16 @@ from google.protobuf.message import Message
 from kvrouter.net.calls import CallRefused, ServerCall
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import INTERNAL_ERROR, KvRouterError
+from kvrouter.runtime.rpc.guard import UNGUARDED, Guard
 
 log = structlog.get_logger(component="rpc")
 
 
 def call_handler(
-    path: str, bound: Callable[..., Any], parse: Callable[[bytes], Message | KvRouterError]
+    path: str,
+    bound: Callable[..., Any],
+    parse: Callable[[bytes], Message | KvRouterError],
+    guard: Guard | None = None,
 ) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
     """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
 
@@ -24,26 +29,33 @@ def call_handler(
         path: The method's path on the wire, for logs.
         bound: The method of the object.
         parse: Parses a request.
+        guard: Decides whether a call may run; None for always.
     """
     waits = inspect.iscoroutinefunction(bound)
     takes_connection = "connection" in inspect.signature(bound).parameters
 
     def handle(encoded: bytes, call: ServerCall) -> bytes | Coroutine[Any, Any, bytes]:
+        try:
+            admitted = UNGUARDED if guard is None else guard.admit(path, call.stream.metadata)
+        except KvRouterError as error:
+            raise refused(error) from None
         request = parse(encoded)
         if isinstance(request, KvRouterError):
             raise _refusal(request)
         deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
         if waits:
-            return answer(request, deadline)
+            return answer(request, deadline, admitted)
         context = {"connection": call.stream} if takes_connection else {}
         try:
-            return _encoded(bound(request, deadline=deadline, **context))
+            with admitted:
+                return _encoded(bound(request, deadline=deadline, **context))
         except Exception as error:
             raise refused(error) from None
 
-    async def answer(request: Message, deadline: Deadline) -> bytes:
+    async def answer(request: Message, deadline: Deadline, admitted: AbstractContextManager[None]) -> bytes:
         try:
-            return _encoded(await bound(request, deadline=deadline))
+            with admitted:
+                return _encoded(await bound(request, deadline=deadline))
         except Exception as error:
             raise refused(error) from None
 

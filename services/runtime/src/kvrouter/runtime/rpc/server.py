@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from inspect import isawaitable
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ from kvrouter.runtime.errors import (
 )
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_handlers import call_handler
+from kvrouter.runtime.rpc.guard import UNGUARDED, Guard
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -156,7 +157,12 @@ class RpcServer:
             await self._server.stop(_LAST_WORDS_SECONDS)
 
     def add_service(
-        self, descriptor: ServiceDescriptor, implementation: object, *, limits: MessageLimits = DEFAULT_LIMITS
+        self,
+        descriptor: ServiceDescriptor,
+        implementation: object,
+        *,
+        limits: MessageLimits = DEFAULT_LIMITS,
+        guard: Guard | None = None,
     ) -> None:
         """Serves an object under the service's name. Methods that it lacks return UNIMPLEMENTED.
 
@@ -167,25 +173,28 @@ class RpcServer:
             implementation: The object.
             limits: Size limits of a request. In request streams, elements are not counted: an oversized request must
                 not end the other calls on the stream, so the object refuses it.
+            guard: Decides which calls may run; None for all.
         """
         handlers = {}
         for name, method in methods_by_python_name(descriptor).items():
             bound = _bound_method(implementation, name)
             if bound is None:
                 continue
-            handlers[method.name] = self._handler(method, bound, limits)
-            self._add_to_call_streams(method, bound, limits)
+            handlers[method.name] = self._handler(method, bound, limits, guard)
+            self._add_to_call_streams(method, bound, limits, guard)
         generic = grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
         self._server.add_generic_rpc_handlers((generic,))
         self._names.append(descriptor.full_name)
 
-    def _add_to_call_streams(self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits) -> None:
+    def _add_to_call_streams(
+        self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits, guard: Guard | None
+    ) -> None:
         if not method.client_streaming and not method.server_streaming:
             path = full_path(method)
-            self._call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits)))
+            self._call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits), guard))
 
     def _handler(
-        self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits
+        self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits, guard: Guard | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
         make, answer = {
             (False, False): (grpc.unary_unary_rpc_method_handler, _answer_once),
@@ -201,7 +210,7 @@ class RpcServer:
             # An exception stored in this frame would keep the frame and the request alive until the cyclic garbage
             # collector runs. ``context.abort`` stores one as well, so the status is set instead.
             try:
-                with self._counted(awaited=awaited):
+                with self._counted(awaited=awaited), _admitted(guard, path, context):
                     request = _read_all(incoming) if method.client_streaming else _read(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
@@ -232,6 +241,10 @@ class RpcServer:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+
+
+def _admitted(guard: Guard | None, path: str, context: _Context) -> AbstractContextManager[None]:
+    return UNGUARDED if guard is None else guard.admit(path, tuple(context.invocation_metadata() or ()))
 
 
 async def _answer_once(bound: Callable[..., Any], request: Any, context: _Context) -> Any:
@@ -277,9 +290,10 @@ def add_service(
     implementation: object,
     *,
     limits: MessageLimits = DEFAULT_LIMITS,
+    guard: Guard | None = None,
 ) -> None:
     """Serves an object of a contract; see ``RpcServer.add_service``."""
-    server.add_service(descriptor, implementation, limits=limits)
+    server.add_service(descriptor, implementation, limits=limits, guard=guard)
 
 
 def _bound_method(implementation: object, name: str) -> Callable[..., Any] | None:

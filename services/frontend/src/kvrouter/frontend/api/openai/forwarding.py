@@ -7,7 +7,7 @@ The events of a stream are only counted, since they stand for tokens. A request 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import aiohttp
@@ -88,6 +88,7 @@ class ForwardedRequest:
         *,
         routed_on_load: bool,
         requests_usage: bool,
+        hidden_headers: Collection[str] = (),
     ) -> None:
         """Calls nothing yet.
 
@@ -99,6 +100,7 @@ class ForwardedRequest:
             workers: Health and metrics of the workers.
             routed_on_load: Whether its prompt was not tokenized.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
+            hidden_headers: Headers of the client that no engine gets, in lower case.
         """
         self.health = workers.health
         self.response: web.StreamResponse | None = None
@@ -110,6 +112,7 @@ class ForwardedRequest:
         self._view = view
         self._session = session
         self._metrics = workers.metrics
+        self._not_forwarded = _NOT_FORWARDED.union(hidden_headers)
         self._added = {"x-kvrouter-routed-on": "load"} if routed_on_load else {}
 
     def routed(self, routing: RoutingInfo) -> None:
@@ -159,7 +162,7 @@ class ForwardedRequest:
         if worker is None or not worker.openai_endpoint:
             receiver.on_error(DependencyAway(f"worker {worker_id} has no OpenAI API any more"))
             return
-        headers = _without(self._request.headers, _NOT_FORWARDED)
+        headers = _without(self._request.headers, self._not_forwarded)
         if len(worker.ranks) > 1:
             headers["x-data-parallel-rank"] = str(dp_rank)
         if self._removes_usage:

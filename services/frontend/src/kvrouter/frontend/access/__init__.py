@@ -1,0 +1,1 @@
+"""Who may do what at a Frontend: API keys, tokens, roles, and the limits of keys and tenants."""

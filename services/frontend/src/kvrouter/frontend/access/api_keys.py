@@ -1,0 +1,72 @@
+"""Authenticates API keys by the entries of a key file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvrouter.frontend.access.caller import Caller, RateLimits
+from kvrouter.frontend.access.key_file import PREFIX, KeyEntry, KeyFile, KeyVerifier, TenantEntry
+from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    entry: KeyEntry
+    verifier: KeyVerifier
+    caller: Caller
+
+
+class ApiKeys:
+    """The keys of one file. Pure: a changed file is a new object."""
+
+    def __init__(self, content: KeyFile) -> None:
+        tenants = {tenant.name: tenant for tenant in content.tenants}
+        self.tenants = tenants
+        """Tenants by name."""
+        self._keys = {
+            entry.id: _Key(entry, KeyVerifier(entry), _caller(entry, tenants.get(entry.tenant)))
+            for entry in content.keys
+        }
+
+    def __len__(self) -> int:
+        """Returns the number of keys, revoked ones included."""
+        return len(self._keys)
+
+    def authenticate(self, credential: str) -> Caller:
+        """Returns the caller that an API key belongs to.
+
+        Raises:
+            CredentialRefused: the key is malformed, unknown, wrong, revoked or expired. To the client an unknown id and
+                a wrong secret are the same.
+        """
+        key_id, point, secret = credential.removeprefix(PREFIX).partition(".")
+        key = self._keys.get(key_id)
+        if not point or key is None or not key.verifier.matches(secret):
+            # The id is the client's claim: it names a key in the log only if there is such a key.
+            raise CredentialRefused(RefusalReason.INVALID_KEY, key_id if key is not None else "")
+        entry = key.entry
+        if entry.revoked is not None:
+            raise CredentialRefused(RefusalReason.REVOKED, key_id)
+        if entry.expires is not None and entry.expires <= time.time():
+            raise CredentialRefused(RefusalReason.EXPIRED, key_id)
+        return key.caller
+
+
+def limits_of(entry: KeyEntry | TenantEntry) -> RateLimits:
+    """Returns the limits of a key or tenant."""
+    return RateLimits(entry.requests_per_second, entry.tokens_per_minute, entry.concurrency)
+
+
+def _caller(entry: KeyEntry, tenant: TenantEntry | None) -> Caller:
+    return Caller(
+        name=entry.id,
+        tenant=entry.tenant,
+        role=entry.role,
+        models=None if entry.models is None else tuple(entry.models),
+        max_priority=entry.max_priority,
+        isolated=tenant is not None and tenant.isolated,
+        limits=limits_of(entry),
+        tenant_limits=RateLimits() if tenant is None else limits_of(tenant),
+        weight=1.0 if tenant is None else tenant.weight,
+    )

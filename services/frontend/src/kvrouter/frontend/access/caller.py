@@ -1,0 +1,78 @@
+"""Who makes a call, and what that caller may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+
+class Role(StrEnum):
+    """What kinds of calls a caller may make."""
+
+    CLIENT = "client"
+    """Requests to models."""
+    ADMIN = "admin"
+    """Every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """Limits of a key or a tenant; None for no limit."""
+
+    requests_per_second: float | None = None
+    tokens_per_minute: float | None = None
+    concurrency: int | None = None
+
+    @property
+    def limits_nothing(self) -> bool:
+        """Whether no limit is set."""
+        return self.requests_per_second is None and self.tokens_per_minute is None and self.concurrency is None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated caller."""
+
+    name: str
+    """Id of its key, or issuer and subject of its token. Never a secret; logs and metrics may have it."""
+    tenant: str = ""
+    """Tenant that it belongs to; empty for none."""
+    role: Role = Role.CLIENT
+    models: tuple[str, ...] | None = None
+    """Names of the models and adapters that it may use; ``*`` stands for any characters. None for all."""
+    max_priority: int | None = None
+    """Highest priority of its requests; None for any."""
+    isolated: bool = False
+    """Whether its tenant's cache blocks are shared with nobody else."""
+    limits: RateLimits = RateLimits()
+    """Limits of this key alone."""
+    tenant_limits: RateLimits = RateLimits()
+    """Limits of all callers of the tenant together."""
+    weight: float = 1.0
+    """Share of the tenant when there is not enough for all."""
+
+    def may_use(self, model: str) -> bool:
+        """Returns whether the caller may use a model or adapter."""
+        return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
+
+
+_CALLER: ContextVar[Caller | None] = ContextVar("kvrouter_caller", default=None)
+
+
+def current_caller() -> Caller | None:
+    """Returns the caller of the call that runs in this task; None if none was authenticated."""
+    return _CALLER.get()
+
+
+@contextmanager
+def acting_for(caller: Caller) -> Iterator[None]:
+    """Makes ``caller`` the current one, in tasks that are started meanwhile too."""
+    token = _CALLER.set(caller)
+    try:
+        yield
+    finally:
+        _CALLER.reset(token)

@@ -1,0 +1,68 @@
+"""Follows the file of API keys: a change is in force within a second, and an unusable file changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import structlog
+from kvrouter.frontend.access.api_keys import ApiKeys
+from kvrouter.frontend.access.key_file import KeyFile, KeyFileError, read_key_file
+from prometheus_client import CollectorRegistry, Gauge
+
+log = structlog.get_logger(component="frontend")
+
+_INTERVAL_SECONDS = 0.5
+_Version = tuple[int, int, int, int]
+
+
+class FollowedKeys:
+    """The API keys in force. Without a file there are none. ``run`` must be running."""
+
+    def __init__(self, path: Path | None, registry: CollectorRegistry) -> None:
+        """Reads the file.
+
+        Raises:
+            KeyFileError: it cannot be used.
+        """
+        self._path = path
+        self._version = self._found_version()
+        self._rejected = False
+        self.keys = ApiKeys(KeyFile() if path is None else read_key_file(path))
+        """The keys in force."""
+        Gauge("kvrouter_frontend_api_keys", "API keys in force.", registry=registry).set_function(
+            lambda: len(self.keys)
+        )
+        Gauge(
+            "kvrouter_frontend_api_keys_rejected",
+            "1 while the file of API keys cannot be used and the former keys stay in force, otherwise 0.",
+            registry=registry,
+        ).set_function(lambda: int(self._rejected))
+
+    async def run(self) -> None:
+        """Follows the file until cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(_INTERVAL_SECONDS)
+            # In a thread, because the file may be on a network.
+            version = await asyncio.to_thread(self._found_version)
+            if version == self._version:
+                continue
+            self._version = version
+            try:
+                content = await asyncio.to_thread(read_key_file, self._path)
+                self.keys = ApiKeys(content)
+            except KeyFileError as error:
+                self._rejected = True
+                log.error("keys.rejected", cause=str(error), keys=len(self.keys))
+            else:
+                self._rejected = False
+                log.info("keys.loaded", keys=len(self.keys), tenants=len(content.tenants))
+
+    def _found_version(self) -> _Version | None:
+        """Returns what changes when the file does; None if there is no file."""
+        try:
+            found = os.stat(self._path or "")
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

@@ -1,0 +1,111 @@
+"""What a caller may ask for in a request. Pure: each rule raises, or returns after setting the caller's tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvrouter.frontend.access.caller import Caller, Role
+from kvrouter.frontend.access.refusals import RefusalReason
+from kvrouter.runtime.errors import PermissionDenied
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+_MARK = ":"
+"""Separates a tenant from the booking id of its client. No tenant's name has it."""
+
+
+class RuleBroken(PermissionDenied):
+    """A request that its caller may not make."""
+
+    def __init__(self, why: RefusalReason, message: str, *, field: str = "") -> None:
+        super().__init__(message, field=field)
+        self.why = why
+
+
+def check_model(caller: Caller, model: str) -> None:
+    """Checks that a caller may use a model or adapter. The error is the same whether the model exists or not.
+
+    Raises:
+        RuleBroken: it may not.
+    """
+    if not caller.may_use(model):
+        raise RuleBroken(RefusalReason.MODEL, f"the caller may not use the model {model[:128]!r}", field="model")
+
+
+def check_generation(caller: Caller, request: FrontendServiceGenerateRequest) -> None:
+    """Checks a generation request, and sets its tenant.
+
+    Raises:
+        RuleBroken: another model, tenant or priority is needed.
+    """
+    check_model(caller, request.model)
+    _check_priority(caller, request.priority)
+    if request.HasField("scope") or caller.isolated:
+        _check_scope(caller, request.scope)
+
+
+def check_routing(caller: Caller, request: RoutingRequest, model: str, *, isolates_tenants: bool) -> None:
+    """Checks a routing request for a model, and sets its tenant.
+
+    Hashes that a client computed itself may be those of any tenant's prompts, so the overlap would reveal what another
+    tenant has cached.
+
+    Raises:
+        RuleBroken: another model, tenant or priority is needed, or hashes are sent while tenants are isolated.
+    """
+    check_model(caller, model)
+    _check_priority(caller, request.priority)
+    if request.HasField("local_hashes") and isolates_tenants and caller.role is not Role.ADMIN:
+        raise RuleBroken(
+            RefusalReason.TENANT,
+            "expected token_ids instead of local_hashes: tenants are isolated",
+            field="local_hashes",
+        )
+    if request.HasField("scope") or caller.isolated:
+        _check_scope(caller, request.scope)
+
+
+def own_booking(caller: Caller, booking: BookingKey) -> None:
+    """Makes a client's booking id one of its tenant, so that no tenant can end another's booking."""
+    booking.request_id = owned_id(caller, booking.request_id)
+
+
+def owned_id(caller: Caller, chosen: str) -> str:
+    """Returns an id that a client chose, as one that only its tenant can name. An empty one stays empty."""
+    return f"{caller.tenant}{_MARK}{chosen}" if chosen else ""
+
+
+def visible(caller: Caller, models: Iterable[Model]) -> list[Model]:
+    """Returns the models that a caller may use, or of which it may use an adapter, with only those adapters."""
+    if caller.models is None:
+        return list(models)
+    shown = []
+    for model in models:
+        adapters = [name for name in model.lora_names if caller.may_use(name)]
+        if adapters or caller.may_use(model.name):
+            copy = Model()
+            copy.CopyFrom(model)
+            copy.lora_names[:] = adapters
+            shown.append(copy)
+    return shown
+
+
+def _check_priority(caller: Caller, priority: int) -> None:
+    if caller.max_priority is not None and priority > caller.max_priority:
+        raise RuleBroken(
+            RefusalReason.PRIORITY,
+            f"expected a priority of at most {caller.max_priority}, received {priority}",
+            field="priority",
+        )
+
+
+def _check_scope(caller: Caller, scope: BlockScope) -> None:
+    """Checks adapter and tenant of a scope, and sets the tenant of an isolated caller."""
+    if scope.lora_name:
+        check_model(caller, scope.lora_name)
+    own = caller.tenant if caller.isolated else ""
+    if scope.tenant and scope.tenant != own and caller.role is not Role.ADMIN:
+        raise RuleBroken(RefusalReason.TENANT, "the caller may not use the cache of that tenant", field="scope.tenant")
+    if not scope.tenant and own:
+        scope.tenant = own

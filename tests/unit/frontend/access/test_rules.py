@@ -1,0 +1,87 @@
+"""What a caller may ask for."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.frontend.access.caller import Caller, Role
+from kvrouter.frontend.access.refusals import RefusalReason
+from kvrouter.frontend.access.rules import RuleBroken, check_generation, check_routing, own_booking, visible
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest as Generate
+from kvrouter.v1.frontend_pb2 import Model
+from kvrouter.v1.indexer_pb2 import LocalHashes
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+
+def why(caller: Caller, request: Generate) -> RefusalReason | None:
+    try:
+        check_generation(caller, request)
+    except RuleBroken as broken:
+        return broken.why
+    return None
+
+
+def test_models_and_adapters_must_be_listed() -> None:
+    caller = Caller("a", models=("base", "tuned-*"))
+    assert why(caller, Generate(model="base")) is None
+    assert why(caller, Generate(model="tuned-1")) is None
+    assert why(caller, Generate(model="Base")) is RefusalReason.MODEL
+    assert why(caller, Generate(model="")) is RefusalReason.MODEL
+    assert why(caller, Generate(model="base", scope=BlockScope(lora_name="tuned-2"))) is None
+    assert why(caller, Generate(model="base", scope=BlockScope(lora_name="other"))) is RefusalReason.MODEL
+    assert why(Caller("all"), Generate(model="anything")) is None
+    assert why(Caller("none", models=()), Generate(model="base")) is RefusalReason.MODEL
+
+
+def test_a_priority_above_the_highest_is_refused() -> None:
+    caller = Caller("a", max_priority=1)
+    assert why(caller, Generate(priority=1)) is None
+    assert why(caller, Generate(priority=2)) is RefusalReason.PRIORITY
+
+
+def test_an_isolated_caller_gets_its_own_tenant_and_no_other() -> None:
+    caller = Caller("a", tenant="t", isolated=True)
+    request = Generate()
+    check_generation(caller, request)
+    assert request.scope.tenant == "t"
+    assert why(caller, Generate(scope=BlockScope(tenant="t"))) is None
+    assert why(caller, Generate(scope=BlockScope(tenant="other"))) is RefusalReason.TENANT
+
+
+def test_a_caller_that_is_not_isolated_may_not_enter_a_tenants_cache() -> None:
+    caller = Caller("a", tenant="t")
+    request = Generate()
+    check_generation(caller, request)
+    assert not request.HasField("scope")
+    assert why(caller, Generate(scope=BlockScope(tenant="t"))) is RefusalReason.TENANT
+    assert why(Caller("admin", role=Role.ADMIN), Generate(scope=BlockScope(tenant="t"))) is None
+
+
+def test_hashes_of_a_client_are_refused_where_tenants_are_isolated() -> None:
+    request = RoutingRequest(local_hashes=LocalHashes())
+    check_routing(Caller("a"), request, "m", isolates_tenants=False)
+    check_routing(Caller("a", role=Role.ADMIN), request, "m", isolates_tenants=True)
+    with pytest.raises(RuleBroken, match="token_ids"):
+        check_routing(Caller("a"), request, "m", isolates_tenants=True)
+
+
+def test_the_model_of_the_component_counts_not_the_one_that_is_named() -> None:
+    with pytest.raises(RuleBroken):
+        check_routing(Caller("a", models=("mine",)), RoutingRequest(model="mine"), "other", isolates_tenants=False)
+
+
+def test_bookings_of_two_tenants_never_have_the_same_id() -> None:
+    def booked(tenant: str, request_id: str) -> str:
+        key = BookingKey(request_id=request_id)
+        own_booking(Caller("a", tenant=tenant), key)
+        return key.request_id
+
+    assert len({booked("", "b:x"), booked("b", "x"), booked("", "x"), booked("b", ":x")}) == 4
+
+
+def test_only_permitted_models_and_adapters_are_visible() -> None:
+    models = [Model(name="a", lora_names=["l1", "l2"]), Model(name="b", lora_names=["l3"]), Model(name="c")]
+    shown = visible(Caller("x", models=("a", "l2", "l3")), models)
+    assert [(model.name, list(model.lora_names)) for model in shown] == [("a", ["l2"]), ("b", ["l3"])]
+    assert list(models[0].lora_names) == ["l1", "l2"]
+    assert visible(Caller("y"), models) == models
