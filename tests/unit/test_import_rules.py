@@ -66,6 +66,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "telemetry": ("http_server", "listening", "version"),
         "rpc": ("deadline", "errors", "listening", "telemetry"),
         "discovery": ("config", "contracts", "deadline", "errors", "rpc"),
+        "overview": ("contracts", "deadline", "errors", "rpc"),
         "process": ("bounds", "config", "discovery", "listening", "nats_connection", "rpc", "telemetry"),
     },
     "publisher": {

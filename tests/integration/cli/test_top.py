@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from kvrouter.cli.top.sources import Sources, Where, open_sources
-from kvrouter.cli.top.system_view import System
+from kvrouter.runtime.overview.system import System
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration

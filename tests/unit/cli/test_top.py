@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from kvrouter.cli.top.formatting import count, duration
 from kvrouter.cli.top.frame import frame
-from kvrouter.cli.top.hit_rates import HitRate, HitWindow
-from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
+from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
+from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState

@@ -9,9 +9,9 @@ import time
 
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.top.frame import frame
-from kvrouter.cli.top.hit_rates import HitWindow
 from kvrouter.cli.top.sources import Where, open_sources
-from kvrouter.cli.top.system_view import System
+from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.system import System
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 from kvrouter.cli.top.decisions_table import decisions_table
 from kvrouter.cli.top.formatting import amount, duration
-from kvrouter.cli.top.hit_rates import HitRate, HitWindow
 from kvrouter.cli.top.ranks_table import BACKED_OFF, queue_lines, ranks_table
-from kvrouter.cli.top.system_view import FrontendView, IndexerView, SchedulerView, System
+from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
+from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse

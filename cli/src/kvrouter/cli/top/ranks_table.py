@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvrouter.cli.top.formatting import amount, count, duration, share
-from kvrouter.cli.top.hit_rates import HitRate
-from kvrouter.cli.top.system_view import Rank, rank_of
+from kvrouter.runtime.overview.hit_rates import HitRate
+from kvrouter.runtime.overview.system import Rank, rank_of
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.scheduler_pb2 import QueueStatus, RankStatus

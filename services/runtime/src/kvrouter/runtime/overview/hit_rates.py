@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvrouter.cli.top.system_view import Rank, System, name_of, rank_of
+from kvrouter.runtime.overview.system import Rank, System, name_of, rank_of
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import HitCounts
 

@@ -1,0 +1,102 @@
+"""Queries all services of a system."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import cast
+
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from kvrouter.net.tls import Tls
+from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
+from kvrouter.v1.indexer_pb2 import GetStatsRequest
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest
+
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
+_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+_CALL_SECONDS = 2.0
+"""Deadline of each call, which limits the time of a look."""
+_DECISIONS, _QUEUED = 50, 5
+
+
+class ServiceQueries:
+    """Connections to the services of a system, opened when they are first queried."""
+
+    def __init__(
+        self, addresses: Callable[[str], Sequence[str]], note: Callable[[], str], tls: Callable[[], Tls | None]
+    ) -> None:
+        """Creates the queries.
+
+        Args:
+            addresses: Returns the addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``.
+            note: Returns why there is no service to query; empty if there is one.
+            tls: Returns the TLS of the connections; None for plain text.
+        """
+        self._addresses = addresses
+        self._note = note
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def look(self) -> System:
+        """Returns the current state. A service that does not answer is reported and costs at most one deadline."""
+        schedulers, indexers, frontends = map(self._addresses, ("scheduler", "indexer", "frontend"))
+        await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
+        scheduler_views, indexer_views, frontend_views = await asyncio.gather(
+            asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
+            asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
+            asyncio.gather(*(self._ask_frontend(address) for address in frontends)),
+        )
+        return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self._note())
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._close(list(self._channels))
+
+    async def _ask_scheduler(self, address: str) -> SchedulerView:
+        scheduler = cast(Scheduler, self._stub(_SCHEDULER, address, "scheduler"))
+        request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_QUEUED)
+        try:
+            return SchedulerView(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
+        except KvRouterError as error:
+            return SchedulerView(address, failure=_why(error))
+
+    async def _ask_indexer(self, address: str) -> IndexerView:
+        indexer = cast(Indexer, self._stub(_INDEXER, address, "indexer"))
+        try:
+            stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
+            return IndexerView(address, stats)
+        except KvRouterError as error:
+            return IndexerView(address, failure=_why(error))
+
+    async def _ask_frontend(self, address: str) -> FrontendView:
+        frontend = cast(Frontend, self._stub(_FRONTEND, address, "frontend"))
+        try:
+            health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
+            return FrontendView(address, health)
+        except KvRouterError as error:
+            return FrontendView(address, failure=_why(error))
+
+    def _stub(self, descriptor: ServiceDescriptor, address: str, role: str) -> object:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, tls=self._tls(), role=role)
+        return remote(descriptor, channel)
+
+    async def _close(self, addresses: Iterable[str]) -> None:
+        for address in list(addresses):
+            await self._channels.pop(address).close()
+
+
+def _why(error: KvRouterError) -> str:
+    """Returns the reason of a failed call, for a failed connection only its last part: ``Connection refused``."""
+    words = str(error)
+    return words.rpartition(": ")[2] if error.code is grpc.StatusCode.UNAVAILABLE else words
