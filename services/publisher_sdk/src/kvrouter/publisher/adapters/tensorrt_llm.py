@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core import Scope
+from kvrouter.net.engine_salts import split_salt
 from kvrouter.net.logs import get_logger
-from kvrouter.publisher.adapters.salts import split_salt
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.events.engine_hashes import engine_hash_of
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher

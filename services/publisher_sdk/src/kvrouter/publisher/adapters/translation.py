@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core import Scope
-from kvrouter.publisher.adapters.salts import split_salt
+from kvrouter.net.engine_salts import split_salt
 from kvrouter.publisher.adapters.zmq_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from kvrouter.publisher.adapters.salts import engine_salt
+from kvrouter.net.engine_salts import engine_salt
 from kvrouter.sidecar.engines.api import EngineCall
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
