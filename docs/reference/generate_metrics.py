@@ -26,6 +26,7 @@ from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
+from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.queue.metrics import QueueMetrics
@@ -68,6 +69,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     metered_quarantine(every)
     CallStreamMetrics(every)
     bounds_of(every)
+    TracingMetrics(every)
     _Connections(MagicMock(), every, "ops")
     yield "Every service", every
     frontend = CollectorRegistry()

@@ -64,10 +64,11 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "config": ("version",),
         "http_server": ("bounds", "listening"),
         "telemetry": ("http_server", "listening", "version"),
-        "rpc": ("deadline", "errors", "listening", "telemetry"),
+        "tracing": ("config", "errors", "version"),
+        "rpc": ("deadline", "errors", "listening", "telemetry", "tracing"),
         "discovery": ("config", "contracts", "deadline", "errors", "rpc"),
         "overview": ("contracts", "deadline", "errors", "rpc"),
-        "process": ("bounds", "config", "discovery", "listening", "nats_connection", "rpc", "telemetry"),
+        "process": ("bounds", "config", "discovery", "listening", "nats_connection", "rpc", "telemetry", "tracing"),
     },
     "publisher": {
         "errors": (),

@@ -11,6 +11,9 @@ log = structlog.get_logger()
 logs.configure("info", "json", "tester")
 log.debug("unseen")
 log.info("started", port=1)
+from kvrouter.net import trace_context
+with trace_context.entered("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+    log.info("traced")
 structlog.get_logger(component="other").warning("line\\nbreak")
 logging.getLogger("library").warning("said %s", "so")
 def fail(prompt):
@@ -27,6 +30,10 @@ def test_each_event_is_one_line_of_json_without_local_variables() -> None:
     assert done.stdout == ""
     assert "secret tokens of the prompt" not in done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines()]
+    traced = lines.pop(1)
+    assert (traced["event"], traced["trace_id"]) == ("traced", "0af7651916cd43dd8448eb211c80319c")
+    assert traced["span_id"] == "b7ad6b7169203331"
+    assert not any("trace_id" in line for line in lines)
     assert [line["event"] for line in lines] == ["started", "line\nbreak", "said so", "oops"]
     assert [line["component"] for line in lines] == ["tester", "other", "tester", "tester"]
     assert [line["level"] for line in lines] == ["info", "warning", "warning", "error"]

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
+from kvrouter.net import trace_context
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
@@ -123,7 +124,8 @@ class WorkerServer:
 
     async def _generate(self, data: bytes, context: _Context) -> None:
         call = GenerateCall()
-        self._start(data, call)
+        with trace_context.entered(_trace_context_of(context)):
+            self._start(data, call)
         del data
         try:
             # Not yielded: gRPC does not close a generator at once when the caller disconnects.
@@ -134,7 +136,8 @@ class WorkerServer:
 
     def _generate_on_stream(self, data: bytes, call: ServerCall) -> None:
         try:
-            self._start(data, call)
+            with trace_context.entered(trace_context.checked(call.trace_context)):
+                self._start(data, call)
         except RequestRefused as refusal:
             raise refusal.to_call_error() from None
 
@@ -235,6 +238,13 @@ class WorkerServer:
             return None
 
         return guarded
+
+
+def _trace_context_of(context: _Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == trace_context.HEADER and isinstance(value, str):
+            return trace_context.checked(value)
+    return ""
 
 
 def _encode(message: Message) -> bytes:

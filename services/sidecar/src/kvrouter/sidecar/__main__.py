@@ -10,6 +10,7 @@ from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.process.lifecycle import run
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
+from kvrouter.runtime.tracing.configuration import tracing
 from kvrouter.sidecar.app import running
 from kvrouter.sidecar.settings import SidecarSettings
 
@@ -23,6 +24,7 @@ def main(options: Sequence[str] | None = None) -> None:
     async def sidecar(stopping: asyncio.Event) -> None:
         registry, health = new_registry(), HealthBoard()
         async with (
+            tracing(settings, registry),
             serving_ops(
                 settings.http_bind,
                 registry,

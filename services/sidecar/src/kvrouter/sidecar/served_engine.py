@@ -10,6 +10,7 @@ from contextlib import aclosing
 import aiohttp
 import structlog
 from kvrouter.publisher.errors import RequestRefused
+from kvrouter.runtime.tracing import Kind, span
 from kvrouter.sidecar.engines.api import EngineApi, EngineCall
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import EventStream, EventTooLarge
@@ -70,9 +71,13 @@ class ServedEngine:
                 yield call.early
             async with asyncio.timeout(None) as limit:
                 self._running[request.request_id] = limit
-                async with aclosing(self._outputs(call)) as outputs:
-                    async for output in outputs:
-                        yield output
+                # The SDK runs and closes each generator in one task, so the span ends in the context of its beginning.
+                with span("kvrouter.v1.WorkerService/Generate", Kind.SERVER) as request_span:
+                    if request_span.recording:
+                        request_span.set({"server.address": self._http.url, "kvrouter.request_id": request.request_id})
+                    async with aclosing(self._outputs(call)) as outputs:
+                        async for output in outputs:
+                            yield output
             result = "finished"
         except EngineFailed as failure:
             result = "failed"

@@ -32,8 +32,10 @@ from kvrouter.frontend.api.openai.whole_response import WholeResponse
 from kvrouter.frontend.api.request_fields import with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
+from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
+from kvrouter.runtime.tracing import request_span
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -136,6 +138,23 @@ async def errors_as_json(
         return web.json_response(_INTERNAL, status=500)
 
 
+@web.middleware
+async def traced(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Traces requests for tokens, in the trace of the client if it has sent its context."""
+    if request.method != "POST" or not request.path.startswith("/v1/"):
+        return await handler(request)
+    route = request.match_info.route.resource
+    name = "POST" if route is None else f"POST {route.canonical}"
+    traceparent = trace_context.checked(request.headers.get(trace_context.HEADER, ""))
+    with trace_context.entered(traceparent), request_span(name) as http_span:
+        response = await handler(request)
+        if http_span.recording:
+            http_span.set({"http.request.method": "POST", "http.response.status_code": response.status})
+        return response
+
+
 class HttpApi:
     """HTTP handlers over a FrontendService."""
 
@@ -169,6 +188,8 @@ class HttpApi:
         middlewares = [errors_as_json]
         if self._frontend.access is not None:
             middlewares.append(authenticated(self._frontend.access))
+        # Last, so that clients that are refused start no trace.
+        middlewares.append(traced)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         app.cleanup_ctx.append(self._connected)
         app.add_routes(

@@ -20,6 +20,7 @@ from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.lifecycle.routing_request import routing_request
+from kvrouter.frontend.lifecycle.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.file import Outline
@@ -32,6 +33,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import KvRouterError, NoWorkers
 from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
@@ -123,6 +125,12 @@ class Generation:
             KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
                 further attempt was possible.
         """
+        with span("generate") as request_span:
+            if request_span.recording:
+                request_span.set(of_request(self._request.model, self._request_id, self._prompt_tokens))
+            await self._run_attempts(receiver, deadline)
+
+    async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
             failure = await self._attempt(attempt, receiver, deadline, failure)
@@ -213,7 +221,14 @@ class Generation:
         )
         try:
             receiver.routed(self._routing_info(booking, selection))
-            return await self._run_on_worker(booking, progress, deadline)
+            with span(GENERATE, Kind.CLIENT) as attempt_span:
+                describe_attempt(attempt_span, booking, self._endpoint)
+                outcome: WorkerFailure | None = None
+                try:
+                    outcome = await self._run_on_worker(booking, progress, deadline)
+                finally:
+                    describe_outcome(attempt_span, progress, outcome)
+                return outcome
         except KvRouterError as error:
             if failure is None or not continues or progress.output_tokens:
                 raise

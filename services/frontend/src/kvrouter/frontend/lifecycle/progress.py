@@ -40,7 +40,8 @@ class Progress:
         """
         self.output_tokens = 0
         """Output tokens of this attempt."""
-        self._cached_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the worker found cached; None while it has not said so."""
         self._booking = booking
         self._link = link
         self._receiver = receiver
@@ -48,7 +49,7 @@ class Progress:
         self._since_ns = since_ns
         self._kept = kept
         self._continues = continues
-        self._last_output_ns = 0
+        self._first_output_ns = self._last_output_ns = 0
         self._counted_tokens = 0
         """Output tokens that the metric includes."""
         self._room = -booking.prompt_tokens % booking.block_size
@@ -65,14 +66,15 @@ class Progress:
                 self._link.prefill_complete(self._booking)
                 waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
                 waited.observe((now_ns - self._since_ns) / 1e9)
+                self._first_output_ns = now_ns
             self._last_output_ns = now_ns
             self.output_tokens += tokens
             if self._kept is not None:
                 self._kept.add(encoded)
             if self.output_tokens > self._room:
                 self._report()
-        if self._cached_tokens is None and output.HasField("cached_tokens"):
-            self._cached_tokens = output.cached_tokens
+        if self.cached_tokens is None and output.HasField("cached_tokens"):
+            self.cached_tokens = output.cached_tokens
             if self._continues:
                 # The client has received what the first worker found, of the prompt that it sent.
                 encoded, output = _without_cached_tokens(output)
@@ -82,10 +84,16 @@ class Progress:
                 self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
         self._receiver.output(encoded, output)
 
+    @property
+    def first_output_unix_ns(self) -> int:
+        """Time of the first token, Unix nanoseconds; 0 without one."""
+        first = self._first_output_ns
+        return time.time_ns() - (time.perf_counter_ns() - first) if first else 0
+
     def end(self) -> None:
         """Frees the booking."""
         self._count()
-        self._link.free(self._booking, self._cached_tokens)
+        self._link.free(self._booking, self.cached_tokens)
 
     def _report(self) -> None:
         """Reports that the request needs a further block."""

@@ -13,6 +13,7 @@ from kvrouter.frontend.scheduler_client.prefix_shards import PrefixSplit
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.scheduler_client.sharding import Sharding
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
+from kvrouter.net import trace_context
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway
@@ -166,5 +167,7 @@ class SchedulerLinks:
                 heartbeat_timeout_seconds=self._heartbeat_timeout,
                 on_sharding_advised=lambda: component.sharding.advise(self._clock()),
             )
-            self._group.create_task(link.run(), name=f"scheduler-link {name} {shard}")
+            self._group.create_task(
+                link.run(), name=f"scheduler-link {name} {shard}", context=trace_context.background()
+            )
         return link

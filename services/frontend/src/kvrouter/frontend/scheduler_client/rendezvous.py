@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterable
 
 from kvrouter.frontend.scheduler_client.connections import LocalConnection, SchedulerConnection, StreamConnection
+from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
@@ -118,7 +119,10 @@ class RemoteSchedulers:
             connection = self._connections[endpoint] = StreamConnection(
                 endpoint, client_name=self._client_name, counts=self._counts, tls=self._directory.tls
             )
-            self._tasks.append(asyncio.create_task(connection.run(), name=f"call stream to {endpoint}"))
+            opening = asyncio.create_task(
+                connection.run(), name=f"call stream to {endpoint}", context=trace_context.background()
+            )
+            self._tasks.append(opening)
         return connection
 
     async def changed(self) -> None:

@@ -34,6 +34,7 @@ from kvrouter.runtime.errors import (
     SessionLost,
     UnknownModel,
 )
+from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -195,7 +196,8 @@ class SchedulerLink:
         request.session_id, request.opening_number = self._session_id, self._updates.opening_number
         request.time_left_ms = 0 if remaining is None else max(1, int(remaining * 1e3))
         limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
-        return await session.connection.scheduler.select_worker(request, deadline=limit)
+        with span("kvrouter.v1.SchedulerService/SelectWorker", Kind.CLIENT):
+            return await session.connection.scheduler.select_worker(request, deadline=limit)
 
     def _unanswered(self) -> KvRouterError:
         if self._monitor.silent:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.frontend.worker_client.attempt import RunningCall
+from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts, NotSent
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
@@ -75,13 +76,21 @@ class WorkerConnection:
     def open_stream(self) -> None:
         """Opens a call stream and keeps it open. Calls use it once it is open."""
         if self._streaming is None:
-            self._streaming = asyncio.create_task(self._stream.run(), name="worker-call-stream")
+            self._streaming = asyncio.create_task(
+                self._stream.run(), name="worker-call-stream", context=trace_context.background()
+            )
 
     def generate(self, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
         """Calls Generate with an encoded request; on the call stream if it is open."""
         if self._stream.ready:
             try:
-                return self._stream.start(_GENERATE, request, receiver, time_left=deadline.remaining())
+                return self._stream.start(
+                    _GENERATE,
+                    request,
+                    receiver,
+                    time_left=deadline.remaining(),
+                    trace_context=trace_context.current(),
+                )
             except NotSent:
                 pass  # Made as an ordinary call, which says why if the worker takes none.
         reading = asyncio.create_task(_read(self._stub, request, receiver, deadline))

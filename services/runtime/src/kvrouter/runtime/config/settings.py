@@ -13,12 +13,13 @@ import uuid
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from kvrouter.net.tls import TlsOptions
 from kvrouter.runtime.config.addresses import Address, Name, OptionalAddress
 from kvrouter.runtime.config.sources import SettingsError, load, load_all
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = [
     "Address",
@@ -106,6 +107,22 @@ class ServiceSettings(BaseModel):
         default="info", description="Lowest level that is logged."
     )
     log_format: Literal["json", "console"] = Field(default="json", description="Format of log lines.")
+
+    otlp_endpoint: str = Field(
+        default="",
+        description="URL of the OpenTelemetry collector that receives traces over OTLP/HTTP; empty traces nothing.",
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of the traces to record, where the client did not decide it."
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_url(cls, endpoint: str) -> str:
+        parts = urlsplit(endpoint)
+        if endpoint and (parts.scheme not in {"http", "https"} or not parts.hostname):
+            raise ValueError("expected an http or https URL, such as http://127.0.0.1:4318")
+        return endpoint
 
     @classmethod
     def table(cls) -> str:

@@ -16,6 +16,7 @@ from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
+from kvrouter.runtime.tracing.configuration import tracing
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
@@ -105,8 +106,9 @@ async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | 
 
     Neither etcd nor NATS has to be reachable yet. With listed workers, neither is used at all.
     """
-    async with asyncio.TaskGroup() as tasks:
-        runtime = Runtime(settings, registry if registry is not None else new_registry(), tasks)
+    registry = registry if registry is not None else new_registry()
+    async with tracing(settings, registry), asyncio.TaskGroup() as tasks:
+        runtime = Runtime(settings, registry, tasks)
         runtime.spawn(runtime.directory.run(), "directory")
         if runtime.listed is None:
             runtime.spawn(runtime.keys.run(), "keys")

@@ -20,6 +20,7 @@ from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.telemetry import logs
+from kvrouter.runtime.tracing.configuration import TracingNotInstalled
 
 log = structlog.get_logger()
 
@@ -31,7 +32,15 @@ class StartRefused(Exception):
 _YOUNG_OBJECTS = 20_000
 """New objects after which young garbage is collected."""
 
-_EXPLAINED = (BindFailed, InvalidCertificate, InvalidEndpoint, StartRefused, KeyTaken, UnreadableSecret)
+_EXPLAINED = (
+    BindFailed,
+    InvalidCertificate,
+    InvalidEndpoint,
+    StartRefused,
+    KeyTaken,
+    TracingNotInstalled,
+    UnreadableSecret,
+)
 """Failures with a sufficient message, which are logged without a traceback."""
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import structlog
 from google.protobuf.message import Message
+from kvrouter.net import trace_context
 from kvrouter.net.calls import CallRefused, ServerCall
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import INTERNAL_ERROR, KvRouterError
 from kvrouter.runtime.rpc.guard import UNGUARDED, Guard
+from kvrouter.runtime.tracing import Kind, span
 
 log = structlog.get_logger(component="rpc")
 
@@ -44,7 +46,7 @@ def call_handler(
             raise _refusal(request)
         deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
         if waits:
-            return answer(request, deadline, admitted)
+            return answer(request, deadline, admitted, trace_context.checked(call.trace_context))
         context = {"connection": call.stream} if takes_connection else {}
         try:
             with admitted:
@@ -52,9 +54,11 @@ def call_handler(
         except Exception as error:
             raise refused(error) from None
 
-    async def answer(request: Message, deadline: Deadline, admitted: AbstractContextManager[None]) -> bytes:
+    async def answer(
+        request: Message, deadline: Deadline, admitted: AbstractContextManager[None], traceparent: str
+    ) -> bytes:
         try:
-            with admitted:
+            with admitted, trace_context.entered(traceparent), span(path[1:], Kind.SERVER):
                 return _encoded(await bound(request, deadline=deadline))
         except Exception as error:
             raise refused(error) from None

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from kvrouter.net import trace_context
 from kvrouter.net.calls import CallError, CallStreamClient
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, Internal, from_call_error
@@ -46,7 +47,12 @@ def _encoded(method: MethodDescriptor, client: CallStreamClient) -> Callable[...
         if deadline.expired:
             raise DeadlineExceeded
         try:
-            return await client.call(path, request.SerializeToString(), time_left=deadline.remaining())
+            return await client.call(
+                path,
+                request.SerializeToString(),
+                time_left=deadline.remaining(),
+                trace_context=trace_context.current(),
+            )
         except CallError as error:
             raise from_call_error(error) from None
 

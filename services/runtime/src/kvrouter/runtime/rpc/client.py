@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import tls as transport_security
+from kvrouter.net import trace_context
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
@@ -119,10 +120,15 @@ def _timeout(deadline: Deadline) -> float | None:
     return deadline.remaining()
 
 
+def _metadata() -> tuple[tuple[str, str], ...] | None:
+    traceparent = trace_context.current()
+    return ((trace_context.HEADER, traceparent),) if traceparent else None
+
+
 def _unary(multicallable: Any) -> Callable[..., Any]:
     async def call(request: Message, *, deadline: Deadline) -> Any:
         try:
-            return _checked(await multicallable(request, timeout=_timeout(deadline)))
+            return _checked(await multicallable(request, timeout=_timeout(deadline), metadata=_metadata()))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         except asyncio.CancelledError as cancelled:
@@ -134,7 +140,7 @@ def _unary(multicallable: Any) -> Callable[..., Any]:
 def _server_stream(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None]]:
     async def call(request: Message, *, deadline: Deadline) -> AsyncGenerator[Any, None]:
         # gRPC keeps what it is given for as long as the call lasts: the encoding, and not the message as well.
-        rpc = multicallable(_serialize(request), timeout=_timeout(deadline))
+        rpc = multicallable(_serialize(request), timeout=_timeout(deadline), metadata=_metadata())
         del request
         try:
             while (response := await _read(rpc)) is not grpc.aio.EOF:
@@ -147,7 +153,7 @@ def _server_stream(multicallable: Any) -> Callable[..., AsyncGenerator[Any, None
 
 def _client_stream(multicallable: Any) -> Callable[..., Any]:
     async def call(requests: AsyncIterator[Message], *, deadline: Deadline) -> Any:
-        rpc = multicallable(timeout=_timeout(deadline))
+        rpc = multicallable(timeout=_timeout(deadline), metadata=_metadata())
         sending = asyncio.create_task(_send(requests, rpc), name="rpc-send")
         try:
             return _checked(await rpc)

@@ -21,6 +21,7 @@ import structlog
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.net import trace_context
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
@@ -42,6 +43,7 @@ from kvrouter.runtime.rpc.guard import UNGUARDED, Guard
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.tracing import STARTS_TRACES, Kind, request_span, span
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 
 log = structlog.get_logger(component="rpc")
@@ -205,12 +207,18 @@ class RpcServer:
             limits = replace(limits, elements=None)
         path = full_path(method)
         awaited = not getattr(bound, "not_awaited_by_drain", False)
+        starts_traces = method.full_name in STARTS_TRACES
 
         async def handle(incoming: Any, context: _Context) -> Any:
             # An exception stored in this frame would keep the frame and the request alive until the cyclic garbage
             # collector runs. ``context.abort`` stores one as well, so the status is set instead.
             try:
-                with self._counted(awaited=awaited), _admitted(guard, path, context):
+                with (
+                    self._counted(awaited=awaited),
+                    _admitted(guard, path, context),
+                    trace_context.entered(_trace_context_of(context)),
+                    request_span(path[1:]) if starts_traces else span(path[1:], Kind.SERVER),
+                ):
                     request = _read_all(incoming) if method.client_streaming else _read(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
@@ -303,6 +311,13 @@ def _bound_method(implementation: object, name: str) -> Callable[..., Any] | Non
 def _deadline_of(context: _Context) -> Deadline:
     remaining = context.time_remaining()
     return Deadline.never() if remaining is None else Deadline.after(remaining)
+
+
+def _trace_context_of(context: _Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == trace_context.HEADER:
+            return trace_context.checked(value) if isinstance(value, str) else ""
+    return ""
 
 
 def _read(incoming: Message | KvRouterError) -> Message:

@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from typing import Any, Literal
 
 import structlog
+from kvrouter.net import trace_context
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -27,6 +28,7 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
 
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        _add_trace,
         structlog.processors.add_log_level,
         name_component,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
@@ -47,6 +49,13 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(handlers=[_IntoStructlog()], level=max(_LEVELS[level], logging.INFO), force=True)
+
+
+def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Adds the ids of the trace and the span that the line belongs to."""
+    if traceparent := trace_context.current():
+        event["trace_id"], event["span_id"] = traceparent[3:35], traceparent[36:52]
+    return event
 
 
 class _IntoStructlog(logging.Handler):

@@ -19,8 +19,10 @@ from kvrouter.runtime.errors import (
     KvRouterError,
     NoWorkers,
 )
+from kvrouter.runtime.tracing import current_span
 from kvrouter.scheduler.api.repeated_selections import RepeatedSelections
 from kvrouter.scheduler.api.selection_response import selection_response
+from kvrouter.scheduler.api.span_attributes import of_decision
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -121,6 +123,8 @@ class Selector:
             else:
                 response = await self._repeated.once(context, key, lambda: self._select(context, request, deadline))
             queued_seconds = response.queued_us / 1e6
+            if (span := current_span()).recording and (decision := self._decisions.by_id(response.decision_id)):
+                span.set(of_decision(decision))
             return response
         except KvRouterError as error:
             code = error.code.name

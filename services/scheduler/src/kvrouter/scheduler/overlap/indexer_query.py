@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, Internal, KvRouterError
+from kvrouter.runtime.tracing import Kind, span
 from kvrouter.scheduler.overlap.varint_column import decode_varints
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
@@ -117,9 +118,10 @@ async def ask(
     if indexer is None:
         return Overlaps(failure="no_indexer")
     try:
-        answer = await indexer.find_matches_of_hashes(
-            component, prompt.local_hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
-        )
+        with span("kvrouter.v1.IndexerService/FindMatches", Kind.CLIENT):
+            answer = await indexer.find_matches_of_hashes(
+                component, prompt.local_hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
+            )
         return read_answer(answer, prompt.blocks)
     except DeadlineExceeded:
         return Overlaps(failure="timeout")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
@@ -72,7 +73,9 @@ class RemoteIndexers:
                 tls=self._directory.tls,
                 role="indexer",
             )
-            running = self._group.create_task(opened.run(), name=f"call stream to {endpoint}")
+            running = self._group.create_task(
+                opened.run(), name=f"call stream to {endpoint}", context=trace_context.background()
+            )
             connection = self._connections[endpoint] = _Connection(opened.stub(_DESCRIPTOR), running)
         return connection.stub
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from kvrouter.net import trace_context
 
 _MOST_BYTES = 32 << 20
 """Limit of an answer about the engine itself."""
@@ -82,10 +83,12 @@ class EngineHttp:
         Raises:
             aiohttp.ClientError, TimeoutError, OSError: the engine does not answer.
         """
+        traceparent = trace_context.current()
+        traced = {trace_context.HEADER: traceparent} if traceparent else {}
         response = await self._session.post(
             self.url + path,
             data=body,
-            headers={**_JSON, **self._headers, **headers},
+            headers={**_JSON, **self._headers, **traced, **headers},
             timeout=self._generating,
             allow_redirects=False,
         )

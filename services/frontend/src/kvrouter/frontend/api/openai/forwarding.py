@@ -19,6 +19,7 @@ from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
+from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import AllBusy, DependencyAway
@@ -34,6 +35,7 @@ _NOT_FORWARDED = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
         *("transfer-encoding", "host", "content-length", "content-encoding", "expect", "x-data-parallel-rank"),
+        trace_context.HEADER,
     }
 )
 _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
@@ -167,6 +169,8 @@ class ForwardedRequest:
             headers["x-data-parallel-rank"] = str(dp_rank)
         if self._removes_usage:
             headers = _without(headers, _ENCODING)  # A compressed stream could not be read.
+        if traceparent := trace_context.current():
+            headers[trace_context.HEADER] = traceparent
         url = f"{worker.openai_endpoint.rstrip('/')}{self._request.path_qs}"
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
         try:

@@ -1,0 +1,178 @@
+"""A request is one trace through all processes, whichever of a Frontend's processes serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+import pytest
+from kvrouter.devtools.system.ports import free_port
+from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.devtools.system.stack import until_serving
+from kvrouter.net import trace_context
+from kvrouter.publisher.worker import WorkerConfig, running
+from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, StopConditions, WorkerServiceGenerateRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.integration.runtime.tracing.collector import Collector, Received, collecting
+
+pytestmark = pytest.mark.timeout(180)
+
+MODEL = "m"
+PROMPT = list(range(1, 33))
+CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
+_GENERATE = "kvrouter.v1.FrontendService/Generate"
+
+
+class Engine:
+    """Echoes one token and notes the trace context of each request."""
+
+    def __init__(self) -> None:
+        self.traceparents: list[str] = []
+
+    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
+        self.traceparents.append(trace_context.current())
+        yield GenerateOutput(token_ids=[1], cached_tokens=0, finish_reason=FinishReason.FINISH_REASON_LENGTH)
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        return 0
+
+    def load(self) -> Mapping[int, LoadReport]:
+        return {0: LoadReport()}
+
+
+class System:
+    def __init__(self, collector: Collector, engine: Engine, http: str, rpc: str) -> None:
+        self.collector, self.engine, self.http, self.rpc = collector, engine, http, rpc
+
+    async def complete(self, **headers: str) -> None:
+        """Sends a request over a connection of its own, so that any process may serve it."""
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.http}/v1/completions", json=body, headers=headers) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+
+
+@pytest.fixture
+async def system(tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
+    rpc, port, indexer = f"127.0.0.1:{free_port()}", free_port(), f"127.0.0.1:{free_port()}"
+    engine = Engine()
+    config = WorkerConfig(
+        component=ComponentName(namespace, "workers"),
+        model=MODEL,
+        block_size=16,
+        ranks={0: 64},
+        etcd=etcd_endpoint,
+        nats=nats_url,
+    )
+    async with AsyncExitStack() as stack:
+        collector = await stack.enter_async_context(collecting())
+        where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint, "--drain-seconds", "1")
+        traced = (*where, "--otlp-endpoint", collector.url)
+        await stack.enter_async_context(running(config, engine))
+        async with asyncio.TaskGroup() as starting:
+            for name, *options in (
+                ("indexer", "--bind", indexer),
+                ("scheduler", "--router-mode", "kv"),
+                ("frontend", "--bind", rpc, "--port", str(port), "--processes", "2"),
+            ):
+                command = (sys.executable, "-m", f"kvrouter.{name}", *traced, *options)
+                starting.create_task(_start(stack, Command(name, command, dict(os.environ)), tmp_path))
+        await until_serving(indexer, "kvrouter.v1.IndexerService")
+        await until_serving(rpc, "kvrouter.v1.FrontendService")
+        started = System(collector, engine, f"http://127.0.0.1:{port}", rpc)
+        await _until_complete(started)
+        yield started
+
+
+async def _start(stack: AsyncExitStack, command: Command, logs: Path) -> None:
+    process = await ManagedProcess.start(command, logs)
+    stack.push_async_callback(process.stop, 20)
+
+
+async def _until_complete(system: System) -> None:
+    """Waits until every process of the Frontend has served a request, and every service has exported its spans."""
+
+    def frontends() -> set[str]:
+        return {each.instance for each in system.collector.spans if each.service == "kvrouter-frontend"}
+
+    async with asyncio.timeout(60):
+        while len(frontends()) < 2 or not any(each.service == "kvrouter-indexer" for each in system.collector.spans):
+            try:
+                await system.complete()
+            except (AssertionError, aiohttp.ClientError):
+                await asyncio.sleep(0.05)
+
+
+def by_name(spans: list[Received]) -> dict[tuple[str, str, int], Received]:
+    """Spans by service, name and kind."""
+    return {(each.service.removeprefix("kvrouter-"), each.name, each.span.kind): each for each in spans}
+
+
+async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decision(system: System) -> None:
+    collector = system.collector
+    await system.complete(traceparent=SAMPLED)
+    await collector.until(lambda: len(collector.of_trace(CLIENT_TRACE)) >= 7)
+    server, client, internal = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_INTERNAL
+    select, match = "kvrouter.v1.SchedulerService/SelectWorker", "kvrouter.v1.IndexerService/FindMatches"
+    spans = by_name(collector.of_trace(CLIENT_TRACE))
+    parents = {
+        ("frontend", "POST /v1/completions", server): None,
+        ("frontend", "generate", internal): ("frontend", "POST /v1/completions", server),
+        ("frontend", select, client): ("frontend", "generate", internal),
+        ("scheduler", select, server): ("frontend", select, client),
+        ("scheduler", match, client): ("scheduler", select, server),
+        ("indexer", match, server): ("scheduler", match, client),
+        ("frontend", "kvrouter.v1.WorkerService/Generate", client): ("frontend", "generate", internal),
+    }
+    assert spans.keys() == parents.keys()
+    for name, parent in parents.items():
+        expected = CLIENT_SPAN if parent is None else spans[parent].span.span_id.hex()
+        assert spans[name].span.parent_span_id.hex() == expected, name
+    attempt = spans["frontend", "kvrouter.v1.WorkerService/Generate", client]
+    assert f"00-{CLIENT_TRACE}-{attempt.span.span_id.hex()}-01" in system.engine.traceparents
+    assert [event.name for event in attempt.span.events] == ["first_token"]
+    decision = spans["scheduler", select, server].attributes
+    assert decision["kvrouter.mode"] == "kv"
+    assert decision["kvrouter.prompt_blocks"] == 2
+    assert decision["kvrouter.cheapest.ranks"] == [decision["kvrouter.rank"]]
+    assert {"kvrouter.terms.decode_blocks", "kvrouter.terms.prefill_blocks"} <= decision.keys()
+
+    # Over gRPC, in a trace that the Frontend starts.
+    request = FrontendServiceGenerateRequest(
+        model=MODEL, token_ids=PROMPT, stop_conditions=StopConditions(max_tokens=1)
+    )
+    async with grpc.aio.insecure_channel(system.rpc) as channel:
+        generate = channel.unary_stream(f"/{_GENERATE}")  # type: ignore[var-annotated]
+        assert [each async for each in generate(request.SerializeToString())]
+    await collector.until(lambda: any(each.name == _GENERATE for each in collector.spans))
+    root = next(each for each in collector.spans if each.name == _GENERATE)
+    assert not root.span.parent_span_id
+    await collector.until(lambda: len(collector.of_trace(root.trace_id)) >= 7)
+
+    # The client does not want its request recorded; the worker still receives the context.
+    unsampled = "1" * 32
+    await system.complete(traceparent=f"00-{unsampled}-{CLIENT_SPAN}-00")
+    assert system.engine.traceparents[-1].startswith(f"00-{unsampled}-")
+    # A header that is no trace context starts a new trace.
+    await system.complete(traceparent=f"00-{'0' * 32}-{CLIENT_SPAN}-01")
+    last = system.engine.traceparents[-1][3:35]
+    await collector.until(lambda: len(collector.of_trace(last)) >= 7)
+    assert not collector.of_trace(unsampled)
+
+    # A collector that fails costs spans, no request.
+    collector.status = 500
+    for _ in range(3):
+        await system.complete(traceparent=SAMPLED)
