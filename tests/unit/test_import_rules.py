@@ -140,7 +140,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
             *("access", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
             *("recording", "scheduler_client", "text", "worker_client"),
         ),
-        "endpoint_picker": ("api", "packed_prompt", "scheduler_client", "text", "worker_client"),
+        "endpoint_picker": ("access", "api", "packed_prompt", "scheduler_client", "text", "worker_client"),
         "processes": ("app", "settings"),
         "settings": ("scheduler_client",),
     },

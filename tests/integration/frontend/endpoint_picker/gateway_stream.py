@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc.aio
@@ -51,7 +52,12 @@ class GatewayStream:
         return message
 
     async def request(
-        self, body: bytes | dict[str, Any], *, pieces: int = 1, allowed: Iterable[str] | None = None
+        self,
+        body: bytes | dict[str, Any],
+        *,
+        pieces: int = 1,
+        allowed: Iterable[str] | None = None,
+        sent: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Sends the headers, and the body in pieces."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -59,7 +65,7 @@ class GatewayStream:
         if allowed is not None:
             hint = metadata("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset", list(allowed))
         await self.send(
-            request_headers=HttpHeaders(headers=headers(x_request_id="r-1")),
+            request_headers=HttpHeaders(headers=headers(x_request_id="r-1", **sent)),
             protocol_config=MODES,
             metadata_context=hint,
         )

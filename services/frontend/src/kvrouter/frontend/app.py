@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService, GatewayOptions
@@ -107,7 +108,7 @@ async def running(
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            async with _serving_endpoint_picker(settings, runtime, links, health, texts):
+            async with _serving_endpoint_picker(settings, runtime, links, health, texts, access):
                 yield service
         finally:
             linking.cancel()
@@ -127,7 +128,12 @@ async def _fetch_files(runtime: Runtime, namespace: str, files: Sequence[ModelFi
 
 @asynccontextmanager
 async def _serving_endpoint_picker(
-    settings: FrontendSettings, runtime: Runtime, links: SchedulerLinks, health: WorkerHealth, texts: TextModels
+    settings: FrontendSettings,
+    runtime: Runtime,
+    links: SchedulerLinks,
+    health: WorkerHealth,
+    texts: TextModels,
+    access: Access | None,
 ) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 
@@ -147,12 +153,13 @@ async def _serving_endpoint_picker(
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     async with serving_picker(
-        Picker(runtime.directory, links, health, limits, texts),
+        Picker(runtime.directory, links, health, limits, texts, access),
         PickerMetrics(runtime.registry),
         settings.endpoint_picker_bind,
         timeout_seconds=settings.request_timeout_seconds,
         drain_seconds=settings.drain_seconds,
         tls=runtime.tls,
+        access=access,
     ):
         yield
 

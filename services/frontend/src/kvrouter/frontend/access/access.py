@@ -35,6 +35,11 @@ _CLIENT_METHODS = frozenset(
 )
 _CLIENT_PATHS = "/v1/"
 """Beginning of the HTTP paths of clients; others need the role admin."""
+_MODELS_PATH = "/v1/models"
+_ENGINE_PATHS = frozenset(
+    f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages", "embeddings")
+)
+"""Paths of engines that run a model."""
 
 
 class Access:
@@ -72,6 +77,21 @@ class Access:
         caller = self.authenticate(headers, call)
         self.require_role(caller, call, is_client_call=path.startswith(_CLIENT_PATHS))
         return acting_for(caller)
+
+    def admit_to_engine(self, path: str, headers: Iterable[tuple[str, str | bytes]]) -> Caller:
+        """Authenticates a request that a gateway passes on to an engine; returns the caller.
+
+        Engines have administrative calls too, so only the paths that run a model are a client's.
+
+        Raises:
+            Unauthenticated, PermissionDenied.
+        """
+        path = path.partition("?")[0]
+        call = f"engine {path[:128]}"
+        caller = self.authenticate(headers, call)
+        lists_models = path == _MODELS_PATH and caller.models is None
+        self.require_role(caller, call, is_client_call=path in _ENGINE_PATHS or lists_models)
+        return caller
 
     def authenticate(self, headers: Iterable[tuple[str, str | bytes]], call: str) -> Caller:
         """Returns the caller whose credential the headers have.
@@ -116,13 +136,14 @@ class Access:
             raise refused
         return caller
 
-    def enforce(self, rule: Callable[[Caller], None], call: str) -> Caller:
-        """Checks a rule for the current caller and returns the caller.
+    def enforce(self, rule: Callable[[Caller], None], call: str, caller: Caller | None = None) -> Caller:
+        """Checks a rule for a caller, by default the current one, and returns the caller.
 
         Raises:
+            Unauthenticated: there is no caller.
             PermissionDenied: the rule is broken.
         """
-        caller = self.caller()
+        caller = caller or self.caller()
         try:
             rule(caller)
         except RuleBroken as broken:

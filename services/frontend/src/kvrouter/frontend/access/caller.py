@@ -55,6 +55,11 @@ class Caller:
     weight: float = 1.0
     """Share of the tenant when there is not enough for all."""
 
+    @property
+    def cache_tenant(self) -> str:
+        """Tenant in the scope of its blocks; empty if it shares them with callers of other tenants."""
+        return self.tenant if self.isolated else ""
+
     def may_use(self, model: str) -> bool:
         """Returns whether the caller may use a model or adapter."""
         return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)

@@ -66,6 +66,16 @@ def check_routing(caller: Caller, request: RoutingRequest, model: str, *, isolat
         _check_scope(caller, request.scope)
 
 
+def check_engine_request(caller: Caller, model: str, priority: int) -> None:
+    """Checks a request whose body an engine parses itself.
+
+    Raises:
+        RuleBroken: another model or priority is needed.
+    """
+    check_model(caller, model)
+    _check_priority(caller, priority)
+
+
 def own_booking(caller: Caller, booking: BookingKey) -> None:
     """Makes a client's booking id one of its tenant, so that no tenant can end another's booking."""
     booking.request_id = owned_id(caller, booking.request_id)
@@ -104,7 +114,7 @@ def _check_scope(caller: Caller, scope: BlockScope) -> None:
     """Checks adapter and tenant of a scope, and sets the tenant of an isolated caller."""
     if scope.lora_name:
         check_model(caller, scope.lora_name)
-    own = caller.tenant if caller.isolated else ""
+    own = caller.cache_tenant
     if scope.tenant and scope.tenant != own and caller.role is not Role.ADMIN:
         raise RuleBroken(RefusalReason.TENANT, "the caller may not use the cache of that tenant", field="scope.tenant")
     if not scope.tenant and own:

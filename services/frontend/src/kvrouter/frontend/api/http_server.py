@@ -26,6 +26,7 @@ from kvrouter.frontend.api.openai.chat_request import parse_chat
 from kvrouter.frontend.api.openai.forwarding import ForwardedRequest, generate_request
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
+from kvrouter.frontend.api.openai.tenant_body import permitted
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
@@ -309,10 +310,11 @@ class HttpApi:
         view = self._frontend.forwards_to(routed.model)
         if view is None or self._session is None:
             return None
+        routed, passed = permitted(self._frontend.access, routed, body)
         routed = await routed.tokenized(self._frontend.texts, view.descriptor.model, max_prompt_tokens=limit)
         forwarded = ForwardedRequest(
             request,
-            bytes(body),
+            passed,
             view,
             self._session,
             self._frontend.worker_client,

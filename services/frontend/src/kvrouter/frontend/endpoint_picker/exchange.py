@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 import grpc
@@ -16,6 +17,9 @@ import structlog
 from envoy.config.core.v3.base_pb2 import HeaderMap
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import Caller
+from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served_endpoint
@@ -42,11 +46,22 @@ class _GatewayLeft(Exception):
 class Exchange:
     """One request and its response. Call ``run`` once."""
 
-    def __init__(self, context: Context, picker: Picker, metrics: PickerMetrics, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        context: Context,
+        picker: Picker,
+        metrics: PickerMetrics,
+        *,
+        timeout_seconds: float,
+        access: Access | None = None,
+    ) -> None:
         self._context = context
         self._picker = picker
         self._metrics = metrics
         self._timeout_seconds = timeout_seconds
+        self._access = access
+        self._caller: Caller | None = None
+        self._refused = False
         self._request_id = ""
         self._body = bytearray()
         self._allowed: frozenset[str] | None = None
@@ -81,12 +96,16 @@ class Exchange:
         return None if message is grpc.aio.EOF else message
 
     async def _process(self, message: ProcessingRequest) -> None:
+        if self._refused:
+            return  # What the gateway sent before it got the refusal.
         if message.HasField("protocol_config"):
             self._check_modes(message)
         match message.WhichOneof("request"):
             case "request_headers":
                 headers = _headers(message.request_headers.headers)
                 self._request_id = headers.get("x-request-id") or uuid.uuid4().hex
+                if self._access is not None and not await self._authenticate(message.request_headers.headers):
+                    return
                 self._allowed = allowed_endpoints(message.metadata_context)
                 if message.request_headers.end_of_stream:
                     await self._route_without_body()
@@ -104,6 +123,17 @@ class Exchange:
                 await self._context.write(responses.response_trailers())
             case _:
                 raise BadRequest("expected headers, a body or trailers, received a message with none of them")
+
+    async def _authenticate(self, headers: HeaderMap) -> bool:
+        """Returns whether the caller may call the path; otherwise the request is refused."""
+        assert self._access is not None  # noqa: S101 - checked by the caller
+        path = _headers(headers).get(":path", "")
+        try:
+            self._caller = self._access.admit_to_engine(path, _header_list(headers))
+        except KvRouterError as error:
+            await self._refuse(error)
+            return False
+        return True
 
     def _check_modes(self, message: ProcessingRequest) -> None:
         modes = message.protocol_config
@@ -141,13 +171,14 @@ class Exchange:
         except KvRouterError as error:
             await self._refuse(error)
             return
-        await self._context.write(responses.route(pick.endpoints, {"x-request-id": self._request_id, **pick.headers}))
+        headers = {"x-request-id": self._request_id, **pick.headers}
+        await self._context.write(responses.route(pick.endpoints, headers, self._hidden_headers))
         for piece in responses.request_body(self._body, end_of_stream=end_of_stream):
             await self._context.write(piece)
         self._body = bytearray()
 
     async def _choose(self) -> Pick:
-        self._routed = await self._picker.read(self._body)
+        self._routed, self._body = await self._picker.read(self._body, self._caller)
         # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
         self._pick = await self._picker.pick(
             self._routed,
@@ -164,9 +195,15 @@ class Exchange:
         except KvRouterError as error:
             await self._refuse(error)
         else:
-            await self._context.write(responses.route(endpoints, {"x-request-id": self._request_id}))
+            headers = {"x-request-id": self._request_id}
+            await self._context.write(responses.route(endpoints, headers, self._hidden_headers))
+
+    @property
+    def _hidden_headers(self) -> Collection[str]:
+        return () if self._access is None else CREDENTIAL_HEADERS
 
     async def _refuse(self, error: KvRouterError, *, status: int | None = None) -> None:
+        self._refused = True
         self._metrics.requests.labels(code=error.code.name).inc()
         await self._context.write(responses.refusal(error, status=status))
 
@@ -212,6 +249,11 @@ class Exchange:
 
 
 def _headers(headers: HeaderMap) -> dict[str, str]:
-    return {
-        header.key.lower(): header.value or header.raw_value.decode("utf-8", "replace") for header in headers.headers
-    }
+    return dict(_header_list(headers))
+
+
+def _header_list(headers: HeaderMap) -> list[tuple[str, str]]:
+    """Returns names in lower case and values, with repeated headers."""
+    return [
+        (header.key.lower(), header.value or header.raw_value.decode("utf-8", "replace")) for header in headers.headers
+    ]

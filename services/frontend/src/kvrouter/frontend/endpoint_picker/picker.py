@@ -11,7 +11,10 @@ from urllib.parse import urlsplit
 
 import structlog
 from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
+from kvrouter.frontend.api.openai.tenant_body import permitted
 from kvrouter.frontend.api.validation import Limits, resolve_model
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
@@ -39,8 +42,15 @@ class Picker:
     """Picks for all requests of a gateway."""
 
     def __init__(
-        self, directory: Directory, links: SchedulerLinks, health: WorkerHealth, limits: Limits, texts: TextModels
+        self,
+        directory: Directory,
+        links: SchedulerLinks,
+        health: WorkerHealth,
+        limits: Limits,
+        texts: TextModels,
+        access: Access | None = None,
     ) -> None:
+        self._access = access
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._texts = texts
         self._directory = directory
@@ -52,15 +62,18 @@ class Picker:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
-    async def read(self, body: bytes | bytearray) -> RoutedBody:
-        """Returns what routing needs of a request, its prompt tokenized as far as it can be.
+    async def read(self, body: bytearray, caller: Caller | None = None) -> tuple[RoutedBody, bytearray]:
+        """Returns what routing needs of a request, its prompt tokenized as far as it can be, and the engine's body.
 
         Raises:
-            KvRouterError: the body cannot be routed, or the model is unknown.
+            KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
         routed = await RoutedBody.read(body, max_prompt_tokens=self._max_prompt_tokens)
+        if self._access is not None:
+            routed, passed = permitted(self._access, routed, body, caller)
+            body = bytearray(passed)
         model = self._view(routed.model)[0].descriptor.model
-        return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens)
+        return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens), body
 
     async def pick(
         self,
@@ -106,7 +119,7 @@ class Picker:
         deadline: Deadline,
     ) -> Pick:
         block_size = view.descriptor.block_size
-        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, ""), [])
+        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, body.tenant), [])
         link = self._links.link(view.name, hashes)
         routing = RoutingRequest(
             model=view.descriptor.model,
@@ -114,7 +127,7 @@ class Picker:
             local_hashes=local_hashes_message(hashes),
             prompt_tokens=body.prompt_tokens,
             block_size=block_size,
-            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt),
+            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt, tenant=body.tenant),
             constraints=RoutingConstraints(
                 allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
                 avoided_worker_ids=self._health.avoided(view.name),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
@@ -26,9 +26,12 @@ MAX_PIECE_BYTES = 62 << 10
 """Maximum size of a piece of a body in one message, as Envoy recommends: below 64 KiB."""
 
 
-def route(endpoints: Sequence[str], headers: Mapping[str, str]) -> ProcessingResponse:
-    """Answers the request's headers: names the endpoints, and sets further headers for the engine."""
+def route(
+    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str] = ()
+) -> ProcessingResponse:
+    """Answers the request's headers: names the endpoints, and sets and removes further headers for the engine."""
     mutation = _mutation({DESTINATION: ",".join(endpoints)} | dict(headers))
+    mutation.remove_headers.extend(removed_headers)
     common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
     return ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=destination(endpoints))
 

@@ -16,6 +16,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
+from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
@@ -38,9 +39,12 @@ _STOP_SECONDS = 0.5
 class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  # The base class is not typed.
     """Envoy's external processing service."""
 
-    def __init__(self, picker: Picker, metrics: PickerMetrics, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, picker: Picker, metrics: PickerMetrics, *, timeout_seconds: float, access: Access | None = None
+    ) -> None:
         self._picker = picker
         self._metrics = metrics
+        self._access = access
         self._timeout_seconds = timeout_seconds
         self._idle = asyncio.Event()
         self._idle.set()
@@ -57,7 +61,13 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         self._idle.clear()
         try:
             with self._metrics.running.track_inprogress():
-                exchange = Exchange(context, self._picker, self._metrics, timeout_seconds=self._timeout_seconds)
+                exchange = Exchange(
+                    context,
+                    self._picker,
+                    self._metrics,
+                    timeout_seconds=self._timeout_seconds,
+                    access=self._access,
+                )
                 await exchange.run()
         except KvRouterError as error:
             log.warning("gateway.refused", cause=str(error))
@@ -77,6 +87,7 @@ async def serving_picker(
     timeout_seconds: float,
     drain_seconds: float,
     tls: Tls | None = None,
+    access: Access | None = None,
 ) -> AsyncIterator[str]:
     """Serves the endpoint picker while the context lasts; yields its address, host:port.
 
@@ -85,6 +96,7 @@ async def serving_picker(
         metrics: Counts requests.
         bind: Address to listen on, host:port.
         timeout_seconds: Maximum time for a choice.
+        access: Authentication of the gateway's clients; None for none.
         drain_seconds: Maximum time that running requests get to end when the context ends.
         tls: Encrypts connections; None for plain text.
 
@@ -92,7 +104,7 @@ async def serving_picker(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    service = EndpointPickerService(picker, metrics, timeout_seconds=timeout_seconds)
+    service = EndpointPickerService(picker, metrics, timeout_seconds=timeout_seconds, access=access)
     add_ExternalProcessorServicer_to_server(service, server)
     health = aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

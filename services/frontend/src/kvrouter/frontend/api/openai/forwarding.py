@@ -74,6 +74,8 @@ def generate_request(body: RoutedBody, request_id: str) -> FrontendServiceGenera
     request.stop_conditions.max_tokens = body.max_output_tokens
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
+    if body.tenant:
+        request.scope.tenant = body.tenant
     return request
 
 

@@ -84,6 +84,8 @@ class RoutedBody:
     """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
     max_output_tokens: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    """Tenant whose cache is isolated; empty for none."""
     priority: int = 0
 
     @property
