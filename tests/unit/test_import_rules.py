@@ -135,8 +135,13 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "scheduler_client": (),
         "text": (),
         "worker_client": ("metrics", "packed_prompt"),
-        "lifecycle": ("metrics", "model_metrics", "packed_prompt", "recording", "scheduler_client", "worker_client"),
+        "disaggregation": ("metrics", "scheduler_client", "worker_client"),
+        "lifecycle": (
+            *("disaggregation", "metrics", "model_metrics", "packed_prompt", "recording"),
+            *("scheduler_client", "worker_client"),
+        ),
         "api": (
+            "disaggregation",
             *("access", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
             *("recording", "scheduler_client", "text", "worker_client"),
         ),

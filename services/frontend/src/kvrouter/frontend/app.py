@@ -14,6 +14,7 @@ from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService, GatewayOptions
 from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation
 from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import RecordingFile
@@ -97,14 +98,16 @@ async def running(
     indexers = IndexerClient(runtime.directory, indexer)
     opened = open_access(settings, runtime.registry)
     access = None if opened is None else opened.access
+    disaggregation = Disaggregation(runtime.directory, links, metrics)
     service = FrontendService(
-        runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers, access
+        runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers, access, disaggregation
     )
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")
         loading = group.create_task(texts.run(), name="tokenizers")
         following = None if opened is None else group.create_task(opened.run(), name="access")
+        aborting = group.create_task(disaggregation.abandoned.run(), name="abandoned-prefills")
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
@@ -116,6 +119,7 @@ async def running(
             loading.cancel()
             if following is not None:
                 following.cancel()
+            aborting.cancel()
             if recorder is not None:
                 recorder.stop()
             await pool.close()

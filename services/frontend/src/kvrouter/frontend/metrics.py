@@ -6,6 +6,7 @@ from kvrouter.frontend.model_metrics import MetricsByModel
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _ADDED_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
+_PREFILL_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class FrontendMetrics:
@@ -60,6 +61,24 @@ class FrontendMetrics:
         self.sharded_components = Gauge(
             "kvrouter_frontend_sharded_components",
             "Components whose requests are sharded over several Schedulers.",
+            registry=registry,
+        )
+        self.prefills = Counter(
+            "kvrouter_frontend_prefills",
+            "Attempts in disaggregated pools: remote (a prefill worker computed the prompt), or why the decode worker did "
+            "it: local (by decision), absent, busy or failed (the prefill workers).",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prefill_seconds = Histogram(
+            "kvrouter_frontend_prefill_seconds",
+            "Time from the selection of a decode worker until its prefill worker handed the request over.",
+            buckets=_PREFILL_BUCKETS,
+            registry=registry,
+        )
+        self.abandoned_prefills = Counter(
+            "kvrouter_frontend_abandoned_prefills",
+            "Prefills aborted after they were computed, since no decode worker received their blocks.",
             registry=registry,
         )
         self.worker_channels = Gauge(

@@ -22,6 +22,7 @@ from kvrouter.frontend.api.validation import (
     resolve_model,
 )
 from kvrouter.frontend.client_sessions import kept_session, open_session, scheduler_session_id
+from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
 from kvrouter.frontend.lifecycle.continuation import why_not
@@ -115,6 +116,7 @@ class FrontendService:
         texts: TextModels | None = None,
         indexers: IndexerClient | None = None,
         access: Access | None = None,
+        disaggregation: Disaggregation | None = None,
     ) -> None:
         self.options = options
         self.access = access
@@ -129,6 +131,7 @@ class FrontendService:
         self._metrics = metrics
         self._recorder = recorder
         self._indexers = indexers or IndexerClient(directory)
+        self._disaggregation = disaggregation
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
         metrics.live_bookings.set_function(lambda: links.live_bookings)
@@ -271,6 +274,7 @@ class FrontendService:
                 through or self._workers,
                 self._metrics,
                 self._budget(request, forwarded=through is not None),
+                self._prefill_stage(request, view, through),
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
@@ -293,6 +297,13 @@ class FrontendService:
             pinned=request.constraints.HasField("worker_id"),
             cannot_migrate="it was forwarded as it is" if forwarded else why_not(request.sampling_options),
         )
+
+    def _prefill_stage(
+        self, request: FrontendServiceGenerateRequest, view: ComponentView, through: Workers | None
+    ) -> PrefillStage | None:
+        if self._disaggregation is None or through is not None:
+            return None
+        return self._disaggregation.stage(request, view, self._workers)
 
     def resolve(self, model: str) -> tuple[ComponentView, str]:
         """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.

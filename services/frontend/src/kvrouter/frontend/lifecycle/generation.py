@@ -13,6 +13,8 @@ import os
 import time
 
 import structlog
+from kvrouter.frontend.disaggregation.prefill_attempt import PrefillLost
+from kvrouter.frontend.disaggregation.prefill_stage import PrefillStage
 from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
 from kvrouter.frontend.lifecycle.continuation import is_inexact, remaining
 from kvrouter.frontend.lifecycle.kept_output import KeptOutput
@@ -46,7 +48,9 @@ from kvrouter.v1.worker_pb2 import (
 
 log = structlog.get_logger(component="frontend")
 
-_WHOLE = Stage.STAGE_WHOLE  # Reading it from the enum takes over a microsecond.
+# Reading it from the enum takes over a microsecond.
+_WHOLE = Stage.STAGE_WHOLE
+_DECODE = Stage.STAGE_DECODE
 
 BOOKED_ID_MARK = "~"
 """Separates a client's request id from the suffix that makes it unique to bookings and workers: clients may reuse an
@@ -65,8 +69,20 @@ class Generation:
         workers: Workers,
         metrics: FrontendMetrics,
         budget: AttemptBudget,
+        prefill: PrefillStage | None = None,
     ) -> None:
-        """``prompt`` is a packed buffer; the request has no token ids. ``budget`` limits the attempts."""
+        """Starts nothing yet.
+
+        Args:
+            request: The request, without token ids.
+            prompt: The prompt, a packed buffer.
+            view: The component that serves it.
+            links: Links to the Schedulers.
+            workers: Starts the attempts.
+            metrics: The Frontend's metrics.
+            budget: Limits the attempts.
+            prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
+        """
         self._request = request
         self._prompt = prompt
         self._block_size = view.descriptor.block_size
@@ -75,6 +91,9 @@ class Generation:
         self._metrics = metrics
         self._model_metrics = metrics.models.of(view.descriptor.model)
         self._budget = budget
+        self._prefill = prefill
+        self._unserved_worker_ids: list[int] = []
+        """Decode workers that failed the request before output, perhaps since their prefill worker had failed."""
         self._arrived_ns = time.perf_counter_ns()
         self._since_ns = self._arrived_ns
         """Arrival of the request, or after a migration, the failure of the worker before."""
@@ -133,7 +152,10 @@ class Generation:
     async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
-            failure = await self._attempt(attempt, receiver, deadline, failure)
+            try:
+                failure = await self._attempt(attempt, receiver, deadline, failure)
+            except PrefillLost:
+                continue  # The next attempt uses another prefill worker, or none.
             if failure is None:
                 return
             with_output = self._attempt_has_output
@@ -154,7 +176,10 @@ class Generation:
                     attempt=attempt,
                     cause=failure.message,
                 )
-            if not failure.is_silent:
+            if not with_output and self._prefill is not None and self._prefill.params is not None:
+                self._prefill.failed(failure.message)
+                self._unserved_worker_ids.append(failure.worker_id)
+            elif not failure.is_silent:
                 excluded.append(failure.worker_id)
             self._budget.failed(failure, with_output=with_output)
 
@@ -195,15 +220,15 @@ class Generation:
         self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
     ) -> WorkerFailure | None:
         """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
-        key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=_WHOLE)
-        avoided = [*self._request.constraints.avoided_worker_ids, *self._workers.health.avoided(self._component)]
+        avoided = [
+            *self._request.constraints.avoided_worker_ids,
+            *self._workers.health.avoided(self._component),
+            *self._unserved_worker_ids,
+        ]
         if avoided or failure is not None:
             self._routing.constraints.avoided_worker_ids[:] = avoided
         try:
-            selection = await self._link.select(
-                SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
-                deadline=deadline,
-            )
+            selection, booking = await self._place(attempt, deadline)
         except NoWorkers:
             if failure is None:
                 raise
@@ -211,9 +236,6 @@ class Generation:
             raise failure.as_error(why, has_output=self._output_tokens > 0) from None
         except KvRouterError as error:
             raise error if failure is None else self._after(failure, error) from None
-        prompt_tokens = len(self._prompt) // TOKEN_BYTES
-        booking = LiveBooking.of(key, selection, self._hashes, prompt_tokens, self._block_size)
-        self._link.keep(booking)
         self._endpoint = selection.endpoint
         continues = self._output_tokens > 0
         self._progress = progress = Progress(
@@ -236,6 +258,45 @@ class Generation:
         finally:
             self._output_tokens += progress.output_tokens
             progress.end()
+            if self._prefill is not None:
+                self._prefill.end(fetched=progress.output_tokens > 0)
+
+    async def _place(self, attempt: int, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
+        """Books a rank. In a disaggregated pool, a prefill worker computes the prompt if that is worth it and succeeds.
+
+        Raises:
+            KvRouterError: no rank could be chosen.
+        """
+        prefill = self._prefill
+        if prefill is None or not prefill.begin():
+            return await self._book(attempt, _WHOLE, deadline)
+        selection, booking = await self._book(attempt, _DECODE, deadline)
+        decision = selection.prefill
+        if selection.HasField("prefill") and not decision.remote:
+            prefill.skip(decision.reason)
+            return selection, booking
+        served = False
+        try:
+            for_worker = self._worker_request(booking)
+            served = await prefill.run(
+                for_worker, self._prompt, self._routing, self._hashes, reason=decision.reason, deadline=deadline
+            )
+        finally:
+            if not served:
+                self._link.free(booking, None)
+        return (selection, booking) if served else await self._book(attempt, _WHOLE, deadline)
+
+    async def _book(self, attempt: int, stage: Stage, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
+        key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
+        self._routing.may_prefill_locally = stage == _DECODE
+        selection = await self._link.select(
+            SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
+            deadline=deadline,
+        )
+        prompt_tokens = len(self._prompt) // TOKEN_BYTES
+        booking = LiveBooking.of(key, selection, self._hashes, prompt_tokens, self._block_size)
+        self._link.keep(booking)
+        return selection, booking
 
     def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:
         """Returns the error for the client if an attempt after a failure cannot be made.
@@ -249,8 +310,9 @@ class Generation:
 
     def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
         added_us = (time.perf_counter_ns() - self._since_ns) // 1000
+        prefill_us = 0 if self._prefill is None else self._prefill.spent_ns // 1000
         if not self._output_tokens:
-            self._metrics.added_seconds.observe(added_us / 1e6)
+            self._metrics.added_seconds.observe((added_us - prefill_us) / 1e6)
         routing = RoutingInfo(
             request_id=self._request_id,
             rank=selection.rank,
@@ -269,6 +331,11 @@ class Generation:
             routing.earlier_ranks.extend(self._earlier_ranks)
             routing.migrations = self._budget.migrations
             routing.inexact_continuation = routing.migrations > 0 and is_inexact(self._request.sampling_options)
+        if self._prefill is not None:
+            routing.prefill_reason = self._prefill.reason
+            routing.prefill_us = prefill_us
+            if self._prefill.rank is not None:
+                routing.prefill_rank.CopyFrom(self._prefill.rank)
         self._earlier_ranks.append(selection.rank)
         return routing
 
@@ -286,6 +353,8 @@ class Generation:
             has_alternative=lambda: self._has_alternative(worker_id),
             stays_a_probe=worker_id == self._budget.silent_worker_id,
         )
+        if self._prefill is not None:
+            self._prefill.watch(attempt.fail)
         try:
             outcome = await attempt.ended
         finally:
@@ -318,6 +387,9 @@ class Generation:
             priority=request.priority,
             conversation_id=request.conversation_id,
         )
+        if self._prefill is not None and self._prefill.params is not None:
+            for_worker.stage = _DECODE
+            for_worker.transfer_params.CopyFrom(self._prefill.params)
         if request.multimodal_hashes:
             for_worker.multimodal_hashes.extend(request.multimodal_hashes)
         return for_worker

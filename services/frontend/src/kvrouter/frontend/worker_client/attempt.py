@@ -103,6 +103,13 @@ class WorkerAttempt:
         """Ends the attempt and cancels the call. Has no effect on an attempt that has ended."""
         self._end(None)
 
+    def fail(self, error: Exception) -> bool:
+        """Ends the attempt with an error that is not its worker's, unless it has output. Returns whether it did."""
+        if self._over or self._has_output:
+            return False
+        self._end(error)
+        return True
+
     def on_response(self, encoded: bytes) -> None:
         """Passes a piece of the output on."""
         if self._over:

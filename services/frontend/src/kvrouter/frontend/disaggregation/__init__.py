@@ -1,0 +1,1 @@
+"""Disaggregated serving: prefill workers compute prompts for decode workers."""
