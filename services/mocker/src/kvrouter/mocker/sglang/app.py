@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvrouter.mocker.app import make_drivers
 from kvrouter.mocker.driver import Publish
+from kvrouter.mocker.rooms import PrefillRooms
 from kvrouter.mocker.serving.http import ServedEngine, address_of, running, serving_engine_api
 from kvrouter.mocker.serving.kv_events import of_rank
 from kvrouter.mocker.serving.service import EngineService
@@ -14,7 +15,6 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.sglang.errors import error_body
 from kvrouter.mocker.sglang.events import SglangPublisher, describe, make_sockets
 from kvrouter.mocker.sglang.load import TOPIC, LoadPublisher, base_endpoint
-from kvrouter.mocker.sglang.rooms import PrefillRooms
 from kvrouter.mocker.sglang.server import SglangOptions, SglangServer
 from kvrouter.publisher.zmq_sockets import EventSockets
 from kvrouter.runtime.process.lifecycle import StartRefused

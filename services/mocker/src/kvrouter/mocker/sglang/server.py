@@ -16,13 +16,13 @@ from kvrouter.mocker.openai.bodies import ChatBody, CompletionBody, GenerationBo
 from kvrouter.mocker.openai.handler import streamed, whole
 from kvrouter.mocker.openai.responses import Responses
 from kvrouter.mocker.openai.sampling import sampling
+from kvrouter.mocker.rooms import PrefillRooms, await_prefill
 from kvrouter.mocker.serving.errors import ApiError, refusals
 from kvrouter.mocker.serving.generations import Generations, Sampling, Sequenced
 from kvrouter.mocker.serving.http_responses import event, json_response, open_stream
 from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.sglang.generate import GenerateBody, GenerateResponse, SamplingBody
 from kvrouter.mocker.sglang.metrics import SglangMetrics
-from kvrouter.mocker.sglang.rooms import PrefillRooms, await_prefill
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 VERSION = "0.5.23"
