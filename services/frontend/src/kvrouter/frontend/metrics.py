@@ -65,8 +65,8 @@ class FrontendMetrics:
         )
         self.prefills = Counter(
             "kvrouter_frontend_prefills",
-            "Attempts in disaggregated pools: remote (a prefill worker computed the prompt), or why the decode worker did "
-            "it: local (by decision), absent, busy or failed (the prefill workers).",
+            "Attempts in disaggregated pools: remote (a prefill worker computed the prompt), or why the decode worker "
+            "did: local (by decision), absent, busy or failed (the prefill workers).",
             ["outcome"],
             registry=registry,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import grpc
+import structlog
 from kvrouter.core import Scope as CoreScope
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish, Tokens
 from kvrouter.mocker.engine.types import (
@@ -21,6 +22,7 @@ from kvrouter.mocker.engine.types import (
     pack_tokens,
 )
 from kvrouter.mocker.engine.types import RequestRefused as EngineRefused
+from kvrouter.mocker.handover import Handover
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
@@ -28,6 +30,8 @@ from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+
+log = structlog.get_logger(component="mocker")
 
 _FINISH = {
     FinishReason.LENGTH: WireFinishReason.FINISH_REASON_LENGTH,
@@ -57,16 +61,33 @@ def publish_to(rank: Callable[[], RankPublisher]) -> Publish:
     return publish
 
 
-def emit_to(emit: Callable[[Iterable[RequestOutput]], None]) -> Emit:
-    """Returns the receiver of a step's outputs, which passes them to the SDK."""
-    return lambda outputs: emit([_output(request_id, tokens) for request_id, tokens in outputs])
+def emit_to(
+    emit: Callable[[Iterable[RequestOutput]], None], finish: Callable[[RequestOutput], None] = lambda _: None
+) -> Emit:
+    """Returns the receiver of a step's outputs, which passes them to the SDK after ``finish`` has completed them."""
+
+    def emit_step(outputs: Iterable[tuple[str, Tokens]]) -> None:
+        converted = [_output(request_id, tokens) for request_id, tokens in outputs]
+        for output in converted:
+            finish(output)
+        emit(converted)
+
+    return emit_step
 
 
 class MockEngine:
     """The engines of all data-parallel ranks, behind the SDK's StepEngine protocol."""
 
-    def __init__(self, drivers: Mapping[int, EngineDriver]) -> None:
+    def __init__(
+        self,
+        drivers: Mapping[int, EngineDriver],
+        handover: Handover | None = None,
+        emit: Callable[[Iterable[RequestOutput]], None] = lambda _: None,
+    ) -> None:
+        """``handover`` hands prompts over; ``emit`` receives what ends requests whose hand-over fails."""
         self._drivers = drivers
+        self._handover = handover
+        self._emit = emit
 
     def submit(self, request: WorkerServiceGenerateRequest) -> None:
         """Starts a request on its rank.
@@ -79,18 +100,38 @@ class MockEngine:
             raise RequestRefused(
                 f"the worker has no rank {request.dp_rank}", field="dp_rank", known=self._drivers, code=_NOT_FOUND
             )
-        try:
-            driver.submit(_engine_request(request))
-        except EngineRefused as refusal:
-            raise _refused(refusal) from None
+        engine_request = _engine_request(request)
+
+        def start() -> None:
+            try:
+                driver.submit(engine_request)
+            except EngineRefused as refusal:
+                raise _refused(refusal) from None
+
+        if self._handover is None or not self._handover.concerns(request):
+            start()
+        else:
+            self._handover.submit(request, start, lambda why: self._fail(request.request_id, why))
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests on whichever rank, and returns how many of them were running or waiting."""
-        return sum(driver.abort(request_id) for request_id in request_ids for driver in self._drivers.values())
+        return sum(self._abort(request_id) for request_id in request_ids)
+
+    def _abort(self, request_id: str) -> bool:
+        handed_over = self._handover is not None and self._handover.abort(request_id)
+        aborted = [driver.abort(request_id) for driver in self._drivers.values()]
+        return any(aborted) or handed_over
+
+    def _fail(self, request_id: str, why: str) -> None:
+        log.warning("request.failed", request_id=request_id, cause=why)
+        self._emit([RequestOutput(request_id, finish_reason=WireFinishReason.FINISH_REASON_ERROR)])
 
     def load(self) -> Mapping[int, LoadReport]:
         """Returns the load by rank."""
-        return {dp_rank: _load(driver) for dp_rank, driver in self._drivers.items()}
+        loads = {dp_rank: _load(driver) for dp_rank, driver in self._drivers.items()}
+        if self._handover is not None and loads:
+            loads[min(loads)].active_blocks += self._handover.kept_blocks
+        return loads
 
 
 _NOT_FOUND = grpc.StatusCode.NOT_FOUND

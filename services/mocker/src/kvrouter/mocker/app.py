@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from kvrouter.mocker.adapter import MockEngine, emit_to, publish_to
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import make_engine
+from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
+from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
@@ -112,6 +115,23 @@ def make_drivers(
     return drivers
 
 
+def make_handover(settings: MockerSettings, registry: CollectorRegistry) -> Handover | None:
+    """Returns what hands prompts over to or from other workers; None for a worker with both roles."""
+    if settings.role == "both":
+        return None
+    transfer = KvTransfer(
+        settings.kv_bytes_per_token, settings.kv_transfer_gb_per_second, settings.kv_transfer_latency_ms
+    )
+    return Handover(
+        block_size=settings.block_size,
+        transfer=transfer,
+        lease_seconds=settings.kv_lease_seconds,
+        concurrent=settings.handover == "concurrent" and settings.role == "prefill",
+        clock_factor=settings.clock_factor,
+        registry=registry,
+    )
+
+
 @asynccontextmanager
 async def running(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[sdk.Worker]:
     """Runs a simulated worker, registered and serving, while the context lasts.
@@ -123,18 +143,26 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
     worker_id = worker_id_of(settings)
     publishers: dict[int, sdk.RankPublisher] = {}
     worker: sdk.Worker
+    config = worker_config(settings, worker_id)
+    handover = make_handover(settings, registry)
+    emit = lambda outputs: worker.emit(outputs)  # noqa: E731 - the worker follows
     drivers = make_drivers(
         settings,
         worker_id,
         registry,
         lambda dp_rank: publish_to(lambda: publishers[dp_rank]),
-        emit_to(lambda outputs: worker.emit(outputs)),
+        emit_to(emit) if handover is None else emit_to(emit, handover.finish),
     )
-    async with asyncio.TaskGroup() as group:
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        if handover is not None:
+            host, advertised = (address.rpartition(":")[0] for address in (settings.bind, config.endpoint(1)))
+            await stack.enter_async_context(handover.serving(host, advertised))
+            if settings.handover == "concurrent" and settings.role == "prefill":
+                config = replace(config, bootstrap_endpoint=handover.address)
         stepping: list[asyncio.Task[None]] = []
         try:
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
-            async with sdk.running(worker_config(settings, worker_id), MockEngine(drivers)) as worker:
+            async with sdk.running(config, MockEngine(drivers, handover, emit)) as worker:
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))

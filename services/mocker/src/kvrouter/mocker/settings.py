@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvrouter.mocker.serving.settings import EngineServerSettings
 from kvrouter.runtime.config.settings import Name
 from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
@@ -47,6 +49,25 @@ class MockerSettings(EngineServerSettings):
         description="Tokens in each piece of a response, except for the first token, which is sent at once.",
     )
     role: RoleOption = Field(default="both", description="Role of the worker.")
+    handover: Literal["sequential", "concurrent"] = Field(
+        default="sequential",
+        description="How a worker with the role prefill hands prompts over: decode workers fetch them afterwards, or "
+        "meet it while it computes them.",
+    )
+    kv_bytes_per_token: int = Field(
+        default=131_072, ge=0, description="KV cache of a token that a decode worker receives, in bytes."
+    )
+    kv_transfer_gb_per_second: float = Field(
+        default=25.0, gt=0, description="Bandwidth at which a decode worker receives blocks, in 10^9 bytes per second."
+    )
+    kv_transfer_latency_ms: float = Field(
+        default=5.0, ge=0, description="Time of a transfer besides that of its bytes, in milliseconds."
+    )
+    kv_lease_seconds: float = Field(
+        default=480.0,
+        gt=0,
+        description="Time for which a worker with the role prefill keeps blocks for a decode worker, in seconds.",
+    )
     transport: TransportOption = Field(
         default="default", description="Transport of the events; default is the component's."
     )

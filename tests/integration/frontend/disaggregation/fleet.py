@@ -1,0 +1,124 @@
+"""A system with prefill and decode pools of one model, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrouter.mocker import app as mocker_app
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.publisher.worker import Worker
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.telemetry.metrics import new_registry
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest, RoutingRequest
+from prometheus_client import CollectorRegistry
+
+from ..gateway import System, request, running_system, until
+
+PREFILL, DECODE = "prefill", "decode"
+SCHEDULING = {"router_mode": "kv", "kv_events": False, "remote_prefill_min_tokens": 32, "kv_transfer_latency_ms": 0.0}
+
+
+@dataclass
+class Served:
+    """What a client received."""
+
+    tokens: list[int]
+    routing: list[RoutingInfo]
+
+    @property
+    def prefill(self) -> int:
+        """Id of the worker that computed the prompt of the last attempt; 0 for the decode worker."""
+        return self.routing[-1].prefill_rank.worker_id
+
+
+@dataclass
+class Fleet:
+    """Workers by role, behind a Frontend and a Scheduler."""
+
+    system: System
+    registries: dict[int, CollectorRegistry] = field(default_factory=dict)
+    _stacks: dict[int, AsyncExitStack] = field(default_factory=dict)
+
+    async def start(self, worker_id: int, role: str, *, component: str = "", **settings: Any) -> Worker:
+        """Starts a worker and waits until it can be chosen."""
+        defaults = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2, "role": role}
+        registry = self.registries[worker_id] = new_registry()
+        component = component or role
+        running = mocker_app.running(
+            MockerSettings(**self.system.where, worker_id=worker_id, component=component, **(defaults | settings)),
+            registry,
+        )
+        stack = self._stacks[worker_id] = await self.system.stack.enter_async_context(AsyncExitStack())
+        worker = await stack.enter_async_context(running)
+        await worker.registered()
+        await until(lambda: self._sees(worker_id) and self.system.frontend.ready())
+        async with asyncio.timeout(30):
+            while worker_id not in await self._candidates(component):
+                await asyncio.sleep(0.01)
+        return worker
+
+    async def stop(self, worker_id: int) -> None:
+        """Stops a worker and waits until it is no longer known."""
+        await self._stacks.pop(worker_id).aclose()
+        await until(lambda: not self._sees(worker_id))
+
+    async def serve(self, tokens: int = 100, *, first: int = 0, seconds: float = 30.0, **fields: Any) -> Served:
+        """Sends a request and returns what came back."""
+        responses = self.system.client.generate(
+            request(range(first, first + tokens), **fields), deadline=Deadline.after(seconds)
+        )
+        pieces: list[FrontendServiceGenerateResponse] = [piece async for piece in responses]
+        return Served(
+            [token for piece in pieces for token in piece.output.token_ids],
+            [piece.routing for piece in pieces if piece.HasField("routing")],
+        )
+
+    async def until_idle(self) -> None:
+        """Returns when the Scheduler has no booking in any pool, and no prefill worker keeps blocks."""
+        async with asyncio.timeout(30):
+            while await self.bookings() or self.kept_blocks():
+                await asyncio.sleep(0.01)
+
+    async def bookings(self) -> int:
+        status = await self.system.scheduler.get_status(GetStatusRequest(), deadline=Deadline.after(10))
+        return status.bookings
+
+    def kept_blocks(self) -> float:
+        """Blocks that prefill workers keep for decode workers."""
+        values = [each.get_sample_value("kvrouter_mocker_kept_blocks") for each in self.registries.values()]
+        return sum(value or 0 for value in values)
+
+    def prefills(self, outcome: str) -> float:
+        """Attempts by who computed the prompt."""
+        return (
+            self.system.runtime.registry.get_sample_value("kvrouter_frontend_prefills_total", {"outcome": outcome}) or 0
+        )
+
+    def _sees(self, worker_id: int) -> bool:
+        return any(worker_id in view.workers for view in self.system.runtime.directory.components.values())
+
+    async def _candidates(self, component: str) -> list[int]:
+        named = Component(namespace=self.system.where["namespace"], name=component)
+        routing = RoutingRequest(component=named, token_ids=TokenIds(ids=[1]))
+        try:
+            answer = await self.system.scheduler.get_potential_loads(
+                GetPotentialLoadsRequest(request=routing), deadline=Deadline.after(10)
+            )
+        except KvRouterError:
+            return []
+        return [load.rank.worker_id for load in answer.loads]
+
+
+@asynccontextmanager
+async def running_fleet(nats: str, etcd: str, namespace: str, **scheduling: Any) -> AsyncIterator[Fleet]:
+    """A Frontend and a Scheduler without workers."""
+    async with running_system(nats, etcd, namespace, scheduling=SCHEDULING | scheduling) as system:
+        yield Fleet(system)
