@@ -112,6 +112,22 @@ class TooMuchUnread(KvRouterError):
     """More output waited to be read than the bound allows."""
 
 
+class Unauthenticated(KvRouterError):
+    """The call has no valid credential. Pass ``api_key``."""
+
+
+class PermissionDenied(KvRouterError):
+    """The caller may not do this: another role, model, tenant or priority is needed."""
+
+
+class RateLimited(KvRouterError):
+    """The caller exceeded a limit of its key or tenant. Retry after ``retry_after`` seconds."""
+
+
+class Overloaded(KvRouterError):
+    """A service has more work than it can finish in time. Retry after ``retry_after`` seconds."""
+
+
 class TooLarge(KvRouterError):
     """A message or the number of running calls exceeds a limit."""
 
@@ -150,6 +166,10 @@ _BY_REASON: dict[int, type[KvRouterError]] = {
     ErrorReason.ERROR_REASON_DRAINING: Draining,
     ErrorReason.ERROR_REASON_DEPENDENCY_AWAY: DependencyAway,
     ErrorReason.ERROR_REASON_TOO_MUCH_UNREAD: TooMuchUnread,
+    ErrorReason.ERROR_REASON_UNAUTHENTICATED: Unauthenticated,
+    ErrorReason.ERROR_REASON_PERMISSION_DENIED: PermissionDenied,
+    ErrorReason.ERROR_REASON_RATE_LIMITED: RateLimited,
+    ErrorReason.ERROR_REASON_OVERLOADED: Overloaded,
 }
 _BY_CODE: dict[grpc.StatusCode, type[KvRouterError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: BadRequest,
