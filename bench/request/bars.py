@@ -61,7 +61,14 @@ BARS: tuple[Bar, ...] = (
     Bar("decision, 16 candidates, 250 blocks", "decision", "forecast", "p50_us", 50),
     Bar("overlap query, 750 hashes, 16 workers, 16 at once: CPU", "overlap", "Indexer", "cpu_us", 100),
     *(
-        Bar("memory over a million requests: growth", "memory", system, "growth_percent", 2, unit="%")
+        Bar(
+            "memory over a million requests, or those of its time: growth",
+            "memory",
+            system,
+            "growth_percent",
+            2,
+            unit="%",
+        )
         for system in (ONE_PROCESS, SPLIT)
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,16 +12,29 @@ from samples import Samples
 from systems import Engines, running_systems
 from usage import resident_bytes
 
-WORK = Work(0, 64, 16)
+WORK = Work(0, 64, 64)
+"""Short prompts, many at once: as many requests per second as the machine serves."""
 _SAMPLE_SECONDS = 5.0
 _MB = 1e6
 
 
-async def memory(samples: Samples, directory: Path, name: str, requests: int, say: Callable[[str], None]) -> None:
-    """Sends requests to one system and samples its memory. Adds the growth from the second to the last quarter."""
+async def memory(
+    samples: Samples, directory: Path, name: str, requests: int, minutes: float, say: Callable[[str], None]
+) -> None:
+    """Sends requests to one system and samples its memory. Adds the growth from the second to the last quarter.
+
+    Args:
+        samples: Where the result goes.
+        directory: For logs and servers.
+        name: The system.
+        requests: Number of requests after which to end.
+        minutes: Time after which to end in any case, minutes.
+        say: Prints progress.
+    """
+    end = time.monotonic() + 60 * minutes
     done, failed, curve = 0, 0, list[tuple[int, float]]()
     async with running_systems([name], Engines(), directory) as (system,):
-        while done < requests:
+        while done < requests and (not curve or time.monotonic() < end):
             result = await load(system.url, WORK, _SAMPLE_SECONDS)
             done, failed = done + result.requests, failed + result.failed
             resident = sum(resident_bytes(process.pid) for process in system.router.values()) / _MB

@@ -4,7 +4,7 @@
 
 Dynamo is expected where PEERS_WORK says; without it kvrouter runs alone and bars that are ratios are not measured.
 Load comes from wrk. Systems run beside each other and are under load in turn, so that other work on the machine affects
-them alike. ``memory-one`` and ``memory-split`` send a million requests each and run only when they are named.
+them alike. ``memory-one`` and ``memory-split`` send up to a million requests each and run only when they are named.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
         return part(samples, directory, options.rounds, options.seconds, say, **chosen)
 
     def in_memory(name: str, directory: Path) -> Awaitable[None]:
-        return memory(samples, directory, name, options.requests, say)
+        return memory(samples, directory, name, options.requests, options.minutes, say)
 
     parts: dict[str, Callable[[Path], Awaitable[None]]] = {
         "requests": partial(over_http, traffic.requests),
@@ -100,6 +100,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row and system")
     parser.add_argument("--seconds", type=float, default=5, help="time of a run")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory parts")
+    parser.add_argument("--minutes", type=float, default=9, help="longest time of a memory part")
     parser.add_argument("--mode", default="", help="routing mode of kvrouter; the Scheduler's default if empty")
     parser.add_argument("--json", type=Path, help="file for the samples")
     parser.add_argument("--before", type=Path, help="file with samples of an earlier run, to compare with")
