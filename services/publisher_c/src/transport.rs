@@ -152,6 +152,11 @@ impl Transport {
             }
             PublishErrorKind::MaxPayloadExceeded => Err(SendError::Refused(error.to_string())),
             _ if is_refusal(&error) => Err(SendError::Refused(error.to_string())),
+            PublishErrorKind::TimedOut if self.is_connected() => {
+                // The server says that there is no stream only if nobody else subscribes to the subject.
+                let created = self.ensure_stream(context, config).await;
+                Err(SendError::Away(created.err().unwrap_or_else(|| error.to_string())))
+            }
             _ => Err(SendError::Away(error.to_string())),
         }
     }

@@ -11,6 +11,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, TokenIds, VerifyRequest
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
+from nats.js.errors import NotFoundError
 
 from ...faults.rig import BLOCK_SIZE, COMPONENT, NAMED, IndexerProcess, Rig
 from ...faults.wires import AckLosingWire, Wire
@@ -80,6 +81,25 @@ async def test_the_stream_is_lost(rig: Rig, driven_worker: Path) -> None:
     await client.jetstream().delete_stream(COMPONENT.stream)
     await rig.serve(10)
     await rig.agree(one)
+
+
+async def test_a_missing_stream_is_made_although_somebody_subscribes_to_its_subjects(
+    rig: Rig, driven_worker: Path
+) -> None:
+    client = await rig.client()
+    # Messages without a stream have a receiver now, so the server does not say that none stored them.
+    await client.subscribe(COMPONENT.events_wildcard)
+    await client.flush()
+    await start_driven(rig, driven_worker, 1, transport=Transport.TRANSPORT_DURABLE)
+    await rig.serve(10)
+
+    async def stored() -> bool:
+        try:
+            return (await client.jetstream().stream_info(COMPONENT.stream)).state.messages > 0
+        except NotFoundError:
+            return False
+
+    await rig.until(stored)
 
 
 async def test_an_indexer_that_lacks_messages_fetches_them_from_the_worker(rig: Rig, driven_worker: Path) -> None:
