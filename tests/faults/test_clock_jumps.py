@@ -15,7 +15,6 @@ import pytest
 
 from .fleet import INDEXERS, SCHEDULERS, WORKERS, Registration, fleet
 from .outcomes import MayBeUnavailable, judge, none, observed, those_with_output_of_it
-from .rig import FULL
 from .settle import settle
 from .traffic import traffic
 
@@ -50,7 +49,8 @@ JUMPS = [
 ]
 
 
-@pytest.mark.parametrize("jump", JUMPS if FULL else JUMPS[:1], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("jump", JUMPS, ids=str)
 async def test_clocks_jump_and_return_while_streams_begin_and_end(
     jump: Jump, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
 ) -> None:

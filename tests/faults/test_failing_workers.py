@@ -186,7 +186,7 @@ async def nothing_is_left(processes: Processes) -> None:
     assert any(each.common_blocks for each in last)
 
 
-@pytest.mark.parametrize("lease", ["short of its lease", "beyond its lease"])
+@pytest.mark.parametrize("lease", [pytest.param("short of its lease", marks=pytest.mark.full), "beyond its lease"])
 async def test_a_frozen_worker_costs_no_request(processes: Processes, lease: str, record_property: Report) -> None:
     beyond = lease == "beyond its lease"
     frontend = await started(processes, engine=("--lease-seconds", "2" if beyond else "60"))

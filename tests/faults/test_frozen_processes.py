@@ -22,7 +22,12 @@ LEASE_SECONDS = 2
 # A Scheduler that comes back still has its former bookings: their grace has not ended.
 SCHEDULER = ("--lease-seconds", str(LEASE_SECONDS), "--session-grace-seconds", "5")
 SYNC = ("--replica-sync", "--replica-heartbeat-seconds", "0.2")
-REPLICATION = pytest.mark.parametrize("sync", [(), SYNC], ids=["no sync", "sync"])
+WITH_AND_WITHOUT_SYNC = pytest.mark.parametrize(
+    "sync", [pytest.param((), id="no sync", marks=pytest.mark.full), pytest.param(SYNC, id="sync")]
+)
+WITHOUT_AND_WITH_SYNC = pytest.mark.parametrize(
+    "sync", [pytest.param((), id="no sync"), pytest.param(SYNC, id="sync", marks=pytest.mark.full)]
+)
 
 
 @pytest.fixture
@@ -89,7 +94,7 @@ async def until_present(processes: Processes, name: str) -> None:
         await processes.directory.wait_for(lambda seen: name in seen.services("scheduler"))
 
 
-@REPLICATION
+@WITH_AND_WITHOUT_SYNC
 async def test_a_scheduler_that_is_frozen_beyond_its_lease_comes_back_to_the_load_that_is_left(
     processes: Processes, sync: tuple[str, ...]
 ) -> None:
@@ -118,7 +123,7 @@ async def test_a_scheduler_that_is_frozen_beyond_its_lease_comes_back_to_the_loa
         await cancelled(load.running)
 
 
-@REPLICATION
+@WITHOUT_AND_WITH_SYNC
 async def test_a_scheduler_that_is_frozen_short_of_its_lease_delays_requests_by_heartbeats_only(
     processes: Processes, sync: tuple[str, ...], record_property: Callable[[str, object], None]
 ) -> None:
@@ -215,7 +220,7 @@ async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_
         await cancelled(load.running)
 
 
-@REPLICATION
+@WITH_AND_WITHOUT_SYNC
 async def test_an_etcd_that_is_frozen_until_leases_end_costs_no_request_and_no_booking(
     system_with_own_etcd: Processes, own_etcd: EtcdServer, sync: tuple[str, ...]
 ) -> None:
@@ -242,7 +247,7 @@ async def test_an_etcd_that_is_frozen_until_leases_end_costs_no_request_and_no_b
         await cancelled(load.running)
 
 
-@REPLICATION
+@WITHOUT_AND_WITH_SYNC
 async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
     processes: Processes, sync: tuple[str, ...]
 ) -> None:
@@ -271,7 +276,7 @@ async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
         await cancelled(load.running + other.running)
 
 
-@REPLICATION
+@WITH_AND_WITHOUT_SYNC
 async def test_the_load_of_a_frontend_that_stays_frozen_goes_and_comes_back_with_it(
     processes: Processes, sync: tuple[str, ...]
 ) -> None:

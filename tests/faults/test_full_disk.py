@@ -64,6 +64,7 @@ async def test_the_stream_takes_messages_again_when_the_disk_has_space(rig: Rig,
     assert not (await one.stats()).stream_error
 
 
+@pytest.mark.full
 async def test_snapshots_are_taken_again_when_the_disk_has_space(rig: Rig, nats_server: NatsOnSmallDisk) -> None:
     await rig.start_nodes(1, 2)
     one = await rig.indexer("one", snapshot_threshold=20)

@@ -46,7 +46,10 @@ async def test_the_scheduler_that_takes_over_has_the_load_before_sessions_move(p
         await cancelled(running)
 
 
-@pytest.mark.parametrize("with_scheduler", [False, True], ids=["frontend", "frontend and scheduler"])
+@pytest.mark.parametrize(
+    "with_scheduler",
+    [pytest.param(False, id="frontend", marks=pytest.mark.full), pytest.param(True, id="frontend and scheduler")],
+)
 async def test_bookings_of_a_killed_frontend_are_freed_everywhere(processes: Processes, with_scheduler: bool) -> None:
     await start_system(processes, schedulers=2, frontends=2, clock_factor=0.02, scheduler=SYNC)
     doomed, other = processes.frontend("frontend-0"), processes.frontend("frontend-1")
@@ -87,7 +90,9 @@ async def test_one_that_is_paused_past_its_lease_and_comes_back_agrees(processes
         await cancelled(running)
 
 
-@pytest.mark.parametrize("sync", [(), SYNC], ids=["no sync", "sync"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param((), id="no sync", marks=pytest.mark.full), pytest.param(SYNC, id="sync")]
+)
 async def test_the_survivor_does_not_herd(processes: Processes, sync: tuple[str, ...]) -> None:
     """One worker has twice the load of the other; what comes after the failover makes up for that, and no more."""
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.05, mode="kv", scheduler=sync)

@@ -94,9 +94,9 @@ async def test_requests_queued_at_a_killed_scheduler_keep_their_arrival_at_the_n
 
 
 async def test_the_sharded_load_of_a_killed_scheduler_moves_to_the_other(processes: Processes) -> None:
-    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.5, frontend=("--sharding",))
+    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, frontend=("--sharding",))
     frontend = processes.frontend("frontend-0")
-    running = [asyncio.create_task(streamed(frontend, number, 1500)) for number in range(100)]
+    running = [asyncio.create_task(streamed(frontend, number, TOKENS)) for number in range(100)]
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while sum(booked := [await processes.booked(f"scheduler-{number}") for number in range(2)]) != 100:
@@ -104,7 +104,7 @@ async def test_the_sharded_load_of_a_killed_scheduler_moves_to_the_other(process
         assert min(booked) > 0, "requests are split"
         await processes.kill("scheduler-0")
         await processes.until_booked("scheduler-1", 100)
-        assert await asyncio.gather(*running) == [1500] * 100
+        assert await asyncio.gather(*running) == [TOKENS] * 100
         await processes.until_booked("scheduler-1", 0)
     finally:
         await cancelled(running)

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk, the load generator, is not installed")
-@pytest.mark.parametrize("name", ["one process", "split"])
+@pytest.mark.parametrize("name", [pytest.param("one process", marks=pytest.mark.full), "split"])
 async def test_a_system_serves_the_load_of_the_benchmark(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import cast
 
 import aiohttp
 import pytest
+from kvrouter.cli.main import main
 from kvrouter.devtools.replay.frontend_target import ReplayOptions
 from kvrouter.devtools.replay.sequential import sequential_replay
 from kvrouter.devtools.replay.statistics import expected_cached_tokens
@@ -156,22 +157,28 @@ async def until_routable(frontend: Frontend) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_wrong_roles_and_options_are_one_line_and_status_2() -> None:
-    listed = ("--static-workers", "127.0.0.1:1", "--static-model", "m")
-    for arguments, words in (
+LISTED = ("--static-workers", "127.0.0.1:1", "--static-model", "m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (("--roles", "wat"), "role 'wat' is unknown"),
         (("--roles", "indexer", "--router-mode", "kv"), "--router-mode"),
         (("--roles", "scheduler", "--router-temperature", "hot"), "--router-temperature"),
-        (("--roles", "frontend", *listed), "--static-schedulers"),
+        (("--roles", "frontend", *LISTED), "--static-schedulers"),
         (("--roles", "frontend", "--processes", "2"), "start kvrouter-frontend on its own"),
-        (("--roles", "frontend,scheduler", *listed), "mode forecast queries an Indexer"),
-        (("--roles", "indexer,scheduler", "--router-mode", "random", *listed), "leave the role indexer out"),
-    ):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, said = await process.communicate()
-        assert process.returncode == 2
-        assert words in said.decode()
-        assert said.decode().count("\n") == 1
+        (("--roles", "frontend,scheduler", *LISTED), "mode forecast queries an Indexer"),
+        (("--roles", "indexer,scheduler", "--router-mode", "random", *LISTED), "leave the role indexer out"),
+    ],
+)
+def test_wrong_roles_and_options_are_one_line_and_status_2(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvrouter", "serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capfd.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1

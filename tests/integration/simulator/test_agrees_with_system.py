@@ -73,6 +73,7 @@ async def played(stack: Stack, mode: str) -> list[RequestRecord]:
     return result.records
 
 
+@pytest.mark.full
 async def test_policies_rank_alike_and_reuse_as_much(tmp_path: Path) -> None:
     options = StackOptions(
         tmp_path, tmp_path, workers=ENGINES, blocks=BLOCKS, block_size=BLOCK_SIZE, stream_interval=64

@@ -191,19 +191,20 @@ async def test_a_process_that_hangs_is_replaced(gateway: Gateway) -> None:
     assert await gateway.served() == before + 10, "what it counted is kept"
 
 
-@pytest.mark.parametrize("shared", ["http", "grpc"])
-@pytest.mark.parametrize("processes", ["1", "2"])
-async def test_a_second_frontend_on_a_port_is_refused(gateway: Gateway, shared: str, processes: str) -> None:
-    port = gateway.http.rpartition(":")[2] if shared == "http" else "0"
-    bind = gateway.grpc if shared == "grpc" else "127.0.0.1:0"
-    command = [sys.executable, "-m", "kvrouter.frontend", *gateway.options, "--processes", processes]
-    second = await asyncio.create_subprocess_exec(
-        *command, "--port", port, "--bind", bind, "--http-bind", "", stderr=asyncio.subprocess.PIPE
-    )
-    _, logged = await second.communicate()
-    assert second.returncode == 1
-    assert b"cannot listen on" in logged
-    await gateway.complete()
+async def test_a_second_frontend_on_a_port_is_refused(gateway: Gateway) -> None:
+    async def refused(port: str, bind: str, processes: str) -> None:
+        command = [sys.executable, "-m", "kvrouter.frontend", *gateway.options, "--processes", processes]
+        second = await asyncio.create_subprocess_exec(
+            *command, "--port", port, "--bind", bind, "--http-bind", "", stderr=asyncio.subprocess.PIPE
+        )
+        _, logged = await second.communicate()
+        assert second.returncode == 1
+        assert b"cannot listen on" in logged
+        await gateway.complete()
+
+    for processes in ("1", "2"):
+        await refused(gateway.http.rpartition(":")[2], "127.0.0.1:0", processes)
+        await refused("0", gateway.grpc, processes)
 
 
 async def test_children_end_with_a_parent_that_is_killed(gateway: Gateway) -> None:
