@@ -139,6 +139,7 @@ protos-release: setup ## the contract as it is becomes the one that changes are 
 reference: setup ## pages of docs/reference that are generated from the code: options, metrics
 	$(BIN)/python docs/reference/generate_options.py
 	$(BIN)/python docs/reference/generate_metrics.py
+	$(BIN)/python deploy/grafana/generate.py
 
 version: ## V=1.2.3 becomes the version: of the distributions, of the pins between them, of the Rust crates and of the chart
 	@test -n "$(V)" || { echo "make: name the version: make version V=1.2.3" >&2; exit 2; }

@@ -43,7 +43,7 @@ _HEAD = """\
 `/metrics` on the port of `--http-bind` has them as Prometheus text, and so does the HTTP API of a Frontend. The name
 of a counter ends in `_total`. A histogram has `_bucket`, `_sum` and `_count`. `_created` is the time at which
 a counter or histogram began. Each process also exposes `process_*` and `python_*`. What to alert on is in
-[Operate the services](../guides/operate.md#monitor).
+[Monitor the services](../guides/monitor.md).
 """
 
 
