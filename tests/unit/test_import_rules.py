@@ -146,7 +146,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
             *("recording", "scheduler_client", "text", "worker_client"),
         ),
         "endpoint_picker": ("access", "api", "packed_prompt", "scheduler_client", "text", "worker_client"),
-        "processes": ("app", "settings"),
+        "processes": ("access", "app", "settings"),
         "settings": ("scheduler_client",),
     },
     "relay": {

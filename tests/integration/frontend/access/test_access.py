@@ -290,6 +290,35 @@ async def test_an_unusable_file_leaves_the_former_keys_in_force(
             await asyncio.sleep(0.02)
 
 
+async def test_limits_are_refused_with_the_time_to_wait_over_every_api(
+    guarded: System, grpc_api: Grpc, http: aiohttp.ClientSession, keys: Keys
+) -> None:
+    for name, limits in (("r", {"requests_per_second": 0.001}), ("t", {"tokens_per_minute": 1})):
+        keys.add(f"{name}-http", **limits)
+        keys.add(f"{name}-grpc", **limits)
+    keys.write()
+    await _until_valid(http, keys["t-grpc"])
+    for name, why in (("r", RefusalReason.REQUEST_RATE), ("t", RefusalReason.TOKEN_RATE)):
+        before = refused(guarded, why)
+        sent = bearer(keys[f"{name}-http"])
+        async with http.post("/v1/completions", json=BODY, headers=[sent]) as response:
+            assert response.status == 200
+        async with http.post("/v1/completions", json=BODY, headers=[sent]) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) > 60
+            assert (await response.json())["error"]["type"] == "rate_limit_error"
+        sent = bearer(keys[f"{name}-grpc"])
+        assert await grpc_api.code("Generate", request(), sent) == "OK"
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for _ in grpc_api.stub.Generate(request(), metadata=[sent]):
+                pass
+        info = from_rpc_error(failed.value).info
+        assert info.reason == ErrorReason.ERROR_REASON_RATE_LIMITED
+        assert info.retry_after_ms > 60_000
+        assert refused(guarded, why) - before == 2
+    assert await grpc_api.code("BestWorker", CLIENT_CALLS["BestWorker"], bearer(keys["r-grpc"])) == "RESOURCE_EXHAUSTED"
+
+
 async def _until_valid(http: aiohttp.ClientSession, key: str, *, status: int = 200) -> None:
     async with asyncio.timeout(30):
         while True:

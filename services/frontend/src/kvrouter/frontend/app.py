@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService, GatewayOptions
@@ -53,11 +54,16 @@ log = structlog.get_logger(component="frontend")
 
 @asynccontextmanager
 async def running(
-    settings: FrontendSettings, runtime: Runtime, schedulers: SchedulerSource, indexer: Indexer | None = None
+    settings: FrontendSettings,
+    runtime: Runtime,
+    schedulers: SchedulerSource,
+    indexer: Indexer | None = None,
+    shared_limits: LimitTable | None = None,
 ) -> AsyncIterator[FrontendService]:
     """Runs a Frontend with its Scheduler sessions and worker probes while the context lasts; yields the service.
 
-    ``indexer`` is one in this process, which is asked instead of the registered ones.
+    ``indexer`` is one in this process, which is asked instead of the registered ones. ``shared_limits`` has
+    the counters of limits that other processes share.
     """
     metrics = FrontendMetrics(runtime.registry)
     links = SchedulerLinks(
@@ -96,7 +102,7 @@ async def running(
     )
     worker_client = WorkerClient(pool, health, metrics)
     indexers = IndexerClient(runtime.directory, indexer)
-    opened = open_access(settings, runtime.registry)
+    opened = open_access(settings, runtime.registry, shared_limits)
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
     service = FrontendService(
@@ -184,6 +190,8 @@ class SharedPorts:
     """Returns the metrics of all processes."""
     waits_until_ready: bool
     """Whether to listen only when requests can be routed, or after 5 seconds, since others serve meanwhile."""
+    limits: LimitTable
+    """Counters of the limits of keys and tenants."""
 
 
 @asynccontextmanager
@@ -248,7 +256,7 @@ async def serve(
                 runtime.directory, client_name=runtime.instance_id, counts=runtime.call_streams.client("scheduler")
             )
         ) as schedulers,
-        running(settings, runtime, schedulers) as service,
+        running(settings, runtime, schedulers, shared_limits=None if shared is None else shared.limits) as service,
     ):
         if shared is not None and shared.waits_until_ready:
             await _until_ready(service, stopping)

@@ -13,6 +13,7 @@ from typing import NoReturn
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller
 from kvrouter.frontend.access.credentials import credential_of
+from kvrouter.frontend.access.quotas import Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals
 from kvrouter.frontend.access.rules import RuleBroken
 from kvrouter.frontend.access.tokens import TokenVerifier, is_token
@@ -45,14 +46,18 @@ _ENGINE_PATHS = frozenset(
 class Access:
     """Authentication of one Frontend."""
 
-    def __init__(self, keys: Callable[[], ApiKeys], tokens: TokenVerifier | None, refusals: Refusals) -> None:
+    def __init__(
+        self, keys: Callable[[], ApiKeys], tokens: TokenVerifier | None, refusals: Refusals, quotas: Quotas
+    ) -> None:
         """Creates it.
 
         Args:
             keys: Returns the API keys in force.
             tokens: Verifies JSON Web Tokens; None to refuse them.
             refusals: Counts and logs.
+            quotas: Limits of the callers.
         """
+        self._quotas = quotas
         self._keys = keys
         self._tokens = tokens
         self._refusals = refusals
@@ -149,6 +154,24 @@ class Access:
         except RuleBroken as broken:
             self.refuse(broken.why, broken, caller=caller, call=call)
         return caller
+
+    def grant(self, tokens: int, call: str, caller: Caller | None = None) -> Grant:
+        """Admits a request of a caller, by default the current one, within its limits.
+
+        Args:
+            tokens: Estimate of its prompt and output tokens.
+            call: The call, for logs.
+            caller: The caller.
+
+        Raises:
+            Unauthenticated: there is no caller.
+            RateLimited: a limit of its key or tenant is reached.
+        """
+        caller = caller or self.caller()
+        try:
+            return self._quotas.admit(caller, tokens)
+        except LimitReached as reached:
+            self.refuse(reached.why, reached, caller=caller, call=call)
 
     def refuse(self, why: RefusalReason, error: KvRouterError, *, caller: Caller, call: str) -> NoReturn:
         """Counts and logs a refusal, and raises its error."""

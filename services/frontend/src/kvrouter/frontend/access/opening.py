@@ -8,6 +8,8 @@ from pathlib import Path
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.key_file import KeyFileError
+from kvrouter.frontend.access.limit_table import LimitTable
+from kvrouter.frontend.access.quotas import Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.process.lifecycle import StartRefused
@@ -26,8 +28,15 @@ class OpenedAccess:
         await self.keys.run()
 
 
-def open_access(settings: FrontendSettings, registry: CollectorRegistry) -> OpenedAccess | None:
+def open_access(
+    settings: FrontendSettings, registry: CollectorRegistry, limits: LimitTable | None = None
+) -> OpenedAccess | None:
     """Returns the authentication that the options require; None if they require none.
+
+    Args:
+        settings: The options.
+        registry: Registry for the metrics.
+        limits: Counters of limits that other processes share; None if there are none.
 
     Raises:
         StartRefused: the file of API keys cannot be used.
@@ -38,4 +47,4 @@ def open_access(settings: FrontendSettings, registry: CollectorRegistry) -> Open
         keys = FollowedKeys(Path(settings.api_keys), registry)
     except KeyFileError as error:
         raise StartRefused(f"--api-keys: {error}") from None
-    return OpenedAccess(Access(lambda: keys.keys, None, Refusals(registry)), keys)
+    return OpenedAccess(Access(lambda: keys.keys, None, Refusals(registry), Quotas(limits or LimitTable())), keys)

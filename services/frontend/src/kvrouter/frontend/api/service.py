@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvrouter.frontend.access import rules
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.rules import check_generation, check_model, own_booking, owned_id, visible
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.text_output import TextOutput
@@ -255,6 +256,8 @@ class FrontendService:
         deadline = deadline.or_after(self.options.default_deadline_seconds)
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
+        grant: Grant | None = None
+        tokens = len(prompt) // TOKEN_BYTES
         self._in_flight += 1
         try:
             if self.access is not None:
@@ -265,7 +268,9 @@ class FrontendService:
                 request.model = known_model
                 request.scope.lora_name = lora_name
             if through is None:
-                check_request(request, len(prompt) // TOKEN_BYTES, view, self.options.limits)
+                check_request(request, tokens, view, self.options.limits)
+            if self.access is not None:
+                grant = self.access.grant(tokens + request.stop_conditions.max_tokens, "Generate")
             generation = Generation(
                 request,
                 prompt,
@@ -285,6 +290,8 @@ class FrontendService:
             raise
         finally:
             self._in_flight -= 1
+            if grant is not None:
+                grant.end(_used_tokens(tokens, generation))
             self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
             if self._recorder is not None and generation is not None and (outline := generation.outline()):
                 self._recorder.note(outline)
@@ -547,6 +554,7 @@ class FrontendService:
             access.enforce(
                 lambda caller: rules.check_routing(caller, request, model, isolates_tenants=isolates), "SchedulerCall"
             )
+            access.grant(0, "SchedulerCall").end()
 
     def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
         return component_of_model(model, self._directory.components, stage)
@@ -563,6 +571,12 @@ class FrontendService:
         view = self._view(request.model, stage)
         request.component.CopyFrom(view.descriptor.component)
         return view.name
+
+
+def _used_tokens(prompt_tokens: int, generation: Generation | None) -> int:
+    """Returns what a request counts against limits: nothing if it had no output."""
+    outline = None if generation is None else generation.outline()
+    return 0 if outline is None else prompt_tokens + outline.output_tokens
 
 
 async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:

@@ -20,6 +20,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, Processin
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
+from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served_endpoint
@@ -62,6 +63,7 @@ class Exchange:
         self._access = access
         self._caller: Caller | None = None
         self._refused = False
+        self._grant: Grant | None = None
         self._request_id = ""
         self._body = bytearray()
         self._allowed: frozenset[str] | None = None
@@ -85,6 +87,8 @@ class Exchange:
         finally:
             if self._pick is not None:
                 self._pick.end()
+            if self._grant is not None:
+                self._grant.end()
             if self._reading is not None:
                 self._reading.cancel()
 
@@ -179,6 +183,9 @@ class Exchange:
 
     async def _choose(self) -> Pick:
         self._routed, self._body = await self._picker.read(self._body, self._caller)
+        if self._access is not None:
+            tokens = self._routed.prompt_tokens + self._routed.max_output_tokens
+            self._grant = self._access.grant(tokens, "engine request", self._caller)
         # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
         self._pick = await self._picker.pick(
             self._routed,

@@ -15,6 +15,7 @@ from typing import NoReturn
 import aiohttp
 import msgspec
 from kvrouter.frontend import app
+from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.process import lifecycle
 from prometheus_client import CollectorRegistry, generate_latest
@@ -31,6 +32,12 @@ class Assignment(msgspec.Struct, frozen=True):
     """Where the metrics of all processes are."""
     is_restart: bool
     """Whether it replaces a process that died. Others serve meanwhile, so it listens only when it is ready."""
+    limits_file: int
+    """Descriptor of the shared counters of limits."""
+    process: int
+    """Number of the process, from 0."""
+    processes: int
+    """Number of processes."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -46,6 +53,7 @@ def main() -> NoReturn:
     """Runs the child until SIGTERM or the end of its input."""
     assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     settings = FrontendSettings.model_validate_json(assignment.settings)
+    limits = LimitTable(assignment.limits_file, assignment.process, assignment.processes)
 
     async def serve(stopping: asyncio.Event) -> None:
         def listening(registry: CollectorRegistry, ready: Callable[[], bool]) -> None:
@@ -68,7 +76,7 @@ def main() -> NoReturn:
                 await app.serve(
                     settings,
                     stopping,
-                    app.SharedPorts(metrics, waits_until_ready=assignment.is_restart),
+                    app.SharedPorts(metrics, waits_until_ready=assignment.is_restart, limits=limits),
                     started=listening,
                 )
             finally:

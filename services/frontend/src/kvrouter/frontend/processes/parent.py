@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 from aiohttp import web
+from kvrouter.frontend.access.limit_table import shared_file
 from kvrouter.frontend.processes.child import Assignment, Report
 from kvrouter.frontend.processes.merged_metrics import MergedMetrics
 from kvrouter.frontend.settings import FrontendSettings
@@ -67,6 +68,7 @@ class FrontendProcesses:
         self._children: dict[str, _Child] = {}
         self._registry = new_registry()
         self._metrics = ProcessMetrics(self._registry)
+        self._limits_file = -1
         self._metrics.live.set_function(lambda: len(self._children))
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -79,6 +81,7 @@ class FrontendProcesses:
         settings = self._settings
         host, _, port = settings.bind.rpartition(":")
         with ExitStack() as ports:
+            self._limits_file = ports.enter_context(shared_file(settings.processes)).fileno()
             http_port = ports.enter_context(shared_port(settings.host, settings.port))
             grpc_port = ports.enter_context(shared_port(host.strip("[]"), int(port)))
             shared = {"port": http_port, "bind": f"{host}:{grpc_port}", "http_bind": ""}
@@ -98,7 +101,7 @@ class FrontendProcesses:
                 own["record"] = str(record.with_name(f"{record.name}.{name}"))
             settings = self._settings.model_copy(update=shared | own)
             text = settings.model_dump_json(exclude_unset=True)
-            child = await _Child.start(name, Assignment(text, metrics_url, is_restart=starts > 0))
+            child = await _Child.start(name, self._assignment(text, metrics_url, name, is_restart=starts > 0))
             try:
                 began = asyncio.get_running_loop().time()
                 await self._follow(child, stopping)
@@ -119,6 +122,11 @@ class FrontendProcesses:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await stopping.wait()
+
+    def _assignment(self, settings: str, metrics_url: str, name: str, *, is_restart: bool) -> Assignment:
+        return Assignment(
+            settings, metrics_url, is_restart, self._limits_file, int(name), processes=self._settings.processes
+        )
 
     async def _follow(self, child: _Child, stopping: asyncio.Event) -> None:
         """Reads the child's reports until it dies or ``stopping`` is set. Kills a child that no longer reports."""
@@ -207,6 +215,7 @@ class _Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_REPORT_BYTES,
+            pass_fds=(assignment.limits_file,),
             start_new_session=True,  # Signals of a terminal reach the parent alone, which passes them on once.
         )
         child = cls(name, process)
