@@ -1,7 +1,8 @@
 """Counters of limits in memory that the processes of a Frontend share, so that a limit holds for all of them together.
 
 Each key and tenant with a limit has a row: two rates and the running requests of each process. A rate is a leaky
-bucket: ``used`` drains at the permitted rate, and a request is admitted if what it adds fits. A row of zeros is an unused one.
+bucket: ``used`` drains at the permitted rate, and a request is admitted if what it adds fits. A row of zeros is
+unused.
 """
 
 from __future__ import annotations
