@@ -17,9 +17,11 @@ from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
 from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest, RoutingRequest
 from prometheus_client import CollectorRegistry
 
+from ....hostile_worker import Behaviour, HostileWorker, registered_beside
 from ..gateway import System, request, running_system, until
 
 PREFILL, DECODE = "prefill", "decode"
@@ -59,16 +61,39 @@ class Fleet:
         stack = self._stacks[worker_id] = await self.system.stack.enter_async_context(AsyncExitStack())
         worker = await stack.enter_async_context(running)
         await worker.registered()
+        await self._until_candidate(worker_id, component)
+        return worker
+
+    async def _until_candidate(self, worker_id: int, component: str) -> None:
         await until(lambda: self._sees(worker_id) and self.system.frontend.ready())
         async with asyncio.timeout(30):
             while worker_id not in await self._candidates(component):
                 await asyncio.sleep(0.01)
-        return worker
 
     async def stop(self, worker_id: int) -> None:
         """Stops a worker and waits until it is no longer known."""
         await self._stacks.pop(worker_id).aclose()
         await until(lambda: not self._sees(worker_id))
+
+    @asynccontextmanager
+    async def hostile(self, worker_id: int, role: str, behave: Behaviour) -> AsyncIterator[HostileWorker]:
+        """A worker that a test writes, registered like the others of its role, of which there must be one."""
+        components = self.system.runtime.directory.components
+        view = components[ComponentName(self.system.where["namespace"], role)]
+        async with (
+            HostileWorker(behave, call_streams=True).serving() as worker,
+            registered_beside(view, self.system.where["etcd"], worker_id, worker.endpoint, call_streams=True),
+        ):
+            await self._until_candidate(worker_id, role)
+            yield worker
+
+    async def serve_until_called(self, worker: HostileWorker) -> Served:
+        """Sends requests with different prompts until one of them has reached a worker; returns what came back."""
+        for number in range(100):
+            served = await self.serve(first=1000 * number)
+            if worker.calls:
+                return served
+        raise AssertionError("no request has reached the worker")
 
     async def serve(self, tokens: int = 100, *, first: int = 0, seconds: float = 30.0, **fields: Any) -> Served:
         """Sends a request and returns what came back."""
@@ -120,5 +145,10 @@ class Fleet:
 @asynccontextmanager
 async def running_fleet(nats: str, etcd: str, namespace: str, **scheduling: Any) -> AsyncIterator[Fleet]:
     """A Frontend and a Scheduler without workers."""
-    async with running_system(nats, etcd, namespace, scheduling=SCHEDULING | scheduling) as system:
+    options: dict[str, Any] = {
+        "worker_probe_seconds": 0.05,
+        "worker_probe_failures": 2,
+        "worker_back_off_failures": 1000,
+    }
+    async with running_system(nats, etcd, namespace, scheduling=SCHEDULING | scheduling, **options) as system:
         yield Fleet(system)

@@ -44,10 +44,15 @@ def component_of_model(
         UnknownModel: no component serves the model.
     """
     unfit = _UNFIT.get(stage, _ONLY_PREFILL)
-    serving = [view for view in components.values() if view.descriptor.model == model and view.descriptor.role != unfit]
+    serving = [view for view in components.values() if view.descriptor.model == model and _serves(view, unfit)]
     if not serving:
-        raise UnknownModel(model, sorted({view.descriptor.model for view in components.values() if view.workers}))
+        known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
+        raise UnknownModel(model, sorted(known))
     return max(serving, key=lambda view: (len(view.workers), str(view.name)))
+
+
+def _serves(view: ComponentView, unfit: Role) -> bool:
+    return view.descriptor.role != unfit
 
 
 def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[ComponentView, str]:
@@ -71,7 +76,7 @@ def resolve_model(model: str, components: Mapping[ComponentName, ComponentView])
 
 
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
-    """Returns every model that has live workers, in order of name.
+    """Returns every model that has live workers, not only for prefill, in order of name.
 
     A component's descriptor outlives its workers, so that its index stays valid. It must not appear as a model then.
     """
@@ -85,7 +90,7 @@ def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[M
             lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
         )
         for view in components.values()
-        if view.workers
+        if view.workers and view.descriptor.role != _ONLY_PREFILL
     ]
     return sorted(models, key=lambda model: (model.name, model.component.name))
 

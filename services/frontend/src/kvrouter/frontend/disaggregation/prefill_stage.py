@@ -84,9 +84,12 @@ class PrefillStage:
         self._pools = PrefillPools(())
         self._numbers = itertools.count()
         self._failures = 0
+        self._last_failure = ""
         self._failed_workers: set[tuple[str, int]] = set()
         """Component and id of the prefill workers that failed the request."""
         self._running: PrefillAttempt | None = None
+        self._booking: LiveBooking | None = None
+        """Booking of the latest prefill, running or not."""
 
     @property
     def rank(self) -> Rank | None:
@@ -97,7 +100,7 @@ class PrefillStage:
         """Returns whether a prefill worker can be used in the attempt that begins."""
         self.reason, self.params, self.spent_ns = "", None, 0
         if self._failures >= MAX_FAILURES:
-            return self._fall_back("failed", f"{self._failures} prefill workers have failed the request")
+            return self._fall_back("failed", self._last_failure)
         self._pools = prefill_pools(self._view, self._directory.components.values())
         return bool(self._pools.views) or self._fall_back("absent", self._pools.why_none)
 
@@ -136,8 +139,7 @@ class PrefillStage:
                     outcome, why = "busy", f"the prefill workers are busy: {error}"
                     break
                 except (NoWorkers, UnknownModel, NotFound) as error:
-                    if not self._failures:
-                        outcome, why = "absent", str(error)
+                    outcome, why = "failed" if self._failures else "absent", self._last_failure or str(error)
                     break
                 except (PrefillFailed, KvRouterError) as error:
                     outcome, why = "failed", str(error)
@@ -179,8 +181,9 @@ class PrefillStage:
 
     def _fail(self, message: str) -> None:
         self._failures += 1
-        if self._running is not None:
-            booking = self._running.booking
+        self._last_failure = message
+        if self._booking is not None:
+            booking, self._booking = self._booking, None
             self._failed_workers.add((booking.component.name, booking.rank.worker_id))
             log.warning(
                 "prefill.failed",
@@ -212,6 +215,7 @@ class PrefillStage:
         )
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size)
         link.keep(booking)
+        self._booking = booking
         worker_id = selection.rank.worker_id
         worker = view.workers.get(worker_id)
         if worker is None:
