@@ -22,10 +22,12 @@ from kvrouter.sidecar.engines.vllm.requests import CompletionReader
 from kvrouter.sidecar.engines.vllm.requests import call as vllm_call
 from kvrouter.v1.common_pb2 import BlockScope, Stage
 from kvrouter.v1.worker_pb2 import (
+    ChoiceOutput,
     FinishReason,
     GenerateOutput,
     SamplingOptions,
     StopConditions,
+    StructuredOutput,
     TransferParams,
     WorkerServiceGenerateRequest,
 )
@@ -119,6 +121,63 @@ def test_log_probabilities() -> None:
         state(1, 2, finish={"type": "stop"}, output_token_logprobs=probabilities),
     )
     assert list(last.logprobs) == [-0.25]
+
+
+def test_the_most_likely_tokens() -> None:
+    top: list[dict[str, float] | None] = [None, {"token_id:7": -2.0, "token_id:1": -0.5, "text": -3.0}]
+    first, _ = read(
+        CompletionReader(),
+        chunk(1, 1, logprobs={"token_logprobs": [None, -0.5], "top_logprobs": top}),
+        chunk(2, finish_reason="stop"),
+    )
+    assert [list(each.token_ids) for each in first.top_logprobs] == [[], [1, 7]]
+    assert list(first.top_logprobs[1].logprobs) == [-0.5, -2.0]
+    entries = [[[-0.5, 1, None], [-2.0, 7, "x"]], [[-0.25, 2, None]]]
+    _, last = read(
+        GenerateReader(),
+        state(1, output_top_logprobs=entries[:1]),
+        state(1, 2, finish={"type": "stop"}, output_top_logprobs=entries),
+    )
+    assert [list(each.token_ids) for each in last.top_logprobs] == [[2]]
+
+
+SCHEMA = '{"type": "object"}'
+CONSTRAINTS: list[tuple[StructuredOutput, dict[str, Any], dict[str, Any]]] = [
+    (
+        StructuredOutput(json_schema=SCHEMA),
+        {"json": {"type": "object"}},
+        {"json_schema": '{"type":"object"}'},
+    ),
+    (StructuredOutput(json_object=True), {"json_object": True}, {"json_schema": '{"type":"object"}'}),
+    (StructuredOutput(regex="a+"), {"regex": "a+"}, {"regex": "a+"}),
+    (
+        StructuredOutput(choice=ChoiceOutput(texts=["a.b", "c d"])),
+        {"choice": ["a.b", "c d"]},
+        {"regex": r"(a\.b)|(c d)"},
+    ),
+    (StructuredOutput(grammar="root ::= x"), {"grammar": "root ::= x"}, {"ebnf": "root ::= x"}),
+]
+
+
+@pytest.mark.parametrize(("constraint", "of_vllm", "of_sglang"), CONSTRAINTS)
+def test_a_structured_output_is_requested_in_the_fields_of_each_engine(
+    constraint: StructuredOutput, of_vllm: dict[str, Any], of_sglang: dict[str, Any]
+) -> None:
+    sent = request(sampling_options=SamplingOptions(structured_output=constraint, logprobs=3))
+    completion = json.loads(vllm_call(sent, engine()).body)
+    assert completion["structured_outputs"] == of_vllm
+    assert completion["logprobs"] == 2
+    generate = json.loads(sglang_call(sent, engine()).body)
+    assert of_sglang.items() <= generate["sampling_params"].items()
+    assert generate["top_logprobs_num"] == 2
+
+
+@pytest.mark.parametrize("constraint", [StructuredOutput(), StructuredOutput(json_schema="{")])
+def test_a_constraint_that_says_nothing_is_refused(constraint: StructuredOutput) -> None:
+    sent = request(sampling_options=SamplingOptions(structured_output=constraint))
+    for call in (vllm_call, sglang_call):
+        with pytest.raises(RequestRefused, match="expected a"):
+            call(sent, engine())
 
 
 @pytest.mark.parametrize(

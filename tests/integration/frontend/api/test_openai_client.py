@@ -118,6 +118,27 @@ async def test_a_completion_takes_text_or_token_ids_and_may_repeat_the_text(
     assert tokens.choices[0].text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_most_likely_tokens_are_returned(system: System, client: openai.AsyncOpenAI, stream: bool) -> None:
+    wanted = chat(max_tokens=3, logprobs=True, top_logprobs=4)
+    answers = [await client.chat.completions.create(**wanted)]
+    if stream:
+        answers = [chunk async for chunk in await client.chat.completions.create(**wanted, stream=True)]
+    choices = [choice for answer in answers for choice in answer.choices if choice.logprobs]
+    content = [each for choice in choices for each in choice.logprobs.content]
+    assert len(content) == 3
+    for each in content:
+        values = [alternative.logprob for alternative in each.top_logprobs]
+        assert len(values) == 4
+        assert values == sorted(values, reverse=True)
+        assert each.top_logprobs[0].token == each.token
+    whole = await client.completions.create(model=MODEL, prompt="x", max_tokens=3, logprobs=2)
+    shown = whole.choices[0].logprobs
+    assert shown is not None
+    assert shown.top_logprobs is not None
+    assert len(shown.top_logprobs) == 3
+
+
 async def test_models_are_listed_and_found(system: System, client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).owned_by == "kvrouter"
@@ -142,9 +163,14 @@ async def test_models_are_listed_and_found(system: System, client: openai.AsyncO
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"stop": ["x"] * 99}, "stop"),
-        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+        ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}}, "structured_outputs"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs.messages"),
         ({"extra_body": {"no_such_field": 1}}, "no_such_field"),

@@ -5,13 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TopLogprobs, WorkerServiceGenerateResponse
 
 
 def piece(tokens: int, **fields: object) -> WorkerPiece:
     return WorkerPiece.of(
         GenerateOutput(
-            token_ids=range(tokens), token_engine_ns=range(tokens), logprobs=[0.5] * tokens, text="x", **fields
+            token_ids=range(tokens),
+            token_engine_ns=range(tokens),
+            logprobs=[0.5] * tokens,
+            top_logprobs=[TopLogprobs(token_ids=[1])] * tokens,
+            text="x",
+            **fields,
         )  # type: ignore[arg-type]
     )
 
@@ -24,6 +29,7 @@ def test_no_more_tokens_arrive_than_were_requested(limit: int, sizes: list[int])
         cut = counting.cut(given)
         passed += len(cut.output.token_ids)
         assert len(cut.output.token_ids) == len(cut.output.token_engine_ns) == len(cut.output.logprobs)
+        assert len(cut.output.top_logprobs) == len(cut.output.token_ids)
         assert WorkerServiceGenerateResponse.FromString(cut.encoded).output == cut.output
         assert counting.overrun == (sum(sizes) > limit and passed == limit and cut is not given)
         if counting.overrun:

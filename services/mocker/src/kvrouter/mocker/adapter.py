@@ -23,6 +23,7 @@ from kvrouter.mocker.engine.types import (
 )
 from kvrouter.mocker.engine.types import RequestRefused as EngineRefused
 from kvrouter.mocker.handover import Handover
+from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
@@ -61,15 +62,14 @@ def publish_to(rank: Callable[[], RankPublisher]) -> Publish:
     return publish
 
 
-def emit_to(
-    emit: Callable[[Iterable[RequestOutput]], None], finish: Callable[[RequestOutput], None] = lambda _: None
-) -> Emit:
+def emit_to(emit: Callable[[Iterable[RequestOutput]], None], *finish: Callable[[RequestOutput], None]) -> Emit:
     """Returns the receiver of a step's outputs, which passes them to the SDK after ``finish`` has completed them."""
 
     def emit_step(outputs: Iterable[tuple[str, Tokens]]) -> None:
         converted = [_output(request_id, tokens) for request_id, tokens in outputs]
-        for output in converted:
-            finish(output)
+        for complete in finish:
+            for output in converted:
+                complete(output)
         emit(converted)
 
     return emit_step
@@ -83,8 +83,10 @@ class MockEngine:
         drivers: Mapping[int, EngineDriver],
         handover: Handover | None = None,
         emit: Callable[[Iterable[RequestOutput]], None] = lambda _: None,
+        logprobs: Logprobs | None = None,
     ) -> None:
         """``handover`` hands prompts over; ``emit`` receives what ends requests whose hand-over fails."""
+        self._logprobs = logprobs or Logprobs()
         self._drivers = drivers
         self._handover = handover
         self._emit = emit
@@ -112,9 +114,11 @@ class MockEngine:
             start()
         else:
             self._handover.submit(request, start, lambda why: self._fail(request.request_id, why))
+        self._logprobs.begin(request.request_id, request.sampling_options.logprobs)
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests on whichever rank, and returns how many of them were running or waiting."""
+        self._logprobs.forget(request_ids)
         return sum(self._abort(request_id) for request_id in request_ids)
 
     def _abort(self, request_id: str) -> bool:
@@ -124,6 +128,7 @@ class MockEngine:
 
     def _fail(self, request_id: str, why: str) -> None:
         log.warning("request.failed", request_id=request_id, cause=why)
+        self._logprobs.forget([request_id])
         self._emit([RequestOutput(request_id, finish_reason=WireFinishReason.FINISH_REASON_ERROR)])
 
     def load(self) -> Mapping[int, LoadReport]:

@@ -14,6 +14,7 @@ from kvrouter.mocker.driver import Emit, EngineDriver, Publish
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import make_engine
 from kvrouter.mocker.handover import Handover
+from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
@@ -146,12 +147,14 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
     config = worker_config(settings, worker_id)
     handover = make_handover(settings, registry)
     emit = lambda outputs: worker.emit(outputs)  # noqa: E731 - the worker follows
+    logprobs = Logprobs()
+    finish = [logprobs.add_to] if handover is None else [logprobs.add_to, handover.finish]
     drivers = make_drivers(
         settings,
         worker_id,
         registry,
         lambda dp_rank: publish_to(lambda: publishers[dp_rank]),
-        emit_to(emit) if handover is None else emit_to(emit, handover.finish),
+        emit_to(emit, *finish),
     )
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         if handover is not None:
@@ -162,7 +165,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         stepping: list[asyncio.Task[None]] = []
         try:
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
-            async with sdk.running(config, MockEngine(drivers, handover, emit)) as worker:
+            async with sdk.running(config, MockEngine(drivers, handover, emit, logprobs)) as worker:
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))

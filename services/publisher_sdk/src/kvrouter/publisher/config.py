@@ -86,6 +86,9 @@ class WorkerConfig:
     openai_endpoint: str = ""
     """URL of the engine's own OpenAI API, such as "http://10.0.0.7:8000"; empty if it has none."""
 
+    structured_output: bool = False
+    """Whether the engine applies ``sampling_options.structured_output``. Requests with it are refused otherwise."""
+
     bootstrap_endpoint: str = ""
     """Address at which decode workers meet this prefill worker, ``host:port``; empty for none."""
 
@@ -247,4 +250,5 @@ class WorkerConfig:
             openai_endpoint=self.openai_endpoint,
             bootstrap_endpoint=self.bootstrap_endpoint,
             tokenizer=self.tokenizer,
+            serves_structured_output=self.structured_output,
         )

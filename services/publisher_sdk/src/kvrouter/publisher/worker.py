@@ -126,7 +126,11 @@ class Worker:
             for rank in sorted(config.ranks)
         }
         self._server = WorkerServer(
-            engine, self._ranks, lambda: load_response(config, self.load_reports()), Tls.of(config.tls)
+            engine,
+            self._ranks,
+            lambda: load_response(config, self.load_reports()),
+            Tls.of(config.tls),
+            structured_output=config.structured_output,
         )
         self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
         self._keys = LeasedKeys(
@@ -335,7 +339,13 @@ def load_reports(
 
 def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoadResponse:
     """Returns the response of GetLoad, which also says what the worker serves."""
-    return GetLoadResponse(reports=reports, model=config.model, block_size=config.block_size, serves_call_stream=True)
+    return GetLoadResponse(
+        reports=reports,
+        model=config.model,
+        block_size=config.block_size,
+        serves_call_stream=True,
+        serves_structured_output=config.structured_output,
+    )
 
 
 @asynccontextmanager

@@ -57,9 +57,11 @@ class WorkerServer:
         ranks: Mapping[int, RankPublisher],
         load: Callable[[], GetLoadResponse],
         tls: Tls | None = None,
+        *,
+        structured_output: bool = False,
     ) -> None:
         self._tls = tls
-        self._requests = RunningRequests(engine)
+        self._requests = RunningRequests(engine, structured_output=structured_output)
         self._ranks = ranks
         self._load = load
         self._draining = False

@@ -64,6 +64,7 @@ class EngineOptions:
             labels=settings.labels,
             lora_names=engine.lora_names or tuple(settings.lora_ids.values()),
             openai_endpoint=self.advertised_url,
+            structured_output=True,
             bootstrap_endpoint=engine.bootstrap_endpoint,
             tokenizer=engine.tokenizer,
             publishes_events=bool(engine.events),

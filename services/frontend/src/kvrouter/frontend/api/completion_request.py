@@ -11,7 +11,7 @@ from kvrouter.core import find_json_value
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, decode_json
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
 from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest, TokenPrompt
-from kvrouter.frontend.api.request_fields import SharedFields, UInt32, unsupported
+from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -100,6 +100,7 @@ class CompletionRequest:
         fields.check(len(prompts))
         if fields.suffix:
             raise unsupported("suffix")
+        check_top_logprobs(fields.logprobs or 0, "logprobs")
         if fields.best_of not in (None, fields.n or 1):
             raise unsupported("best_of")
         return cls(fields, prompt, prompts)
@@ -122,6 +123,7 @@ class CompletionRequest:
             and not fields.stop
             and not fields.echo
             and fields.logprobs is None
+            and fields.structured_output() is None
             and len(self.prompts) == 1
             and isinstance(self.prompts[0], TokenPrompt)
         )
@@ -131,13 +133,7 @@ class CompletionRequest:
         return self.fields.generate_request(self.max_tokens)
 
     def to_text_request(self) -> TextRequest:
-        """Returns the request for any number of prompts and sequences.
-
-        Raises:
-            BadRequest: it wants more log probabilities than those of the tokens themselves.
-        """
-        if self.fields.logprobs:
-            raise unsupported("logprobs")
+        """Returns the request for any number of prompts and sequences."""
         return TextRequest(
             fields=self.fields,
             prompts=self.prompts,
@@ -145,4 +141,5 @@ class CompletionRequest:
             is_chat=False,
             echo=bool(self.fields.echo),
             logprobs=self.fields.logprobs is not None,
+            top_logprobs=self.fields.logprobs or 0,
         )

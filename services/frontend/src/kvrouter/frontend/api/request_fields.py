@@ -8,9 +8,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from google.protobuf.message import Message
 from kvrouter.frontend.api.json_body import check_uint64
+from kvrouter.frontend.api.openai.structured_output import read_structured_output
 from kvrouter.frontend.api.token_list import TokenId
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import StructuredOutput
 
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -19,6 +21,8 @@ UInt64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit, and vLLM's default."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -31,6 +35,8 @@ _SAMPLING = (
     "repetition_penalty",
     "seed",
 )
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_STRUCTURED = ("response_format", "structured_outputs", *_GUIDED)
 _CONSTRAINTS = ("worker_id", "dp_rank")
 _UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
 
@@ -91,8 +97,9 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Accepted where they ask for nothing.
+    # Accepted where it asks for nothing.
     logit_bias: dict[str, float] | None = None
+    # Constraints of the output.
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -138,11 +145,21 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         self.stop_strings()
         if self.logit_bias:
             raise unsupported("logit_bias")
-        if self.response_format is not None and self.response_format.get("type", "text") != "text":
-            raise unsupported("response_format")
-        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
-            if getattr(self, name) is not None:
-                raise unsupported(name)
+        self.structured_output()
+
+    def structured_output(self) -> tuple[str, StructuredOutput] | None:
+        """Returns the field that constrains the output, and its constraint; None if there is none.
+
+        Raises:
+            BadRequest: it is malformed, or there are several.
+        """
+        if all(getattr(self, name) is None for name in _STRUCTURED):
+            return None
+        return read_structured_output(
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+            guided={name: getattr(self, name) for name in _GUIDED},
+        )
 
     def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
         """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
@@ -157,6 +174,9 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _set(request.sampling_options, self, _SAMPLING)
         if self.top_k is not None:
             request.sampling_options.top_k = max(0, self.top_k)  # vLLM's value for all tokens is -1.
+        constraint = self.structured_output()
+        if constraint is not None:
+            request.sampling_options.structured_output.CopyFrom(constraint[1])
         _set(request.overrides, self.router_config_override, RouterConfigOverride.__struct_fields__)
         _set(request.constraints, self, _CONSTRAINTS)
         if self.cache_salt:
@@ -190,6 +210,18 @@ def with_headers(fields: _F, headers: Mapping[str, str]) -> _F:
             )
         changes["dp_rank"] = int(rank)
     return msgspec.structs.replace(fields, **changes) if changes else fields
+
+
+def check_top_logprobs(number: int, field: str) -> None:
+    """Checks the number of most likely tokens to return at each place.
+
+    Raises:
+        BadRequest: there are too many.
+    """
+    if number > MAX_TOP_LOGPROBS:
+        raise BadRequest(
+            f"{field}: expected at most {MAX_TOP_LOGPROBS}, received {number}", field=field, advice="Request fewer."
+        )
 
 
 def unsupported(name: str) -> BadRequest:

@@ -129,6 +129,29 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         )
     if request.HasField("overrides"):
         check_overrides(request.overrides)
+    if request.sampling_options.HasField("structured_output"):
+        able = structured_workers(view)
+        request.constraints.excluded_worker_ids.extend(view.workers.keys() - able)
+
+
+def structured_workers(view: ComponentView, field: str = "sampling_options.structured_output") -> list[int]:
+    """Returns the workers that constrain outputs.
+
+    Args:
+        view: The component.
+        field: Field of the request that has the constraint, for the error.
+
+    Raises:
+        BadRequest: there are none.
+    """
+    able = [worker.worker_id for worker in view.workers.values() if worker.serves_structured_output]
+    if not able and view.workers:
+        raise BadRequest(
+            f"{field}: no worker of the model {view.descriptor.model!r} constrains outputs",
+            field=field,
+            advice="Leave it out, or use a model whose workers register serves_structured_output.",
+        )
+    return able
 
 
 def check_routing(request: RoutingRequest, limits: Limits) -> None:

@@ -19,6 +19,8 @@ def why_not(sampling: SamplingOptions) -> str:
     """Returns why a request with output cannot continue on another worker; empty if it can."""
     if sampling.n > 1:
         return f"it has {sampling.n} sequences"
+    if sampling.HasField("structured_output"):
+        return "its output is structured"
     if not sampling.engine_options_json:
         return ""
     try:

@@ -50,6 +50,7 @@ class OutputLimit:
         del output.token_ids[self._left :]
         del output.token_engine_ns[self._left :]
         del output.logprobs[self._left :]
+        del output.top_logprobs[self._left :]
         if not output.token_ids:
             output.text = ""  # Cutting the text at a token would need the tokenizer.
         output.finish_reason = FinishReason.FINISH_REASON_LENGTH

@@ -56,7 +56,9 @@ class _Run:
 class RunningRequests:
     """Runs requests on an engine. All methods but ``emit`` belong to the event loop."""
 
-    def __init__(self, engine: StepEngine | Engine) -> None:
+    def __init__(self, engine: StepEngine | Engine, *, structured_output: bool = False) -> None:
+        """``structured_output`` says whether the engine constrains outputs."""
+        self._structured_output = structured_output
         self._engine: StepEngine = engine if isinstance(engine, StepEngine) else GeneratorEngine(engine, self)
         self._by_engine_id: dict[str, _Run] = {}
         self._by_request_id: dict[str, _Run] = {}
@@ -80,6 +82,13 @@ class RunningRequests:
         Raises:
             RequestRefused: the engine refuses it, or this attempt or a later one runs already.
         """
+        if not self._structured_output and request.sampling_options.HasField("structured_output"):
+            raise RequestRefused(
+                "this worker does not constrain outputs",
+                field="sampling_options.structured_output",
+                advice="Choose a worker that registers serves_structured_output.",
+                retry_elsewhere=True,
+            )
         request_id, attempt = request.request_id, request.attempt
         running = self._by_request_id.get(request_id)
         if running is not None:

@@ -175,6 +175,7 @@ class StaticDiscovery:
         )
         known.registration.draining = serving is False
         known.registration.serves_call_stream = answer.serves_call_stream
+        known.registration.serves_structured_output = answer.serves_structured_output
 
     async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
         """Returns whether a service is ready by grpc.health; None if it does not report it."""

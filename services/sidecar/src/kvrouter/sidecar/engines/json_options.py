@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.v1.worker_pb2 import SamplingOptions, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import SamplingOptions, StructuredOutput, WorkerServiceGenerateRequest
 
+_STRUCTURED = "sampling_options.structured_output"
 _FIELD = "sampling_options.engine_options_json"
 
 
@@ -23,6 +24,23 @@ def engine_options(options: SamplingOptions) -> dict[str, Any]:
         return msgspec.json.decode(options.engine_options_json, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestRefused(f"expected a JSON object: {error}", field=_FIELD) from None
+
+
+def json_schema(constraint: StructuredOutput) -> object:
+    """Returns the JSON schema of a constraint.
+
+    Raises:
+        RequestRefused: it is not JSON.
+    """
+    try:
+        return msgspec.json.decode(constraint.json_schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestRefused(f"expected a JSON schema: {error}", field=f"{_STRUCTURED}.json_schema") from None
+
+
+def no_constraint() -> RequestRefused:
+    """Returns the error for a structured output without a constraint, or with a newer one."""
+    return RequestRefused("expected a constraint that the sidecar knows, received none", field=_STRUCTURED)
 
 
 def transfer_parameters(request: WorkerServiceGenerateRequest, transfer_format: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from kvrouter.frontend.api.json_body import decode_json
 from kvrouter.frontend.api.openai.text_request import TextRequest
-from kvrouter.frontend.api.request_fields import SharedFields, UInt32, unsupported
+from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.errors import BadRequest
 
@@ -54,8 +54,9 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
     fields.check(prompts=1)
     if fields.continue_final_message:
         raise unsupported("continue_final_message")
-    if fields.top_logprobs:
-        raise unsupported("top_logprobs")
+    check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")
+    if fields.top_logprobs and not fields.logprobs:
+        raise BadRequest("top_logprobs: logprobs is not set", field="top_logprobs", advice="Set logprobs to true.")
     if fields.tool_choice not in (None, "auto", "none"):
         raise unsupported("tool_choice")
     prompt = chat_prompt(
@@ -73,6 +74,7 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
         is_chat=True,
         logprobs=bool(fields.logprobs),
+        top_logprobs=fields.top_logprobs or 0,
     )
 
 

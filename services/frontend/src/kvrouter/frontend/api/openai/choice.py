@@ -12,7 +12,7 @@ from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.stop_strings import StopStrings
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import GenerateOutput
+from kvrouter.v1.worker_pb2 import GenerateOutput, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Piece:
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+    top_logprobs: Sequence[TopLogprobs]
     finish_reason: str | None
     stop_reason: str | None
 
@@ -86,7 +87,7 @@ class Choice:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self._stop.end()
-        piece = Piece(text, array("I", tokens), output.logprobs, finish_reason, self._stop.matched)
+        piece = Piece(text, array("I", tokens), output.logprobs, output.top_logprobs, finish_reason, self._stop.matched)
         self._sink.add(self.index, piece)
         if self._stop.matched is not None:
             raise OutputComplete

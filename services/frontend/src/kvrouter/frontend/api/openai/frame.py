@@ -5,13 +5,33 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvrouter.frontend.api.completions import describe_routing, routing_headers
 from kvrouter.frontend.api.openai.choice import Choice
 from kvrouter.frontend.api.openai.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import TopLogprobs
+
+
+class WithLogprobs(Protocol):
+    """Tokens with their log probabilities, if there are any."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """One for each token."""
+        ...
+
+    @property
+    def top_logprobs(self) -> Sequence[TopLogprobs]:
+        """The most likely tokens at the place of each token."""
+        ...
 
 
 class TextFrame:
@@ -76,20 +96,41 @@ class TextFrame:
             "kvrouter": None if self._routing is None else describe_routing(self._routing),
         }
 
-    def logprobs(self, token_ids: Sequence[int], values: Sequence[float], offset: int) -> dict[str, Any] | None:
+    def logprobs(self, output: WithLogprobs, offset: int) -> dict[str, Any] | None:
         """Returns the log probabilities of tokens that begin at an offset of the text; None if there are none."""
-        if not self.request.logprobs or len(values) != len(token_ids):
+        values = output.logprobs
+        if not self.request.logprobs or len(values) != len(output.token_ids):
             return None
-        tokens = [f"token_id:{token}" if self.text is None else self.text.text_of([token]) for token in token_ids]
+        tokens = [self._text_of(token) for token in output.token_ids]
+        top = [self._alternatives(each) for each in output.top_logprobs] if self.request.top_logprobs else []
         if self.request.is_chat:
-            entries = zip(tokens, values, strict=True)
+            top += [[]] * (len(tokens) - len(top))
             content = [
-                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, value in entries
+                _entry(token, value) | {"top_logprobs": [_entry(*each) for each in alternatives]}
+                for token, value, alternatives in zip(tokens, values, top, strict=False)
             ]
             return {"content": content, "refusal": None}
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
+        # The token itself is among them, as at vLLM, even if it is not one of the most likely.
+        shown = [dict([*each, own]) for each, own in zip(top, zip(tokens, values, strict=True), strict=False)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": list(values),
+            "top_logprobs": shown or None,
+            "text_offset": offsets,
+        }
+
+    def _text_of(self, token: int) -> str:
+        return f"token_id:{token}" if self.text is None else self.text.text_of([token])
+
+    def _alternatives(self, top: TopLogprobs) -> list[tuple[str, float]]:
+        """Returns the most likely tokens of one place with their log probabilities, as many as requested."""
+        pairs = zip(top.token_ids, top.logprobs, strict=False)
+        return [(self._text_of(token), value) for token, value in pairs][: self.request.top_logprobs]
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}

@@ -63,7 +63,7 @@ class StreamedResponse:
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(text)
         extra |= {
-            "logprobs": frame.logprobs(piece.token_ids, piece.logprobs, offset),
+            "logprobs": frame.logprobs(piece, offset),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }

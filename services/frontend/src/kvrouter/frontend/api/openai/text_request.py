@@ -68,6 +68,8 @@ class TextRequest:
     echo: bool = False
     logprobs: bool = False
     """Whether the log probability of each token is returned."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to return at the place of each token."""
 
     @property
     def sequences(self) -> int:

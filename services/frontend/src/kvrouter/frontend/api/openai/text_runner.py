@@ -10,6 +10,7 @@ from kvrouter.frontend.api.openai.choice import Choice, ChoiceSink
 from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest
 from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.api.validation import structured_workers
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest
@@ -35,6 +36,9 @@ async def prepare(frontend: FrontendService, request: TextRequest) -> PreparedTe
     """
     view, _ = frontend.resolve(request.fields.model)
     model = view.descriptor.model
+    constraint = request.fields.structured_output()
+    if constraint is not None:
+        structured_workers(view, constraint[0])
     texts = frontend.texts
     needed = request.needs_text()
     text = None if texts is None else texts.get(model, needed) if needed else texts.find(model)
@@ -84,7 +88,7 @@ async def run_all(frontend: FrontendService, prepared: PreparedText, sink: Choic
         if index % request.sequences and sampling.HasField("seed"):
             sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
         if request.logprobs:
-            sampling.logprobs = 1
+            sampling.logprobs = 1 + request.top_logprobs
         runs.append((generate, prompt, choice))
     if len(runs) == 1:
         await frontend.run(*runs[0], deadline=Deadline.never())

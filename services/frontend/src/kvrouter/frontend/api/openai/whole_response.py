@@ -10,6 +10,7 @@ from kvrouter.frontend.api.openai.choice import Piece
 from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import TopLogprobs
 
 
 class _Sequence:
@@ -17,6 +18,7 @@ class _Sequence:
         self.texts: list[str] = []
         self.token_ids = array("I")
         self.logprobs = array("d")
+        self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None
 
@@ -39,6 +41,7 @@ class WholeResponse:
         sequence.texts.append(piece.text)
         sequence.token_ids.extend(piece.token_ids)
         sequence.logprobs.extend(piece.logprobs)
+        sequence.top_logprobs.extend(piece.top_logprobs)
         sequence.finish_reason = piece.finish_reason
         sequence.stop_reason = piece.stop_reason
 
@@ -61,7 +64,7 @@ class WholeResponse:
             choice["text"] = echoed + text
             offset = len(echoed)
         choice |= {
-            "logprobs": frame.logprobs(sequence.token_ids, sequence.logprobs, offset),
+            "logprobs": frame.logprobs(sequence, offset),
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }

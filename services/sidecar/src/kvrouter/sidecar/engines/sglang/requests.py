@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -13,9 +14,22 @@ from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
 from kvrouter.sidecar.engines.failures import EngineFailed, error_in, refusal_of_code
 from kvrouter.sidecar.engines.http import as_json
-from kvrouter.sidecar.engines.json_options import engine_options, refuse_several_sequences, transfer_parameters
+from kvrouter.sidecar.engines.json_options import (
+    engine_options,
+    json_schema,
+    no_constraint,
+    refuse_several_sequences,
+    transfer_parameters,
+)
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    StructuredOutput,
+    TopLogprobs,
+    TransferParams,
+    WorkerServiceGenerateRequest,
+)
 
 TRANSFER_FORMAT = "sglang-json"
 """Format of transfer parameters: a JSON object with bootstrap_host, bootstrap_port and bootstrap_room."""
@@ -28,6 +42,8 @@ _FINISH = {
 }
 _SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _ID_BYTES = 16
+_META = re.compile(r"[\\.^$|?*+()\[\]{}]")
+"""Characters with a meaning in regular expressions."""
 
 _ABSENT = msgspec.Raw()
 _NOTHING = (b"", b"null")
@@ -47,6 +63,7 @@ class _Meta(msgspec.Struct):
     completion_tokens: int | None = None
     cached_tokens: TokenId | None = None
     output_token_logprobs: list[list[Any]] | None = None
+    output_top_logprobs: list[list[list[Any]] | None] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -110,6 +127,8 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
         parameters["ignore_eos"] = True
     if stop.stop:
         parameters["stop"] = list(stop.stop)
+    if options.HasField("structured_output"):
+        parameters |= _structured_output(options.structured_output)
     return parameters
 
 
@@ -168,6 +187,8 @@ class GenerateReader:
             output.cached_tokens = answer.meta_info.cached_tokens
         if answer.meta_info.output_token_logprobs:
             output.logprobs.extend(_logprobs(answer.meta_info.output_token_logprobs[first:]))
+        if answer.meta_info.output_top_logprobs:
+            output.top_logprobs.extend(map(_top, answer.meta_info.output_top_logprobs[first:]))
         self._ended = finish is not None
         yield output
 
@@ -204,6 +225,36 @@ def _finish(reason: _Finish | str | None) -> FinishReason | None:
     if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
         raise refusal_of_code(reason.status_code, reason.message or "no message")
     return _FINISH.get(reason.type, FinishReason.FINISH_REASON_STOP)
+
+
+def _top(entries: list[list[Any]] | None) -> TopLogprobs:
+    """Returns the alternatives of a token, which are [log probability, token id, text]."""
+    found = TopLogprobs()
+    for logprob, token_id, *_ in entries or ():
+        if isinstance(logprob, int | float) and isinstance(token_id, int) and 0 <= token_id < 1 << 32:
+            found.token_ids.append(token_id)
+            found.logprobs.append(logprob)
+    return found
+
+
+def _escaped(text: str) -> str:
+    """Returns a regular expression for a text. Unlike ``re.escape``, it uses only escapes that every library knows."""
+    return _META.sub(r"\\\g<0>", text)
+
+
+def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
+    match constraint.WhichOneof("constraint"):
+        case "json_schema":
+            return {"json_schema": msgspec.json.encode(json_schema(constraint)).decode()}
+        case "json_object":
+            return {"json_schema": '{"type":"object"}'}
+        case "regex":
+            return {"regex": constraint.regex}
+        case "choice":
+            return {"regex": "|".join(f"({_escaped(text)})" for text in constraint.choice.texts)}
+        case "grammar":
+            return {"ebnf": constraint.grammar}
+    raise no_constraint()
 
 
 def _logprobs(entries: list[list[Any]]) -> Iterator[float]:

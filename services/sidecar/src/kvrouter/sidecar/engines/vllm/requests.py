@@ -12,9 +12,22 @@ from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
 from kvrouter.sidecar.engines.failures import EngineFailed, error_in, refusal_of_code
 from kvrouter.sidecar.engines.http import as_json
-from kvrouter.sidecar.engines.json_options import engine_options, refuse_several_sequences, transfer_parameters
+from kvrouter.sidecar.engines.json_options import (
+    engine_options,
+    json_schema,
+    no_constraint,
+    refuse_several_sequences,
+    transfer_parameters,
+)
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    StructuredOutput,
+    TopLogprobs,
+    TransferParams,
+    WorkerServiceGenerateRequest,
+)
 
 TRANSFER_FORMAT = "vllm-json"
 """Format of transfer parameters: vLLM's kv_transfer_params, a JSON object."""
@@ -37,6 +50,7 @@ _FINISH = {
 _SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
 
 _ABSENT = msgspec.Raw()
+_ID_PREFIX = "token_id:"
 _NOTHING = (b"", b"null")
 """Encodings of a field that is absent or null."""
 
@@ -45,6 +59,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -111,7 +126,11 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
     if options.HasField("top_k"):
         body["top_k"] = options.top_k or -1
     if options.logprobs:
-        body["logprobs"] = options.logprobs
+        body["logprobs"] = options.logprobs - 1
+        # Otherwise the alternatives have texts, of which several tokens may have the same.
+        body["return_tokens_as_token_ids"] = True
+    if options.HasField("structured_output"):
+        body["structured_outputs"] = _structured_output(options.structured_output)
     body["max_tokens"] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
     if stop.min_tokens:
         body["min_tokens"] = min(stop.min_tokens, body["max_tokens"])
@@ -122,6 +141,21 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
     if stop.stop:
         body["stop"] = list(stop.stop)
     return body
+
+
+def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
+    match constraint.WhichOneof("constraint"):
+        case "json_schema":
+            return {"json": json_schema(constraint)}
+        case "json_object":
+            return {"json_object": True}
+        case "regex":
+            return {"regex": constraint.regex}
+        case "choice":
+            return {"choice": list(constraint.choice.texts)}
+        case "grammar":
+            return {"grammar": constraint.grammar}
+    raise no_constraint()
 
 
 def _transfer(request: WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
@@ -202,4 +236,16 @@ def _output(choice: _Choice) -> GenerateOutput | None:
     output = GenerateOutput(token_ids=tokens, finish_reason=finish)
     if choice.logprobs is not None and choice.logprobs.token_logprobs:
         output.logprobs.extend(each or 0.0 for each in choice.logprobs.token_logprobs)
+        output.top_logprobs.extend(_top(each or {}) for each in choice.logprobs.top_logprobs or ())
     return output
+
+
+def _top(alternatives: dict[str, float]) -> TopLogprobs:
+    """Returns alternatives whose tokens are written as ``token_id:ID``, in descending order."""
+    found = TopLogprobs()
+    for token, logprob in sorted(alternatives.items(), key=lambda item: -item[1]):
+        token_id = token.removeprefix(_ID_PREFIX)
+        if token_id.isdigit() and int(token_id) < 1 << 32:
+            found.token_ids.append(int(token_id))
+            found.logprobs.append(logprob)
+    return found

@@ -1,0 +1,96 @@
+"""Reads what an output must look like: OpenAI's ``response_format`` and the fields of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.worker_pb2 import ChoiceOutput, StructuredOutput
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Kind of constraint by field of the body."""
+_MAX_BYTES = 256 << 10
+_ADVICE = "Send one constraint: a JSON schema, json_object, a regular expression, a list of choices or a grammar."
+
+
+def read_structured_output(
+    *, response_format: Mapping[str, Any] | None, structured_outputs: object, guided: Mapping[str, object]
+) -> tuple[str, StructuredOutput] | None:
+    """Returns the field that has a constraint, and the constraint; None if the output may be anything.
+
+    Args:
+        response_format: The field of that name.
+        structured_outputs: The field of that name.
+        guided: The fields guided_json, guided_regex, guided_choice and guided_grammar, by name.
+
+    Raises:
+        BadRequest: a constraint is malformed or of an unknown kind, or there are several.
+    """
+    found = [(name, _constraint(name, _GUIDED[name], value)) for name, value in guided.items() if value is not None]
+    if structured_outputs is not None:
+        found.append(("structured_outputs", _of_vllm(structured_outputs)))
+    if response_format is not None and (kind := response_format.get("type", "text")) != "text":
+        found.append(("response_format", _of_openai(kind, response_format)))
+    if len(found) > 1:
+        raise _invalid(found[1][0], f"expected one constraint, received {found[0][0]} too")
+    return found[0] if found else None
+
+
+def _of_openai(kind: object, response_format: Mapping[str, Any]) -> StructuredOutput:
+    if kind == "json_object":
+        return StructuredOutput(json_object=True)
+    if kind != "json_schema":
+        raise _invalid(
+            "response_format.type", f"expected text, json_object or json_schema, received {str(kind)[:32]!r}"
+        )
+    named = response_format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    return _constraint("response_format.json_schema.schema", "json", schema)
+
+
+def _of_vllm(options: object) -> StructuredOutput:
+    given = {name: value for name, value in options.items() if value is not None} if isinstance(options, dict) else {}
+    kinds = [name for name in given if name in (*_GUIDED.values(), "json_object")]
+    if len(kinds) != 1:
+        raise _invalid("structured_outputs", "expected one of json, json_object, regex, choice and grammar")
+    if kinds[0] == "json_object":
+        return StructuredOutput(json_object=True)
+    return _constraint(f"structured_outputs.{kinds[0]}", kinds[0], given[kinds[0]])
+
+
+def _constraint(field: str, kind: str, value: object) -> StructuredOutput:
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+            raise _invalid(field, "expected a list of texts")
+        constraint = StructuredOutput(choice=ChoiceOutput(texts=value))
+    elif kind == "json":
+        constraint = StructuredOutput(json_schema=_schema(field, value))
+    elif not isinstance(value, str) or not value:
+        raise _invalid(field, "expected a text")
+    else:
+        constraint = StructuredOutput(regex=value) if kind == "regex" else StructuredOutput(grammar=value)
+    if constraint.ByteSize() > _MAX_BYTES:
+        raise _invalid(field, f"longer than {_MAX_BYTES} bytes")
+    return constraint
+
+
+def _schema(field: str, value: object) -> str:
+    """Returns a JSON schema as text. It may be an object, or a text that has one."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        if isinstance(parsed, dict):
+            return value if isinstance(value, str) else json.dumps(parsed, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        pass
+    raise _invalid(field, "expected a JSON schema")
+
+
+def _invalid(field: str, message: str) -> BadRequest:
+    return BadRequest(f"{field}: {message}", field=field, advice=_ADVICE)
