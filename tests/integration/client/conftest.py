@@ -1,4 +1,4 @@
-"""One system of separate processes for all tests of a module."""
+"""One system of separate processes for all tests of this folder, in each process that runs tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest_asyncio
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """A system with two engines, whose model has a tokenizer. Processes that end are started again."""
     directory = tmp_path_factory.mktemp("system")

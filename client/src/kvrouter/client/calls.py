@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, cast
 
@@ -55,13 +55,24 @@ class Calls(Protocol):
 class RemoteCalls:
     """Calls one Frontend, and moves to the next address when it cannot be reached or is stopping."""
 
-    def __init__(self, addresses: Sequence[str], *, reconnect_seconds: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        reconnect_seconds: float,
+        api_key: str | Callable[[], str],
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
         """Connects nothing yet.
 
         Args:
             addresses: gRPC addresses of Frontends, host:port.
             reconnect_seconds: Time for which a call without a response is repeated while no Frontend can be reached.
+            api_key: API key or token of the caller, or what returns the current one; empty for none.
+            credentials: TLS credentials of the channels; None for connections without TLS.
         """
+        self._api_key = api_key
+        self._credentials = credentials
         self._addresses = addresses
         self._reconnect_seconds = reconnect_seconds
         self._stack = AsyncExitStack()
@@ -71,7 +82,10 @@ class RemoteCalls:
     async def open(self) -> None:
         """Makes the channels. They connect at their first use."""
         for address in self._addresses:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            else:
+                channel = grpc.aio.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
             await self._stack.enter_async_context(channel)
             self._stubs.append(cast(Any, FrontendServiceStub)(channel))
 
@@ -90,7 +104,7 @@ class RemoteCalls:
             with attempt:
                 number = self._current
                 try:
-                    return await getattr(self._stubs[number], method)(request, timeout=_remaining(ends_at))
+                    return await self._start(number, method, request, ends_at)
                 except grpc.aio.AioRpcError as error:
                     raise self._moved(number, error_of_rpc(error)) from None
                 except asyncio.CancelledError as cancelled:
@@ -109,7 +123,7 @@ class RemoteCalls:
             async for attempt in self._attempts():
                 with attempt:
                     number = self._current
-                    rpc = getattr(self._stubs[number], method)(request, timeout=_remaining(ends_at))
+                    rpc = self._start(number, method, request, ends_at)
                     try:
                         response = await self._read(rpc)
                     except _MOVABLE as error:
@@ -120,6 +134,11 @@ class RemoteCalls:
         finally:
             if rpc is not None:
                 rpc.cancel()
+
+    def _start(self, number: int, method: str, request: Message, ends_at: float | None) -> Any:
+        key = self._api_key() if callable(self._api_key) else self._api_key
+        metadata = (("authorization", f"Bearer {key}"),) if key else None
+        return getattr(self._stubs[number], method)(request, timeout=_remaining(ends_at), metadata=metadata)
 
     async def _read(self, rpc: Any) -> Any:
         try:

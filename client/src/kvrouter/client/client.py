@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import grpc
 from kvrouter.client.calls import Calls, RemoteCalls
 from kvrouter.client.errors import bad_request
 from kvrouter.client.routing_calls import RoutingCalls
@@ -20,6 +21,8 @@ class Client(RoutingCalls):
         addresses: str | Sequence[str],
         *,
         model: str = "",
+        api_key: str | Callable[[], str] = "",
+        credentials: grpc.ChannelCredentials | None = None,
         name: str = "python",
         timeout: float | None = DEFAULT_TIMEOUT_SECONDS,
         reconnect_seconds: float = DEFAULT_RECONNECT_SECONDS,
@@ -30,6 +33,8 @@ class Client(RoutingCalls):
             addresses: gRPC address of a Frontend, host:port, or several. One is used until it cannot be reached or
                 stops.
             model: Model of calls that name none.
+            api_key: API key or token of the caller, or a function that returns the current one; empty for none.
+            credentials: TLS credentials, such as ``grpc.ssl_channel_credentials`` returns; None for no TLS.
             name: Name of this client in the logs of services; at most 64 bytes.
             timeout: Deadline of calls that set none, seconds; None for the Frontend's.
             reconnect_seconds: Time for which a call without a response is repeated while no Frontend can be reached.
@@ -43,7 +48,9 @@ class Client(RoutingCalls):
             raise bad_request(
                 "expected the address of a Frontend, received none", field="addresses", advice="Pass host:port."
             )
-        self._remote = RemoteCalls(listed, reconnect_seconds=reconnect_seconds)
+        self._remote = RemoteCalls(
+            listed, reconnect_seconds=reconnect_seconds, api_key=api_key, credentials=credentials
+        )
 
     async def _open(self) -> None:
         await self._remote.open()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+import grpc
 from kvrouter.client.background_loop import background_loop
 from kvrouter.client.client import DEFAULT_RECONNECT_SECONDS, DEFAULT_TIMEOUT_SECONDS, Client
 from kvrouter.client.errors import ClientClosed
@@ -81,12 +82,22 @@ class SyncClient:
         addresses: str | Sequence[str],
         *,
         model: str = "",
+        api_key: str | Callable[[], str] = "",
+        credentials: grpc.ChannelCredentials | None = None,
         name: str = "python",
         timeout: float | None = DEFAULT_TIMEOUT_SECONDS,
         reconnect_seconds: float = DEFAULT_RECONNECT_SECONDS,
     ) -> None:
         """Connects nothing yet. The arguments are those of ``Client``."""
-        self._client = Client(addresses, model=model, name=name, timeout=timeout, reconnect_seconds=reconnect_seconds)
+        self._client = Client(
+            addresses,
+            model=model,
+            api_key=api_key,
+            credentials=credentials,
+            name=name,
+            timeout=timeout,
+            reconnect_seconds=reconnect_seconds,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def generate(
