@@ -13,6 +13,7 @@ from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import DeadlineExceeded
+from kvrouter.scheduler.api.drains import Drains
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
@@ -250,6 +251,7 @@ class Parts:
             self.board,
             OwnThresholds(self.board),
             status,
+            Drains(self.registered, None),
             is_ready=lambda: True,
         )
 

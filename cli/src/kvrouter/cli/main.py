@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from kvrouter.cli.addresses import parse_address
 from kvrouter.cli.component import component_app
+from kvrouter.cli.drain import drain, undrain
 from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
 from kvrouter.cli.explain import explain
 from kvrouter.cli.extras import add_development_commands
@@ -123,6 +124,42 @@ def explain_command(
 ) -> None:
     """Show why a request was sent to its rank, with the terms of every candidate."""
     run_interruptibly(explain(_where(etcd, namespace, scheduler), which, seconds))
+
+
+WorkerId = Annotated[int, typer.Argument(min=0, help="Id of the worker.")]
+WorkerComponent = Annotated[str, typer.Option("--component", help="Component of the worker, namespace/name.")]
+
+
+@app.command("drain")
+def drain_command(
+    worker: WorkerId,
+    component: WorkerComponent = "kvrouter/workers",
+    etcd: Etcd = DEFAULT_ETCD,
+    namespace: Namespace = "kvrouter",
+    scheduler: Schedulers = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds after which running requests continue on other workers; none lets them end."),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Longest wait until no request runs on the worker, in seconds; 0 for none.")
+    ] = 600.0,
+) -> None:
+    """Stop new requests to a worker, and wait until its running ones have ended."""
+    where = _where(etcd, namespace, scheduler)
+    run_interruptibly(drain(where, component, worker, migrate_after_seconds=timeout, wait_seconds=wait))
+
+
+@app.command("undrain")
+def undrain_command(
+    worker: WorkerId,
+    component: WorkerComponent = "kvrouter/workers",
+    etcd: Etcd = DEFAULT_ETCD,
+    namespace: Namespace = "kvrouter",
+    scheduler: Schedulers = None,
+) -> None:
+    """Let a drained worker get requests again."""
+    run_interruptibly(undrain(_where(etcd, namespace, scheduler), component, worker))
 
 
 @app.command("top")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ROOT = "/kvrouter/v1"
 _WORKER_KEY = re.compile(r"/workers/([0-9a-f]{16})$")
+_DRAIN_KEY = re.compile(r"/drains/([0-9a-f]{16})$")
 
 
 class InvalidName(ValueError):
@@ -108,6 +109,10 @@ class ComponentName:
         """Returns the key of an IncarnationRecord."""
         return f"{self.prefix}incarnations/{worker_id:016x}"
 
+    def drain_key(self, worker_id: int) -> str:
+        """Returns the key of a WorkerDrain."""
+        return f"{self.prefix}drains/{worker_id:016x}"
+
     def applied_key(self, replica_id: str) -> str:
         """Returns the key of an AppliedRecord."""
         return f"{self.prefix}applied/{check_name(replica_id)}"
@@ -172,4 +177,10 @@ class ComponentName:
 def worker_id_of_key(key: str) -> int | None:
     """Returns the worker id in a registration's key; None for keys of other kinds."""
     match = _WORKER_KEY.search(key)
+    return int(match.group(1), 16) if match else None
+
+
+def drained_worker_of_key(key: str) -> int | None:
+    """Returns the worker id in the key of a drain; None for keys of other kinds."""
+    match = _DRAIN_KEY.search(key)
     return int(match.group(1), 16) if match else None

@@ -22,7 +22,7 @@ class FrontendMetrics:
         )
         self.migrations = Counter(
             "kvrouter_frontend_migrations",
-            "Requests that continued on another worker after output, by cause: as for worker failures.",
+            "Requests that continued on another worker after output, by cause: as for worker failures, or drained.",
             ["cause"],
             registry=registry,
         )

@@ -125,6 +125,18 @@ class Scheduler(Protocol):
         """Returns the load that each rank would have with a request."""
         ...
 
+    async def drain_worker(
+        self, request: scheduler.DrainWorkerRequest, *, deadline: Deadline
+    ) -> scheduler.DrainWorkerResponse:
+        """Stops new requests to a worker."""
+        ...
+
+    async def undrain_worker(
+        self, request: scheduler.UndrainWorkerRequest, *, deadline: Deadline
+    ) -> scheduler.UndrainWorkerResponse:
+        """Ends the drain of a worker."""
+        ...
+
     async def set_busy_threshold(
         self, request: scheduler.SetBusyThresholdRequest, *, deadline: Deadline
     ) -> scheduler.SetBusyThresholdResponse:

@@ -11,6 +11,7 @@ from random import Random
 import structlog
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
+from kvrouter.scheduler.api.drains import Drains
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import TICK_SECONDS, Sessions
@@ -170,6 +171,7 @@ async def running(
         board,
         thresholds,
         status,
+        Drains(runtime.directory, runtime.etcd_endpoints if listed is None else None),
         is_ready=lambda: runtime.directory.is_synced and thresholds.synced and (link is None or link.settled),
     )
     tasks = [

@@ -90,7 +90,7 @@ class WorkerAttempt:
 
     def start(self, call: Callable[[WorkerAttempt], RunningCall]) -> None:
         """Makes the call, unless the worker is known not to answer and another could take the request."""
-        self._health.watch(self._leave_if_unresponsive)
+        self._health.watch(self._leave_if_needed)
         self._wait_for_output()
         if not self._over:
             running = call(self)
@@ -186,14 +186,17 @@ class WorkerAttempt:
 
     def _wait_for_output(self) -> None:
         self._missed_to_leave = self._health.missed_probes + self._stays_a_probe
-        self._leave_if_unresponsive()
+        self._leave_if_needed()
 
-    def _leave_if_unresponsive(self) -> None:
+    def _leave_if_needed(self) -> None:
         if self._over:
             return
         if self._health.is_stalled and self._has_alternative():
             self._metrics.worker_failures.labels(cause="stalled").inc()
             self._end(WorkerFailure(self._worker_id, "stalled", f"worker {self._worker_id} generates nothing any more"))
+            return
+        if self._health.is_leaving and self._has_alternative():
+            self._end(WorkerFailure(self._worker_id, "drained", f"worker {self._worker_id} is being drained"))
             return
         missed = self._health.missed_probes
         if not self._health.is_suspected or missed < self._missed_to_leave or not self._has_alternative():

@@ -77,7 +77,8 @@ class WorkerFailure:
 
     worker_id: int
     cause: str
-    """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error``, ``silent`` or ``stalled``."""
+    """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error``, ``silent``, ``stalled`` or
+    ``drained``."""
     message: str
     """What happened, for logs and errors."""
     outcome_unknown: bool = False

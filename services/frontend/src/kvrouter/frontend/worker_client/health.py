@@ -47,16 +47,20 @@ class _Worker:
     stalled: bool = False
     stalls: int = 0
     """How often it was found stalled."""
+    migrate_unix_ns: int = 0
+    """Time from which its requests continue elsewhere, because an operator drains it; 0 for never."""
+    leaving: bool = False
+    """Whether that time has come."""
     heard: bool = False
     """Whether it sent anything since the last probe."""
     last_failure: str = ""
     waiting: dict[WorkerCall, Callable[[], None]] = field(default_factory=dict)
-    """Its calls, with the functions to call while the worker is suspected or stalled."""
+    """Its calls, with the functions to call while they should leave the worker."""
 
     @property
-    def is_unresponsive(self) -> bool:
+    def should_be_left(self) -> bool:
         """Whether its requests should leave it."""
-        return self.suspected or self.stalled
+        return self.suspected or self.stalled or self.leaving
 
 
 class WorkerHealth:
@@ -107,11 +111,16 @@ class WorkerHealth:
     def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
         """Applies the registrations. A worker that left is removed when its last call has ended."""
         registered: dict[str, list[_Registered]] = {}
+        migrating: dict[str, int] = {}
         for name, view in components.items():
             for registration in view.workers.values():
                 registered.setdefault(registration.endpoint, []).append((name, registration))
+                if (drain := view.drains.get(registration.worker_id)) is not None:
+                    migrating[registration.endpoint] = drain.migrate_unix_ns
         for endpoint, registrations in registered.items():
-            self._worker(endpoint).registered = registrations
+            worker = self._worker(endpoint)
+            worker.registered = registrations
+            worker.migrate_unix_ns = migrating.get(endpoint, 0)
         for endpoint in self._workers.keys() - registered.keys():
             self._workers[endpoint].registered = ()
             self._forget_if_gone(self._workers[endpoint])
@@ -149,8 +158,12 @@ class WorkerHealth:
         return WorkerCall(self, self._worker(endpoint), self._clock(), prompt_tokens)
 
     def interval_ended(self, seconds: float) -> None:
-        """Looks for stalled workers, and for those that generate again. Must be called at the end of each interval."""
+        """Looks for workers that are stalled, generate again, or must be left. To be called at the end of intervals."""
+        now_ns = time.time_ns()
         for worker in list(self._workers.values()):
+            worker.leaving = 0 < worker.migrate_unix_ns <= now_ns
+            if worker.leaving:
+                self._wake([worker])
             if worker.detector is None:
                 continue
             verdict = worker.detector.interval_ended(seconds)
@@ -269,7 +282,7 @@ class WorkerHealth:
     def _wake(self, workers: Iterable[_Worker]) -> None:
         # Copies, because a request that leaves its worker ends its call at once.
         for worker in list(workers):
-            if worker.is_unresponsive:
+            if worker.should_be_left:
                 for reconsider in list(worker.waiting.values()):
                     reconsider()
 
@@ -301,6 +314,11 @@ class WorkerCall:
     def is_stalled(self) -> bool:
         """Whether the worker has stalled since the call began, and still is."""
         return self._worker.stalled and self._worker.stalls > self._stalls_before
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether requests must leave the worker, because an operator drains it."""
+        return self._worker.leaving
 
     @property
     def missed_probes(self) -> int:

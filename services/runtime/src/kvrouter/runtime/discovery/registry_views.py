@@ -6,12 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kvrouter.net.decoding import Undecodable
+from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.registry_entries import read_descriptor, read_service, read_worker
 from kvrouter.runtime.discovery.retention import Process
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
-from kvrouter.v1.names import ComponentName, InvalidName, components_prefix, namespace_prefix, worker_id_of_key
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceKind, ServiceRegistration, WorkerRegistration
+from kvrouter.v1.names import (
+    ComponentName,
+    InvalidName,
+    components_prefix,
+    drained_worker_of_key,
+    namespace_prefix,
+    worker_id_of_key,
+)
+from kvrouter.v1.registry_pb2 import (
+    ComponentDescriptor,
+    ServiceKind,
+    ServiceRegistration,
+    WorkerDrain,
+    WorkerRegistration,
+)
 
 _REMEMBERED = 1 << 16
 
@@ -38,6 +51,8 @@ class ComponentView:
     descriptor: ComponentDescriptor
     workers: Mapping[int, WorkerRegistration] = field(default_factory=dict)
     """Live workers by id, without those that differ from the descriptor."""
+    drains: Mapping[int, WorkerDrain] = field(default_factory=dict)
+    """Drains that operators requested, by worker id. Their workers' registrations say that they drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,14 @@ class WorkerKey:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainKey:
+    """Key of the drain of a worker."""
+
+    component: ComponentName
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceKey:
     """Key of a service's registration."""
 
@@ -63,7 +86,7 @@ class ServiceKey:
     instance_id: str
 
 
-def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | ServiceKey | None:
+def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | DrainKey | ServiceKey | None:
     """Parses a registry key; returns None for keys of other kinds.
 
     Raises:
@@ -78,22 +101,28 @@ def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | ServiceKe
     prefix = components_prefix(namespace)
     if not key.startswith(prefix):
         return None
-    worker_id = worker_id_of_key(key)
-    if worker_id is None and not key.endswith("/descriptor"):
+    worker_id, drained_id = worker_id_of_key(key), drained_worker_of_key(key)
+    if worker_id is None and drained_id is None and not key.endswith("/descriptor"):
         return None
     try:
         component = ComponentName(namespace, key[len(prefix) :].partition("/")[0])
     except InvalidName as error:
         raise Undecodable("invalid", str(error)) from None
-    expected = component.descriptor_key if worker_id is None else component.worker_key(worker_id)
+    name: DescriptorKey | WorkerKey | DrainKey
+    if worker_id is not None:
+        name, expected = WorkerKey(component, worker_id), component.worker_key(worker_id)
+    elif drained_id is not None:
+        name, expected = DrainKey(component, drained_id), component.drain_key(drained_id)
+    else:
+        name, expected = DescriptorKey(component), component.descriptor_key
     if key != expected:
         raise Undecodable("invalid", f"expected the key {expected}")
-    return DescriptorKey(component) if worker_id is None else WorkerKey(component, worker_id)
+    return name
 
 
 def read_entry(
     key: str, raw: bytes, namespace: str
-) -> ComponentDescriptor | WorkerRegistration | ServiceRegistration | None:
+) -> ComponentDescriptor | WorkerRegistration | WorkerDrain | ServiceRegistration | None:
     """Parses a registry entry; returns None for keys of other kinds. Equal bytes return the same object.
 
     Raises:
@@ -104,6 +133,8 @@ def read_entry(
             return _descriptor(component, raw)
         case WorkerKey(component, worker_id):
             return _worker(component, worker_id, raw)
+        case DrainKey():
+            return _drain(raw)
         case ServiceKey(_, instance_id):
             return read_service(instance_id, raw)
         case None:
@@ -143,6 +174,7 @@ def build_views(
     views: dict[ComponentName, ComponentView] = {}
     found: list[tuple[str, ComponentName, WorkerRegistration]] = []
     ignored: dict[str, str] = {}
+    drains: dict[ComponentName, dict[int, WorkerDrain]] = {}
     for key, raw in entries.items():
         try:
             match parse_key(key, namespace):
@@ -150,6 +182,8 @@ def build_views(
                     views[component] = ComponentView(component, _descriptor(component, raw))
                 case WorkerKey(component, worker_id):
                     found.append((key, component, _worker(component, worker_id, raw)))
+                case DrainKey(component, worker_id):
+                    drains.setdefault(component, {})[worker_id] = _drain(raw)
         except Undecodable as error:
             ignored[key] = str(error)
     workers: dict[ComponentName, dict[int, WorkerRegistration]] = {name: {} for name in views}
@@ -159,9 +193,13 @@ def build_views(
         elif wrong := differences(views[component].descriptor, worker):
             ignored[key] = f"differs from its component: {', '.join(wrong)}"
         else:
-            workers[component][worker.worker_id] = worker
+            drained = worker.worker_id in drains.get(component, ())
+            workers[component][worker.worker_id] = (
+                _drained(component, worker.worker_id, entries[key]) if drained else worker
+            )
     for name, view in views.items():
         view.workers = workers[name]
+        view.drains = drains.get(name, {})
     return views, ignored
 
 
@@ -182,6 +220,19 @@ def build_services(entries: Mapping[str, bytes], namespace: str) -> dict[str, di
 def _worker(component: ComponentName, worker_id: int, raw: bytes) -> WorkerRegistration:
     # Cached, so that after a change only changed entries are parsed, and views share the other objects.
     return read_worker(component, worker_id, raw)
+
+
+@lru_cache(_REMEMBERED)
+def _drained(component: ComponentName, worker_id: int, raw: bytes) -> WorkerRegistration:
+    registration = WorkerRegistration()
+    registration.CopyFrom(_worker(component, worker_id, raw))
+    registration.draining = True
+    return registration
+
+
+@lru_cache(_REMEMBERED)
+def _drain(raw: bytes) -> WorkerDrain:
+    return decode_message(WorkerDrain, raw)
 
 
 @lru_cache(_REMEMBERED)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvrouter.runtime.contracts import Connection
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, NotFound, UnknownModel
+from kvrouter.scheduler.api.drains import Drains
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
@@ -20,6 +21,8 @@ from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
     CloseSessionResponse,
+    DrainWorkerRequest,
+    DrainWorkerResponse,
     ExplainRequest,
     ExplainResponse,
     FreeRequest,
@@ -41,6 +44,8 @@ from kvrouter.v1.scheduler_pb2 import (
     SelectWorkerResponse,
     SetBusyThresholdRequest,
     SetBusyThresholdResponse,
+    UndrainWorkerRequest,
+    UndrainWorkerResponse,
     UpdateBookingsRequest,
     UpdateBookingsResponse,
 )
@@ -59,6 +64,7 @@ class SchedulerService:
         board: ThresholdBoard,
         shared_thresholds: SharedThresholds | OwnThresholds,
         status: Status,
+        drains: Drains,
         *,
         is_ready: Callable[[], bool],
     ) -> None:
@@ -71,6 +77,7 @@ class SchedulerService:
         self._board = board
         self._shared_thresholds = shared_thresholds
         self._status = status
+        self._drains = drains
         self._is_ready = is_ready
 
     @property
@@ -169,6 +176,32 @@ class SchedulerService:
                 for place in found.fit.tolist()
             ]
         )
+
+    async def drain_worker(
+        self,
+        request: DrainWorkerRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
+    ) -> DrainWorkerResponse:
+        """Stops new requests to a worker at every Scheduler and Frontend.
+
+        Raises:
+            BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
+        """
+        return await self._drains.drain(request)
+
+    async def undrain_worker(
+        self,
+        request: UndrainWorkerRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
+    ) -> UndrainWorkerResponse:
+        """Ends the drain of a worker.
+
+        Raises:
+            BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
+        """
+        return await self._drains.undrain(request)
 
     async def set_busy_threshold(
         self,

@@ -1,0 +1,133 @@
+"""``kvrouter drain`` and ``kvrouter undrain``: take a worker out of service and back, and show the progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar, cast
+
+from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.cli.tls import command_tls
+from kvrouter.cli.top.sources import Where, open_sources
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DependencyAway, KvRouterError
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.names import ComponentName, InvalidName
+from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
+from rich.console import Console
+
+_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_CALL_SECONDS = 10.0
+_INTERVAL_SECONDS = 0.5
+"""Interval between two looks at the running requests."""
+
+_T = TypeVar("_T")
+
+
+async def drain(
+    where: Where, component: str, worker_id: int, *, migrate_after_seconds: float | None, wait_seconds: float
+) -> None:
+    """Drains a worker, and waits until no request runs on it.
+
+    Args:
+        where: Schedulers to call.
+        component: The component, ``namespace/name``.
+        worker_id: The worker.
+        migrate_after_seconds: Time after which running requests continue elsewhere; None lets them end.
+        wait_seconds: Longest wait for running requests; 0 does not wait.
+
+    Raises:
+        WrongUsage: the component's name is invalid.
+        CommandFailed: the worker is unknown, no Scheduler answers, or requests still run after the wait.
+    """
+    request = DrainWorkerRequest(component=_component(component), worker_id=worker_id)
+    if migrate_after_seconds is not None:
+        request.migrate_after_ms = round(migrate_after_seconds * 1000)
+    console = Console(highlight=False)
+    async with _schedulers(where) as schedulers:
+        answer = await _first(schedulers, lambda each: each.drain_worker(request, deadline=_soon()))
+        console.print(f"worker {worker_id} gets no new requests{' (as before)' if answer.was_draining else ''}")
+        deadline, shown = Deadline.after(wait_seconds), -1
+        while wait_seconds:
+            running = await _running(schedulers, request.component, worker_id)
+            if running != shown:
+                console.print(f"{running} requests run on it" if running else "no request runs on it")
+                shown = running
+            if not running:
+                return
+            if deadline.expired:
+                raise CommandFailed(
+                    f"{running} requests still run on worker {worker_id} after {wait_seconds:g} s; it stays drained. "
+                    "Wait longer, or give --timeout so that they continue on other workers"
+                )
+            await asyncio.sleep(_INTERVAL_SECONDS)
+
+
+async def undrain(where: Where, component: str, worker_id: int) -> None:
+    """Ends the drain of a worker.
+
+    Raises:
+        WrongUsage: the component's name is invalid.
+        CommandFailed: the worker is unknown, or no Scheduler answers.
+    """
+    request = UndrainWorkerRequest(component=_component(component), worker_id=worker_id)
+    async with _schedulers(where) as schedulers:
+        answer = await _first(schedulers, lambda each: each.undrain_worker(request, deadline=_soon()))
+    outcome = "gets requests again" if answer.was_draining else "was not drained"
+    Console(highlight=False).print(f"worker {worker_id} {outcome}")
+
+
+def _component(text: str) -> Component:
+    try:
+        name = ComponentName.parse(text)
+    except InvalidName as error:
+        raise WrongUsage(str(error)) from None
+    return Component(namespace=name.namespace, name=name.name)
+
+
+def _soon() -> Deadline:
+    return Deadline.after(_CALL_SECONDS)
+
+
+@asynccontextmanager
+async def _schedulers(where: Where) -> AsyncIterator[list[Scheduler]]:
+    async with open_sources(where) as sources:
+        addresses, note = sources.addresses("scheduler"), sources.note
+    if note:
+        raise CommandFailed(note)
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(open_channel(address, tls=command_tls(), role="scheduler"))
+            for address in addresses
+        ]
+        yield [cast(Scheduler, remote(_SCHEDULER, channel)) for channel in channels]
+
+
+async def _first(schedulers: list[Scheduler], call: Callable[[Scheduler], Awaitable[_T]]) -> _T:
+    """Calls one Scheduler after the other until one answers, since any of them can write to etcd."""
+    failure = CommandFailed("no Scheduler is known")
+    for scheduler in schedulers:
+        try:
+            return await call(scheduler)
+        except DependencyAway as error:
+            failure = CommandFailed(str(error))
+        except KvRouterError as error:
+            raise CommandFailed(f"{error}. {error.info.advice}".rstrip(". ")) from None
+    raise failure
+
+
+async def _running(schedulers: list[Scheduler], component: Component, worker_id: int) -> int:
+    """Returns the requests that are booked on a worker, at whichever Scheduler."""
+    most = 0
+    for scheduler in schedulers:
+        try:
+            status = await scheduler.get_status(GetStatusRequest(component=component), deadline=_soon())
+        except KvRouterError as error:
+            raise CommandFailed(f"a Scheduler does not answer: {error}") from None
+        ranks = [rank for each in status.components for rank in each.ranks if rank.rank.worker_id == worker_id]
+        most = max(most, sum(rank.active_requests for rank in ranks))
+    return most

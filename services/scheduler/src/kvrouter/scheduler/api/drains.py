@@ -1,0 +1,95 @@
+"""Drains workers: etcd stores which ones, so all Schedulers and Frontends stop sending them requests.
+
+The directory marks their registrations as draining (``kvrouter.runtime.discovery.registry_views``).
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+from kvrouter.net.etcd import AWAY, connect
+from kvrouter.runtime.component_field import component_name
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import BadRequest, DependencyAway, UnknownComponent, UnknownWorker
+from kvrouter.scheduler.load.pools import Components
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.registry_pb2 import WorkerDrain
+from kvrouter.v1.scheduler_pb2 import (
+    DrainWorkerRequest,
+    DrainWorkerResponse,
+    UndrainWorkerRequest,
+    UndrainWorkerResponse,
+)
+
+log = structlog.get_logger(component="scheduler")
+
+
+class Drains:
+    """Writes the drains of workers."""
+
+    def __init__(self, directory: Components, etcd_endpoints: str | None) -> None:
+        """``etcd_endpoints`` is None for a system without etcd, whose workers are listed."""
+        self._directory = directory
+        self._endpoints = etcd_endpoints
+
+    async def drain(self, request: DrainWorkerRequest) -> DrainWorkerResponse:
+        """Drains a registered worker. A repeated call replaces the time of the migration.
+
+        Raises:
+            BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
+        """
+        view = self._view(request.component)
+        if request.worker_id not in view.workers:
+            raise UnknownWorker(request.worker_id, view.workers)
+        now = time.time_ns()
+        drain = WorkerDrain(requested_unix_ns=now)
+        if request.HasField("migrate_after_ms"):
+            drain.migrate_unix_ns = min(now + request.migrate_after_ms * 1_000_000, (1 << 64) - 1)
+        was_draining = await self._write(view, request.worker_id, drain)
+        migrate_after = request.migrate_after_ms if request.HasField("migrate_after_ms") else None
+        log.info(
+            "worker.drained", worker=request.worker_id, component_name=str(view.name), migrate_after_ms=migrate_after
+        )
+        return DrainWorkerResponse(was_draining=was_draining)
+
+    async def undrain(self, request: UndrainWorkerRequest) -> UndrainWorkerResponse:
+        """Ends the drain of a worker, also of one that has left.
+
+        Raises:
+            BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
+        """
+        view = self._view(request.component)
+        if not await self._write(view, request.worker_id, None):
+            if request.worker_id not in view.workers:
+                raise UnknownWorker(request.worker_id, view.workers)
+            return UndrainWorkerResponse(was_draining=False)
+        log.info("worker.undrained", worker=request.worker_id, component_name=str(view.name))
+        return UndrainWorkerResponse(was_draining=True)
+
+    def _view(self, component: Component) -> ComponentView:
+        name = component_name(component)
+        view = self._directory.components.get(name)
+        if view is None:
+            raise UnknownComponent(name, self._directory.components)
+        return view
+
+    async def _write(self, view: ComponentView, worker_id: int, drain: WorkerDrain | None) -> bool:
+        """Stores or removes a drain. Returns whether there was one."""
+        if self._endpoints is None:
+            raise BadRequest(
+                "workers that are listed cannot be drained, because there is no etcd",
+                field="worker_id",
+                advice="Take the worker out of --static-workers, or stop it.",
+            )
+        key = view.name.drain_key(worker_id).encode()
+        try:
+            async with connect(self._endpoints) as client:
+                found = await client.get(key)
+                if drain is not None:
+                    await client.put(key, drain.SerializeToString())
+                elif found is not None:
+                    await client.delete(key)
+        except AWAY as error:
+            raise DependencyAway(f"etcd is unreachable, nothing has changed: {error}") from None
+        return found is not None
