@@ -11,7 +11,10 @@ from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """A system with two engines, whose model has a tokenizer. Processes that end are started again."""
+    """A system with two engines, whose model has a tokenizer.
+
+    Processes that end are started again, while the session's event loop runs: tests use that one.
+    """
     directory = tmp_path_factory.mktemp("system")
     options = StackOptions(directory, directory, workers=2, mode="kv", clock=20.0, has_text=True, restarts=True)
     async with running_stack(options) as running:

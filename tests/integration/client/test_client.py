@@ -35,10 +35,10 @@ from kvrouter.devtools.system.stack import Stack
 MODEL = "mock-model"
 ENDLESS = 50_000
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(stack: Stack) -> AsyncIterator[Client]:
     async with Client(stack.frontend, model=MODEL) as client:
         yield client

@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "python-client.md"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "client"
 MODEL = "mock-model"
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def output_of(example: str, *arguments: str) -> str:
