@@ -27,7 +27,7 @@ def config(**settings: Any) -> WorkerConfig:
         ("ranks", {}),
         ("ranks", {-1: 5}),
         ("etcd", "nowhere"),
-        ("etcd", "https://host:2379"),
+        ("etcd", "ftp://host:2379"),
         ("nats", "127.0.0.1:4222"),
         ("bind", "127.0.0.1"),
         ("bind", "127.0.0.1:99999"),
@@ -87,7 +87,8 @@ def test_drawn_ids_differ_and_fit_in_json() -> None:
 
 
 def test_endpoints() -> None:
-    assert parse_endpoints("a:1, http://b:2/,[::1]:3") == (("a", 1), ("b", 2), ("[::1]", 3))
-    for wrong in ("", "a", "a:b", "ftp://a:1", "http://a:1/path"):
+    assert parse_endpoints("a:1, http://b:2/,[::1]:3") == (("http", "a", 1), ("http", "b", 2), ("http", "[::1]", 3))
+    assert parse_endpoints("https://a:1") == (("https", "a", 1),)
+    for wrong in ("", "a", "a:b", "ftp://a:1", "http://a:1/path", "http://user:secret@a:1"):
         with pytest.raises(InvalidEndpoint):
             parse_endpoints(wrong)

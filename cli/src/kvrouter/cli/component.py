@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from google.protobuf.message import DecodeError
 from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
 from kvrouter.v1.names import ComponentName, InvalidName, worker_id_of_key
@@ -43,7 +44,7 @@ def forget(
 
 
 async def _forget(name: ComponentName, etcd: str) -> str:
-    async with connect(etcd) as client:
+    async with connect(command_etcd(etcd)) as client:
         registered = await client.get_prefix(name.workers_prefix.encode(), keys_only=True)
         workers = [_worker_of(entry.key) for entry in registered]
         if workers:

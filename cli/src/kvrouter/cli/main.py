@@ -11,6 +11,7 @@ from kvrouter.cli.addresses import parse_address
 from kvrouter.cli.component import component_app
 from kvrouter.cli.drain import drain, undrain
 from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
+from kvrouter.cli.etcd import use_etcd_user
 from kvrouter.cli.explain import explain
 from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
@@ -68,11 +69,16 @@ def _start(
     tls_peer_domain: Annotated[
         str, typer.Option(envvar="KVROUTER_TLS_PEER_DOMAIN", help="Domain of the roles in the services' certificates.")
     ] = "",
+    etcd_user: Annotated[str, typer.Option(envvar="KVROUTER_ETCD_USER", help="User in etcd.")] = "",
+    etcd_password_file: Annotated[
+        str, typer.Option(envvar="KVROUTER_ETCD_PASSWORD_FILE", help="File with the password of --etcd-user.")
+    ] = "",
 ) -> None:
     if version:
         print(f"kvrouter {VERSION}")  # noqa: T201
         raise typer.Exit
     use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
+    use_etcd_user(etcd_user, etcd_password_file)
     if context.invoked_subcommand is None:
         print(context.get_help())  # noqa: T201
 

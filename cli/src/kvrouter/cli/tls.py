@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import replace
 
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.net.secret_files import UnreadableSecret
@@ -24,12 +25,26 @@ def use_tls(cert_file: str, key_file: str, ca_file: str, peer_domain: str) -> No
 
 
 def command_tls() -> Tls | None:
-    """Returns the TLS of this command's connections; None for plain text.
+    """Returns the TLS of this command's connections to services; None for plain text.
 
     Raises:
         WrongUsage: a file cannot be used.
     """
+    return _made(_OPTIONS.get())
+
+
+def plain_tls() -> Tls | None:
+    """Returns the same without roles, for etcd.
+
+    Raises:
+        WrongUsage: a file cannot be used.
+    """
+    options = _OPTIONS.get()
+    return _made(None if options is None else replace(options, peer_domain=""))
+
+
+def _made(options: TlsOptions | None) -> Tls | None:
     try:
-        return Tls.of(_OPTIONS.get())
+        return Tls.of(options)
     except (InvalidCertificate, UnreadableSecret) as error:
         raise WrongUsage(str(error)) from None

@@ -9,10 +9,13 @@ and the stream that come with each event took longer than to apply the event.
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
+from kvrouter.net.nats_access import NatsAccess
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import SecureConnRequiredError
 
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
@@ -21,6 +24,24 @@ _STATUS_LINE = b"NATS/1.0 "
 
 class TolerantClient(Client):
     """Delivers every message, with its headers if they have a status. Escapes undecodable bytes of its subject."""
+
+    def __init__(self, access: NatsAccess | None = None) -> None:
+        """``access`` has the certificates; pass its ``servers`` and ``options()`` to ``connect``."""
+        super().__init__()
+        self._access = access
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """Certificates for the next connection, which may have been renewed since the last one."""
+        context = None if self._access is None else self._access.ssl_context()
+        return super().ssl_context if context is None else context
+
+    def _connect_command(self) -> bytes:
+        # The library would send the password in plain text to a server that does not ask for TLS.
+        if self._access is not None and self._access.encrypted and not self._server_info.get("tls_required"):
+            raise SecureConnRequiredError
+        command: bytes = super()._connect_command()
+        return command
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         if headers is None or not headers.startswith(_STATUS_LINE):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import stat
 
+from kvrouter.net.logs import get_logger
+
+log = get_logger(__name__)
+
 _EXPOSED = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 """Permissions that a file with a secret must not have. The group may read: Kubernetes mounts secrets for a group."""
 
@@ -45,3 +49,27 @@ def read_secret_line(path: str) -> str:
     if len(lines) != 1:
         raise UnreadableSecret(f"{path}: expected one line, received {len(lines)}")
     return lines[0].strip()
+
+
+class SecretLine:
+    """A secret of one line in a file, which is read again for each use, so that it can be replaced."""
+
+    def __init__(self, path: str) -> None:
+        """Reads the file.
+
+        Raises:
+            UnreadableSecret: it cannot be used.
+        """
+        self._path = path
+        self._last = read_secret_line(path)
+
+    def __repr__(self) -> str:
+        return f"SecretLine({self._path!r})"
+
+    def __call__(self) -> str:
+        """Returns the secret; the previous one if the file cannot be used at the moment."""
+        try:
+            self._last = read_secret_line(self._path)
+        except UnreadableSecret as error:
+            log.error("secret.unreadable", cause=str(error), uses="the previous secret")
+        return self._last

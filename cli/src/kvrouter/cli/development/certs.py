@@ -1,4 +1,4 @@
-"""``kvrouter certs``: creates a certificate authority for development, and certificates of all services."""
+"""``kvrouter certs``: creates certificates, keys and accounts of a secure system for development."""
 
 from __future__ import annotations
 
@@ -6,31 +6,63 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.errors import CommandFailed
-from kvrouter.devtools.system.certificates import LOOPBACK, PEER_DOMAIN, ROLES, DevelopmentAuthority
+from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.devtools.system.accounts import Namespace
+from kvrouter.devtools.system.certificates import LOOPBACK
+from kvrouter.devtools.system.credentials import Credentials
+from kvrouter.v1.names import ComponentName, InvalidName, check_name
 from rich.console import Console
 
 
 def certs_command(
     directory: Annotated[Path, typer.Argument(help="Directory for the files; created with mode 0700.")],
+    namespace: Annotated[str, typer.Option(help="Namespace of the services.")] = "kvrouter",
+    component: Annotated[
+        list[str] | None, typer.Option(help="Component of the workers; repeatable. By default workers.")
+    ] = None,
+    worker: Annotated[
+        list[str] | None, typer.Option(help="COMPONENT/ID of a worker that gets an identity; repeatable.")
+    ] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(help="Host name or address that the certificates contain besides loopback; repeatable."),
     ] = None,
     days: Annotated[float, typer.Option(min=0.001, help="Validity of the certificates, in days.")] = 365,
 ) -> None:
-    """Create a development CA and a certificate for each service; an existing CA issues new certificates."""
+    """Create a development CA, certificates, and accounts of NATS and etcd; keys that exist are kept."""
+    workers = [_worker(text) for text in worker or ()]
+    components = tuple(dict.fromkeys([*(component or ["workers"]), *(name for name, _ in workers)]))
     try:
-        authority = DevelopmentAuthority(directory, days=days)
-        for role in ROLES:
-            authority.issue(role, [*LOOPBACK, *(host or ())])
+        for name in (namespace, *components):
+            check_name(name)
+        credentials = Credentials(
+            directory, Namespace(namespace, components), workers, hosts=[*LOOPBACK, *(host or ())], days=days
+        )
+    except InvalidName as error:
+        raise WrongUsage(str(error)) from None
     except ValueError as error:
         raise CommandFailed(str(error)) from None
+    _describe(credentials)
+
+
+def _worker(text: str) -> tuple[str, int]:
+    component, _, number = text.partition("/")
+    if not number.isdecimal() or int(number) >= 1 << 64:
+        raise WrongUsage(f"--worker: expected COMPONENT/ID, such as workers/1, received {text!r}")
+    try:
+        return ComponentName("kvrouter", component).name, int(number)
+    except InvalidName as error:
+        raise WrongUsage(str(error)) from None
+
+
+def _describe(credentials: Credentials) -> None:
     console = Console(highlight=False)
-    console.print(f"{directory}: ca.crt, ca.key (keep it apart), and NAME.crt, NAME.key for {', '.join(ROLES)}")
-    console.print(f"Each contains NAME.{PEER_DOMAIN}. Options of the Scheduler, for example:", soft_wrap=True)
-    console.print(
-        f"  --tls-cert-file {directory}/scheduler.crt --tls-key-file {directory}/scheduler.key"
-        f" --tls-ca-file {directory}/ca.crt --tls-client-auth required --tls-peer-domain {PEER_DOMAIN}",
-        soft_wrap=True,
-    )
+    names = ", ".join(credentials.identities)
+    for line in (
+        f"{credentials.folder}: ca.crt and ca.key (keep it apart), and for each of {names}:",
+        "  NAME.crt, NAME.key (TLS), NAME.nkey (NATS), NAME.etcd-password",
+        "  nats.crt, nats.key, nats-accounts.conf: for nats-server; etcd.crt, etcd.key, etcd-accounts.sh: for etcd",
+        "options of the Scheduler:",
+        f"  {' '.join(credentials.identities['scheduler'].options())}",
+    ):
+        console.print(line, soft_wrap=True)

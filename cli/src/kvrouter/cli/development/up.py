@@ -15,6 +15,7 @@ import typer
 from kvrouter.cli.development.options import Blocks, BlockSize, Workers, check_modes, parse_time_scale
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
+from kvrouter.devtools.system.certificates import PEER_DOMAIN
 from kvrouter.devtools.system.stack import (
     DEFAULT_GRPC_PORT,
     DEFAULT_HTTP_PORT,
@@ -39,6 +40,7 @@ class UpOptions:
     http_port: int
     grpc_port: int
     logs: Path
+    secure: bool = False
 
 
 def choose_port(asked: int | None, default: int) -> int:
@@ -72,6 +74,7 @@ async def up(options: UpOptions, console: Console) -> None:
             grpc_port=options.grpc_port,
             restarts=True,
             has_text=True,
+            secure=options.secure,
         )
         async with running_stack(stack_options, lambda words: console.print(f"{words} ...")) as stack:
             _describe(stack, console)
@@ -85,9 +88,10 @@ def _describe(stack: Stack, console: Console) -> None:
     options = stack.options
     if not stack.http.endswith(f":{DEFAULT_HTTP_PORT}") and options.http_port == 0:
         console.print(f"port {DEFAULT_HTTP_PORT} is taken: HTTP is on another one", highlight=False)
+    scheme = "http" if stack.credentials is None else "https"
     table = Table(box=None, pad_edge=False, show_header=False)
     for what, where in (
-        ("HTTP API", f"http://{stack.http}"),
+        ("HTTP API", f"{scheme}://{stack.http}"),
         ("Frontend, gRPC", stack.frontend),
         ("Scheduler, gRPC", stack.scheduler),
         ("Indexer, gRPC", stack.indexer),
@@ -103,13 +107,14 @@ def _describe(stack: Stack, console: Console) -> None:
     body = {"model": options.model, "messages": [message], "max_tokens": 8}
     console.print("\nA first request, in another terminal (twice: the second finds its prompt cached):\n")
     console.print(
-        f"  curl -s http://{stack.http}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"  curl -s {_authority_of_curl(stack)}{scheme}://{stack.http}/v1/chat/completions "
+        "-H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
         highlight=False,
         soft_wrap=True,
         markup=False,
     )
-    command = _own_command()
+    command = _own_command() + _command_security(stack)
     console.print("\nA trace:\n")
     console.print(
         f"  {command} replay --target {stack.frontend} --indexer {stack.indexer} --clock {options.clock:g} "
@@ -120,6 +125,20 @@ def _describe(stack: Stack, console: Console) -> None:
     console.print("\nLoad, cache hits and decisions as they happen:\n")
     console.print(f"  {command} top --etcd {stack.etcd.endpoint}", highlight=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.")
+
+
+def _authority_of_curl(stack: Stack) -> str:
+    return "" if stack.credentials is None else f"--cacert {stack.credentials.authority.certificate_path} "
+
+
+def _command_security(stack: Stack) -> str:
+    """Returns the options with which the command authenticates as an administrator."""
+    if stack.credentials is None:
+        return ""
+    admin = stack.credentials.identities["admin"]
+    files = f"--tls-ca-file {admin.certificate.authority} --tls-cert-file {admin.certificate.cert}"
+    user = f"--etcd-user {admin.account.name} --etcd-password-file {admin.password}"
+    return f" {files} --tls-key-file {admin.certificate.key} --tls-peer-domain {PEER_DOMAIN} {user}"
 
 
 def _own_command() -> str:
@@ -144,13 +163,16 @@ def up_command(
         ),
     ] = None,
     logs: Annotated[Path, typer.Option(help="Directory for the logs.")] = Path("up-logs"),
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Encrypt and authenticate every connection, with keys made for this run.")
+    ] = False,
 ) -> None:
     """Start a whole system on loopback ports and keep it running until Ctrl-C; processes that die are restarted."""
     check_modes([mode])
     parse_time_scale(1.0, clock)
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
     grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
-    options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs)
+    options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs, secure)
     console = Console()
     with suppress(Interrupted):  # the intended way to end
         run_interruptibly(up(options, console))

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
+from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.tls import command_tls
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.services import ServiceQueries
@@ -80,7 +81,7 @@ async def open_sources(where: Where) -> AsyncIterator[Sources]:
         finally:
             await sources.close()
         return
-    directory = Directory(where.etcd, where.namespace, CollectorRegistry())
+    directory = Directory(command_etcd(where.etcd), where.namespace, CollectorRegistry(), tls=command_tls())
     async with asyncio.TaskGroup() as group:
         following = group.create_task(directory.run(), name="directory")
         sources = Sources(where, directory)

@@ -16,8 +16,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 PEER_DOMAIN = "kvrouter.internal"
 """Domain of the roles' names in the certificates."""
-ROLES = ("frontend", "scheduler", "indexer", "worker", "admin", "nats", "etcd")
-"""Holders of certificates; ``admin`` is for people and the command ``kvrouter``."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _CLOCK_SKEW = timedelta(minutes=5)
 """Machines whose clocks are behind by this accept a certificate at once."""
@@ -30,13 +28,6 @@ class CertificatePaths:
     cert: Path
     key: Path
     authority: Path
-
-    def options(self) -> tuple[str, ...]:
-        """Returns the flags with which a service uses them."""
-        return (
-            *("--tls-cert-file", str(self.cert), "--tls-key-file", str(self.key)),
-            *("--tls-ca-file", str(self.authority), "--tls-peer-domain", PEER_DOMAIN),
-        )
 
 
 class DevelopmentAuthority:
@@ -76,17 +67,18 @@ class DevelopmentAuthority:
         return CertificatePaths(self.folder / f"{name}.crt", self.folder / f"{name}.key", self.certificate_path)
 
     def issue(
-        self, name: str, hosts: Sequence[str] = LOOPBACK, *, valid_from: datetime | None = None
+        self, name: str, hosts: Sequence[str] = LOOPBACK, *, role: str = "", valid_from: datetime | None = None
     ) -> CertificatePaths:
         """Creates ``NAME.crt`` and ``NAME.key``, replacing previous ones.
 
         Args:
-            name: Name of the files, and role: the certificate contains ``NAME.kvrouter.internal``.
+            name: Name of the files.
             hosts: Host names and addresses that it contains as well.
+            role: The certificate contains ``ROLE.kvrouter.internal``; by default the name.
             valid_from: Start of its validity; by default now.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        alternatives = [x509.DNSName(f"{name}.{PEER_DOMAIN}"), *(_alternative(host) for host in hosts)]
+        alternatives = [x509.DNSName(f"{role or name}.{PEER_DOMAIN}"), *(_alternative(host) for host in hosts)]
         issuer = self._certificate.subject
         certificate = (
             _builder(_name(f"{name}.{PEER_DOMAIN}"), issuer, key, self._days, valid_from)

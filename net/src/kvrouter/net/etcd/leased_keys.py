@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
 import aetcd
-from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, connect, parse_endpoints, pause
+from kvrouter.net.etcd.access import EtcdAccess
+from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, connect, pause
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
@@ -38,7 +39,7 @@ class LeasedKeys:
 
     def __init__(
         self,
-        endpoints: str,
+        target: str | EtcdAccess,
         *,
         ttl_seconds: int = DEFAULT_TTL_SECONDS,
         on_registered: Callable[[], Awaitable[None]] | None = None,
@@ -48,7 +49,7 @@ class LeasedKeys:
         """Writes nothing yet.
 
         Args:
-            endpoints: etcd endpoints, separated by commas.
+            target: etcd endpoints, separated by commas, or with user and certificates.
             ttl_seconds: Time after which the keys expire without renewal, seconds.
             on_registered: Awaited each time that all keys were written under a new lease, and when a companion is
                 missing or invalid. It should write the companions.
@@ -58,8 +59,7 @@ class LeasedKeys:
         Raises:
             InvalidEndpoint: an endpoint is malformed.
         """
-        parse_endpoints(endpoints)
-        self._endpoints = endpoints
+        self._access = EtcdAccess.of(target)
         self._ttl = ttl_seconds
         self._on_registered = on_registered
         self._incarnation_of = incarnation_of
@@ -125,11 +125,11 @@ class LeasedKeys:
         try:
             while not self._stopping:
                 try:
-                    async with connect(self._endpoints) as client:
+                    async with connect(self._access) as client:
                         await self._keep(client)
                 except AWAY as error:
                     if not self._failures:
-                        log.warning("etcd.unreachable", endpoints=self._endpoints, error=str(error))
+                        log.warning("etcd.unreachable", endpoints=str(self._access), error=str(error))
                     self._failures += 1
                     if time.monotonic() >= self._expires:
                         self._registered.clear()
@@ -145,7 +145,7 @@ class LeasedKeys:
             await self._write(client)
             await self._check_companions(client)
             if self._failures:
-                log.info("etcd.reachable", endpoints=self._endpoints, failures=self._failures)
+                log.info("etcd.reachable", endpoints=str(self._access), failures=self._failures)
                 self._failures = 0
             # ``_write`` clears the event, which ``stop`` may have set just before.
             if self._stopping:
@@ -255,5 +255,5 @@ class LeasedKeys:
     async def _revoke(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            async with asyncio.timeout(CALL_SECONDS), connect(self._endpoints) as client:
+            async with asyncio.timeout(CALL_SECONDS), connect(self._access) as client:
                 await client.revoke_lease(lease)

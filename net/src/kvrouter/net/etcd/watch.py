@@ -13,6 +13,7 @@ import aetcd
 import grpc
 from aetcd import rpc
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_text, printable
+from kvrouter.net.etcd.access import EtcdAccess
 from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect, pause
 from kvrouter.net.logs import get_logger
 
@@ -53,7 +54,7 @@ def _ignore_contact() -> None:
 
 
 async def watch_prefix(
-    endpoints: str,
+    target: str | EtcdAccess,
     prefix: str,
     *,
     progress_seconds: float = _PROGRESS_SECONDS,
@@ -78,7 +79,7 @@ async def watch_prefix(
     while True:
         began = time.monotonic()
         try:
-            async with connect(endpoints) as client:
+            async with connect(target) as client:
                 listing = await client.get_prefix(prefix.encode())
                 if failures:
                     log.info("etcd.watch_resumed", prefix=prefix, failures=failures)

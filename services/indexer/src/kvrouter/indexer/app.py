@@ -40,7 +40,7 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         settings.reset_states,
         settings.reset_states_even_if_others_live,
     )
-    home = SnapshotHome(runtime.etcd_endpoints, runtime.instance_id, options, runtime.quarantine)
+    home = SnapshotHome(runtime.etcd, runtime.instance_id, options, runtime.quarantine)
     replica = Replica(
         runtime.instance_id,
         runtime.directory,

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
+from kvrouter.net.etcd import EtcdAccess, InvalidEndpoint
+from kvrouter.net.nats_access import InvalidNats, NatsAccess
 from kvrouter.net.tls import TlsOptions
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport
@@ -50,11 +50,11 @@ class WorkerConfig:
     """Identity in the component, u64. By default a random number of 53 bits, which JSON numbers can represent. A worker
     that restarts with its previous id replaces its previous registration."""
 
-    etcd: str = "127.0.0.1:2379"
-    """``host:port`` of etcd, several separated by commas."""
+    etcd: str | EtcdAccess = "127.0.0.1:2379"
+    """``host:port`` of etcd, several separated by commas; an EtcdAccess for a user or TLS."""
 
-    nats: str = "nats://127.0.0.1:4222"
-    """URL of NATS, several separated by commas."""
+    nats: str | NatsAccess = "nats://127.0.0.1:4222"
+    """URL of NATS, several separated by commas; a NatsAccess for an identity or TLS."""
 
     bind: str = "127.0.0.1:0"
     """``host:port`` on which the WorkerService listens; port 0 chooses a free one."""
@@ -172,14 +172,16 @@ class WorkerConfig:
             if not (0 <= rank < 1 << 32 and 0 <= total_blocks < 1 << 64):
                 raise InvalidConfig(f"ranks: expected rank and blocks of 0 or more, received {rank}: {total_blocks}")
         try:
-            parse_endpoints(self.etcd)
+            EtcdAccess.of(self.etcd)
+            NatsAccess.of(self.nats)
         except InvalidEndpoint as error:
             raise InvalidConfig(f"etcd: {error}") from None
+        except InvalidNats as error:
+            raise InvalidConfig(f"nats: {error}") from None
         if self.tls is not None and self.tls.enabled and not self.tls.cert_file:
             raise InvalidConfig("tls: a worker also needs cert_file and key_file")
-        for url in self.nats.split(","):
-            if urlsplit(url).scheme not in {"nats", "tls", "ws", "wss"} or not urlsplit(url).hostname:
-                raise InvalidConfig(f"nats: expected a URL such as nats://127.0.0.1:4222, received {url!r}")
+        if isinstance(self.nats, str) and "://" not in self.nats:
+            raise InvalidConfig(f"nats: expected a URL such as nats://127.0.0.1:4222, received {self.nats!r}")
         host, colon, port = self.bind.rpartition(":")
         if not colon or not host or not port.isdigit() or int(port) > 65_535:
             raise InvalidConfig(f"bind: expected host:port, received {self.bind!r}")
@@ -193,7 +195,9 @@ class WorkerConfig:
             ("ranks", Mapping, "{0: 16384}, rank → KV blocks"),
             ("labels", Mapping, '{"zone": "a"}'),
             ("lora_names", tuple, '("adapter",)'),
-            *((name, str, '"127.0.0.1:9000"') for name in ("etcd", "nats", "bind", "advertise", "engine_incarnation")),
+            *((name, str, '"127.0.0.1:9000"') for name in ("bind", "advertise", "engine_incarnation")),
+            ("etcd", str | EtcdAccess, '"127.0.0.1:2379"'),
+            ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
             *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
             *((name, int, "an integer") for name in _INTEGERS),
             *((name, int | float, "a number of seconds") for name in _SECONDS),

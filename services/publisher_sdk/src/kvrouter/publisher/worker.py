@@ -385,7 +385,7 @@ async def _settle(config: WorkerConfig, former: int | None) -> tuple[int, Transp
 
     def tell(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            log.warning("etcd.waiting", endpoints=config.etcd, error=str(state.outcome.exception()))
+            log.warning("etcd.waiting", endpoints=str(config.etcd), error=str(state.outcome.exception()))
 
     async for attempt in AsyncRetrying(
         retry=retry_if_exception_type(AWAY), wait=wait_random_exponential(multiplier=0.2, max=3), before_sleep=tell

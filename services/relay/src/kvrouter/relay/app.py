@@ -41,8 +41,8 @@ def worker_config(settings: RelaySettings, worker_id: int) -> WorkerConfig:
             range(settings.dp_start_rank, settings.dp_start_rank + settings.dp_size), settings.total_blocks
         ),
         worker_id=worker_id,
-        etcd=settings.etcd,
-        nats=settings.nats,
+        etcd=settings.etcd_access(),
+        nats=settings.nats_access(),
         bind=settings.bind,
         advertise=settings.advertise,
         tls=settings.tls_options(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import nats.errors
 import structlog
+from kvrouter.net.nats_access import NatsAccess
 from kvrouter.net.nats_client import TolerantClient
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -39,14 +40,16 @@ class NatsMetrics:
 
 
 @asynccontextmanager
-async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterator[Client]:
+async def connect_nats(target: str | NatsAccess, name: str, metrics: NatsMetrics) -> AsyncIterator[Client]:
     """Connects to NATS while the context lasts. Waits for NATS as long as necessary, and reconnects forever.
 
     Args:
-        url: URLs of servers, separated by commas.
+        target: URLs of servers, separated by commas, or with identity and certificates.
         name: Name of the connection in NATS' own monitoring.
         metrics: Metrics to update.
     """
+    access = NatsAccess.of(target)
+    url = str(access)
     reported = ""
     leaving = False
 
@@ -75,9 +78,9 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         metrics.connected.set(1)
         log.info("nats.reconnected", url=url)
 
-    client = TolerantClient()
+    client = TolerantClient(access)
     await client.connect(
-        [each.strip() for each in url.split(",") if each.strip()],
+        access.servers,
         name=name,
         error_cb=on_error,
         disconnected_cb=on_disconnect,
@@ -90,6 +93,7 @@ async def connect_nats(url: str, name: str, metrics: NatsMetrics) -> AsyncIterat
         ping_interval=_PING_SECONDS,
         max_outstanding_pings=_MAX_PINGS_OUTSTANDING,
         pending_size=_MAX_OUTGOING_BYTES,
+        **access.options(),
     )
     try:
         # The library may swallow a cancellation while it connects; the task would then never end.

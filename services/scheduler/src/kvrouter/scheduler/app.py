@@ -73,11 +73,7 @@ async def running(
     decisions = Decisions(settings.decisions_kept)
     board = ThresholdBoard(options.thresholds)
     listed = runtime.listed
-    shared = (
-        SharedThresholds(board, runtime.etcd_endpoints, settings.namespace, runtime.quarantine)
-        if listed is None
-        else None
-    )
+    shared = SharedThresholds(board, runtime.etcd, settings.namespace, runtime.quarantine) if listed is None else None
     thresholds = shared or OwnThresholds(board)
     remote_indexers = RemoteIndexers(runtime.directory, runtime.instance_id, runtime.call_streams.client("indexer"))
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)

@@ -33,7 +33,7 @@ from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshots.store import SnapshotStore
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
-from kvrouter.net.etcd import connect
+from kvrouter.net.etcd import EtcdAccess, connect
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.names import ComponentName
@@ -82,8 +82,8 @@ class SnapshotOptions:
 class SnapshotHome:
     """What the snapshots of all components share: etcd, this replica's id, and options."""
 
-    etcd: str
-    """Endpoints of etcd as host:port, separated by commas."""
+    etcd: str | EtcdAccess
+    """Endpoints of etcd as host:port, separated by commas, or with user and certificates."""
     replica_id: str
     options: SnapshotOptions = SnapshotOptions()
     quarantine: Quarantine = field(default_factory=Quarantine)

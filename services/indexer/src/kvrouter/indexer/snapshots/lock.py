@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message, decode_text, printable
-from kvrouter.net.etcd import AWAY, connect
+from kvrouter.net.etcd import AWAY, EtcdAccess, connect
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord
 from kvrouter.v1.snapshot_pb2 import SnapshotLock, SnapshotPointer
@@ -111,7 +111,11 @@ class AcquiredLock:
 
 @asynccontextmanager
 async def acquired(
-    endpoints: str, component: ComponentName, replica_id: str, ttl_seconds: int, quarantine: Quarantine | None = None
+    etcd: str | EtcdAccess,
+    component: ComponentName,
+    replica_id: str,
+    ttl_seconds: int,
+    quarantine: Quarantine | None = None,
 ) -> AsyncIterator[AcquiredLock]:
     """Acquires the component's snapshot lock under a lease of ``ttl_seconds``, which is renewed until the context ends.
 
@@ -122,7 +126,7 @@ async def acquired(
         One of ``kvrouter.net.etcd.AWAY``: etcd is unreachable.
     """
     key = component.snapshot_lock_key.encode()
-    async with connect(endpoints) as client:
+    async with connect(etcd) as client:
         lease = await client.lease(ttl_seconds)
         value = SnapshotLock(replica_id=replica_id).SerializeToString()
         await _delete_unleased(client, component, Quarantine() if quarantine is None else quarantine)

@@ -8,6 +8,7 @@ from typing import Protocol
 import nats.errors
 from kvrouter.net.event_stream import ensure_stream, write_error
 from kvrouter.net.logs import get_logger
+from kvrouter.net.nats_access import NatsAccess
 from kvrouter.net.nats_client import TolerantClient
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
@@ -46,8 +47,10 @@ def check_cancelled() -> None:
 class NatsLink:
     """A NATS connection that is made when NATS can be reached, and made again when it is lost."""
 
-    def __init__(self, url: str, name: str) -> None:
-        self._url = url
+    def __init__(self, target: str | NatsAccess, name: str) -> None:
+        """Connects to nothing; ``target`` is a URL, or one with identity and certificates."""
+        self._access = NatsAccess.of(target)
+        self._url = str(self._access)
         self._name = name
         self._client: Client | None = None
         self._closed = asyncio.Event()
@@ -69,9 +72,9 @@ class NatsLink:
             ):
                 with attempt:
                     self._closed.clear()
-                    self._client = TolerantClient()
+                    self._client = TolerantClient(self._access)
                     await self._client.connect(
-                        self._url.split(","),
+                        self._access.servers,
                         name=self._name,
                         max_reconnect_attempts=-1,
                         reconnect_time_wait=1,
@@ -81,6 +84,7 @@ class NatsLink:
                         disconnected_cb=self._on_disconnected,
                         reconnected_cb=self._on_connected,
                         closed_cb=self._on_closed,
+                        **self._access.options(),
                     )
                     check_cancelled()
                     await self._on_connected()

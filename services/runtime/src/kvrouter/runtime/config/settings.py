@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from kvrouter.net.tls import TlsOptions
+from kvrouter.net.etcd import EtcdAccess
+from kvrouter.net.nats_access import NatsAccess
+from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime.config.addresses import Address, Name, OptionalAddress
 from kvrouter.runtime.config.sources import SettingsError, load, load_all
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
@@ -58,6 +60,30 @@ class ServiceSettings(BaseModel):
         default="nats://127.0.0.1:4222",
         description="URLs of NATS, separated by commas.",
         json_schema_extra={"env": ["NATS_SERVER"]},
+    )
+    etcd_user: str = Field(default="", description="User in etcd, with --etcd-password-file; empty for none.")
+    etcd_password_file: str = Field(
+        default="", description="File with the password of --etcd-user, of mode 0600 or 0640."
+    )
+    etcd_ca_file: str = Field(
+        default="",
+        description="PEM file with the authorities of etcd's certificate, for https://; by default --tls-ca-file.",
+    )
+    nats_user: str = Field(default="", description="User in NATS, with --nats-password-file; empty for none.")
+    nats_password_file: str = Field(
+        default="", description="File with the password of --nats-user, of mode 0600 or 0640."
+    )
+    nats_token_file: str = Field(default="", description="File with a token for NATS, of mode 0600 or 0640.")
+    nats_nkey_file: str = Field(default="", description="File with an NKEY seed for NATS, of mode 0600 or 0640.")
+    nats_credentials_file: str = Field(
+        default="", description="Credentials file (.creds) for NATS, of mode 0600 or 0640."
+    )
+    nats_ca_file: str = Field(
+        default="",
+        description="PEM file with the authorities of NATS' certificate, for tls://; by default --tls-ca-file.",
+    )
+    nats_inbox_prefix: str = Field(
+        default="", description="Prefix of this process's reply subjects in NATS, for permissions; empty for _INBOX."
     )
     bind: Address = Field(
         default="127.0.0.1:0", description="Address of the gRPC server, host:port; port 0 takes a free one."
@@ -144,11 +170,50 @@ class ServiceSettings(BaseModel):
             self.tls_peer_domain,
         )
 
+    def etcd_access(self) -> EtcdAccess:
+        """Returns where etcd is, with user and certificates.
+
+        Raises:
+            InvalidEndpoint: an endpoint is malformed, or user and password file are not given together.
+            InvalidCertificate, UnreadableSecret: a file cannot be used.
+        """
+        return EtcdAccess(
+            self.etcd,
+            user=self.etcd_user,
+            password_file=self.etcd_password_file,
+            tls=self._infrastructure_tls(self.etcd_ca_file),
+        )
+
+    def nats_access(self) -> NatsAccess:
+        """Returns where NATS is, with identity and certificates.
+
+        Raises:
+            InvalidNats: a URL is malformed, or there is more than one way to authenticate.
+            InvalidCertificate, UnreadableSecret: a file cannot be used.
+        """
+        return NatsAccess(
+            self.nats,
+            user=self.nats_user,
+            password_file=self.nats_password_file,
+            token_file=self.nats_token_file,
+            nkey_file=self.nats_nkey_file,
+            credentials_file=self.nats_credentials_file,
+            inbox_prefix=self.nats_inbox_prefix,
+            tls=self._infrastructure_tls(self.nats_ca_file),
+        )
+
+    def _infrastructure_tls(self, ca_file: str) -> Tls | None:
+        """Returns the certificates for a server that is not one of ours, whose own name is checked."""
+        return Tls.of(TlsOptions(self.tls_cert_file, self.tls_key_file, ca_file or self.tls_ca_file))
+
     @model_validator(mode="after")
     def _has_complete_tls(self) -> ServiceSettings:
         options = self.tls_options()
         if options.enabled and not options.cert_file:
             raise ValueError("tls_ca_file is set: a service also needs tls_cert_file and tls_key_file")
+        if self.static_endpoints() is None:
+            self.etcd_access()
+            self.nats_access()
         return self
 
     def static_endpoints(self) -> StaticEndpoints | None:

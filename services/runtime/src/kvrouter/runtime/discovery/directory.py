@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable
-from kvrouter.net.etcd import Change, Delete, LeasedKeys, Put, Snapshot, watch_prefix
+from kvrouter.net.etcd import Change, Delete, EtcdAccess, LeasedKeys, Put, Snapshot, watch_prefix
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.discovery.registry_views import (
     KINDS,
@@ -44,7 +44,7 @@ class Directory:
 
     def __init__(
         self,
-        etcd_endpoints: str,
+        etcd: str | EtcdAccess,
         namespace: str,
         registry: CollectorRegistry,
         *,
@@ -55,7 +55,7 @@ class Directory:
         """Reads nothing yet.
 
         Args:
-            etcd_endpoints: etcd endpoints, separated by commas.
+            etcd: etcd endpoints, separated by commas, or with user and certificates.
             namespace: The namespace to follow.
             registry: Registry for the metrics.
             source: Yields the entries and their changes; None for etcd. Only entries from etcd are retained when they
@@ -68,7 +68,7 @@ class Directory:
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._source = source or (
             lambda: watch_prefix(
-                etcd_endpoints, namespace_prefix(namespace), quarantine=self._quarantine, on_contact=self._confirm
+                etcd, namespace_prefix(namespace), quarantine=self._quarantine, on_contact=self._confirm
             )
         )
         self._retains = source is None

@@ -39,9 +39,9 @@ class Runtime:
         self.registry = registry
         """Registry of the process's metrics."""
         self.instance_id = settings.instance_id
-        self.etcd_endpoints = settings.etcd
-        """Endpoints for ``kvrouter.net.etcd``: host:port, separated by commas."""
-        self.keys = LeasedKeys(settings.etcd, ttl_seconds=settings.lease_seconds)
+        self.etcd = settings.etcd_access()
+        """Where etcd is."""
+        self.keys = LeasedKeys(self.etcd, ttl_seconds=settings.lease_seconds)
         """Keys that exist in etcd for as long as this process lives."""
         self.call_streams = CallStreamMetrics(registry)
         """Counts of the process's call streams."""
@@ -53,7 +53,7 @@ class Runtime:
         self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry, self.tls)
         """Discovery of listed workers; None if workers are discovered in etcd."""
         self.directory = Directory(
-            settings.etcd,
+            self.etcd,
             settings.namespace,
             registry,
             source=None if self.listed is None else self.listed.changes,
@@ -63,6 +63,7 @@ class Runtime:
         self.registrar = ServiceRegistrar(self.keys, settings.namespace, settings.instance_id)
         self._tasks = tasks
         self._background: set[asyncio.Task[None]] = set()
+        self._nats_access = settings.nats_access()
         self._nats_metrics = NatsMetrics(registry)
         self._nats: asyncio.Future[Client] | None = None
 
@@ -91,7 +92,7 @@ class Runtime:
 
     async def _keep_nats(self, connected: asyncio.Future[Client]) -> None:
         try:
-            async with connect_nats(self.settings.nats, self.instance_id, self._nats_metrics) as client:
+            async with connect_nats(self._nats_access, self.instance_id, self._nats_metrics) as client:
                 connected.set_result(client)
                 while not client.is_closed:  # noqa: ASYNC110 - the closed callback would need more code
                     await asyncio.sleep(_CLOSED_CHECK_SECONDS)

@@ -14,6 +14,7 @@ import structlog
 import uvloop
 from kvrouter import core
 from kvrouter.net.etcd import InvalidEndpoint, KeyTaken
+from kvrouter.net.nats_access import InvalidNats
 from kvrouter.net.secret_files import UnreadableSecret
 from kvrouter.net.tls import InvalidCertificate
 from kvrouter.runtime.config.settings import ServiceSettings
@@ -36,6 +37,7 @@ _EXPLAINED = (
     BindFailed,
     InvalidCertificate,
     InvalidEndpoint,
+    InvalidNats,
     StartRefused,
     KeyTaken,
     TracingNotInstalled,

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
-from kvrouter.net.etcd import AWAY, Delete, Put, Snapshot, connect, watch_prefix
+from kvrouter.net.etcd import AWAY, Delete, EtcdAccess, Put, Snapshot, connect, watch_prefix
 from kvrouter.runtime.errors import BadRequest, DependencyAway
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
 from kvrouter.v1.names import namespace_prefix, threshold_key
@@ -75,11 +75,11 @@ class SharedThresholds:
     """Follows the thresholds in etcd and writes updates there. ``run`` must be running."""
 
     def __init__(
-        self, board: ThresholdBoard, etcd_endpoints: str, namespace: str, quarantine: Quarantine | None = None
+        self, board: ThresholdBoard, etcd: str | EtcdAccess, namespace: str, quarantine: Quarantine | None = None
     ) -> None:
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._board = board
-        self._endpoints = etcd_endpoints
+        self._etcd = etcd
         self._namespace = namespace
         self._prefix = f"{namespace_prefix(namespace)}thresholds/"
         self.synced = False
@@ -93,7 +93,7 @@ class SharedThresholds:
         """
         key = threshold_key(self._namespace, model).encode()
         try:
-            async with connect(self._endpoints) as client:
+            async with connect(self._etcd) as client:
                 for _ in range(_TRIES):
                     found = await client.get(key)
                     before = None if found is None else self._read(key.decode(), found.value)
@@ -117,7 +117,7 @@ class SharedThresholds:
 
     async def run(self) -> None:
         """Follows etcd until cancelled."""
-        watch = watch_prefix(self._endpoints, self._prefix, quarantine=self._quarantine)
+        watch = watch_prefix(self._etcd, self._prefix, quarantine=self._quarantine)
         async with aclosing(watch) as changes:
             async for change in changes:
                 match change:
