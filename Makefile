@@ -180,7 +180,7 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 $(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
-	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e client -e '.[dev,envoy,tracing]' -e devtools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
 	@touch $@ $(STAMPS)/core $(STAMPS)/engine
 
 $(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/rust/src/*/*/*.rs)

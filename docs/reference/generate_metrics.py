@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 from kvrouter.core import MemoryBudget
 from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.refusals import Refusals
+from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
@@ -79,6 +80,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     Recorder(MagicMock(known_blocks=0, size=0), frontend)
     Refusals(frontend)
     FollowedKeys(None, frontend)
+    FollowedSigningKeys("https://issuer.example/keys", MagicMock(), frontend)
     TextModels(MagicMock(), None, {}, frontend, cache_bytes=0)
     _Connections(MagicMock(), frontend, "frontend")
     yield "Frontend", frontend

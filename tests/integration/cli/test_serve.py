@@ -116,7 +116,8 @@ async def test_every_metric_is_documented_and_exposed(
     picker = ("--endpoint-picker-bind", "127.0.0.1:0")
     every = (*where, "--replica-sync", "--port", "0", "--http-bind", ops[0], *record, *picker)
     write_key_file(tmp_path / "keys.json", KeyFile())
-    keys = ("--api-keys", str(tmp_path / "keys.json"))
+    signing = ("--jwt-keys", "http://127.0.0.1:1/", "--jwt-issuer", "i", "--jwt-audience", "a")
+    keys = ("--api-keys", str(tmp_path / "keys.json"), *signing)
     without_etcd = ("--roles", "frontend,scheduler", *static, *keys, "--port", "0", "--http-bind", ops[1])
     commands = [
         module(f"serve-{place}", "cli.main", "serve", *some) for place, some in enumerate((every, without_etcd))

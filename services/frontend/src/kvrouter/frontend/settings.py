@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.config.files import can_be_written
@@ -17,6 +17,23 @@ def _checked_file(text: str) -> str:
     if text and not can_be_written(Path(text)):
         raise ValueError("expected a file that can be written: check that its folder exists and is writable")
     return text
+
+
+JwtAlgorithm = Literal[
+    "HS256",
+    "HS384",
+    "HS512",
+    "RS256",
+    "RS384",
+    "RS512",
+    "PS256",
+    "PS384",
+    "PS512",
+    "ES256",
+    "ES384",
+    "ES512",
+    "EdDSA",
+]
 
 
 class FrontendSettings(RoutingSettings):
@@ -136,6 +153,21 @@ class FrontendSettings(RoutingSettings):
         default="",
         description="File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys.",
     )
+    jwt_keys: str = Field(
+        default="",
+        description="JSON Web Key Set, a file or an https URL, whose tokens are accepted; empty to accept no tokens.",
+    )
+    jwt_issuer: str = Field(default="", description="Issuer (iss) of accepted tokens; needed with --jwt-keys.")
+    jwt_audience: str = Field(default="", description="Audience (aud) of accepted tokens; needed with --jwt-keys.")
+    jwt_algorithms: tuple[JwtAlgorithm, ...] = Field(
+        default=("RS256", "ES256", "EdDSA"), description="Algorithms of accepted tokens, separated by commas."
+    )
+    jwt_leeway_seconds: float = Field(
+        default=10.0, ge=0, le=3600, description="Difference of clocks allowed for in a token's times, in seconds."
+    )
+    jwt_tenant_claim: str = Field(default="tenant", description="Claim of a token that has the caller's tenant.")
+    jwt_models_claim: str = Field(default="models", description="Claim of a token that has the caller's models.")
+    jwt_role_claim: str = Field(default="role", description="Claim of a token that has the caller's role.")
     static_schedulers: tuple[Address, ...] = Field(
         default=(),
         description="gRPC addresses of the Schedulers of a system without etcd, host:port, separated by commas.",
@@ -145,6 +177,12 @@ class FrontendSettings(RoutingSettings):
     def _one_endpoint_picker(self) -> Self:
         if self.endpoint_picker_bind and self.processes > 1:
             raise ValueError("endpoint_picker_bind needs a Frontend of one process: set processes to 1")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_token_rules(self) -> Self:
+        if self.jwt_keys and not (self.jwt_issuer and self.jwt_audience and self.jwt_algorithms):
+            raise ValueError("--jwt-keys also needs --jwt-issuer, --jwt-audience and --jwt-algorithms")
         return self
 
     def static_endpoints(self) -> StaticEndpoints | None:

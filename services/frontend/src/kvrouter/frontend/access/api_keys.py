@@ -58,13 +58,17 @@ def limits_of(entry: KeyEntry | TenantEntry) -> RateLimits:
     return RateLimits(entry.requests_per_second, entry.tokens_per_minute, entry.concurrency)
 
 
+def _max_priority(entry: KeyEntry, tenant: TenantEntry | None) -> int | None:
+    return entry.max_priority if entry.max_priority is not None or tenant is None else tenant.max_priority
+
+
 def _caller(entry: KeyEntry, tenant: TenantEntry | None) -> Caller:
     return Caller(
         name=entry.id,
         tenant=entry.tenant,
         role=entry.role,
         models=None if entry.models is None else tuple(entry.models),
-        max_priority=entry.max_priority,
+        max_priority=_max_priority(entry, tenant),
         isolated=tenant is not None and tenant.isolated,
         limits=limits_of(entry),
         tenant_limits=RateLimits() if tenant is None else limits_of(tenant),

@@ -30,7 +30,7 @@ from kvrouter.frontend.access.caller import Role
 PREFIX = "kvr-"
 """Beginning of every API key."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{0,64}")
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 _ID_RULE = "1 to 64 letters, digits, - or _"
 _TENANT_RULE = "1 to 64 letters, digits, -, _ or ."
 _SECRET_BYTES = 32
@@ -75,6 +75,8 @@ class TenantEntry(_Limits, frozen=True, kw_only=True):
     """What holds for all callers of a tenant together."""
 
     name: str
+    max_priority: _Priority | None = None
+    """Highest priority of requests whose caller has none of its own."""
     isolated: bool = False
     """Whether the tenant's cache blocks are shared with nobody else."""
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
@@ -98,11 +100,11 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         for number, key in enumerate(self.keys):
             if not _ID.fullmatch(key.id):
                 raise KeyFileError(f"id of key {number}: expected {_ID_RULE}, found {key.id[:80]!r}")
-            if not _TENANT.fullmatch(key.tenant):
+            if not TENANT_NAME.fullmatch(key.tenant):
                 raise KeyFileError(f"tenant of key {key.id}: expected {_TENANT_RULE}, found {key.tenant[:80]!r}")
             _parts_of(key)
         for number, tenant in enumerate(self.tenants):
-            if not tenant.name or not _TENANT.fullmatch(tenant.name):
+            if not tenant.name or not TENANT_NAME.fullmatch(tenant.name):
                 raise KeyFileError(f"name of tenant {number}: expected {_TENANT_RULE}, found {tenant.name[:80]!r}")
         _check_unique("key", [key.id for key in self.keys])
         _check_unique("tenant", [tenant.name for tenant in self.tenants])
@@ -154,24 +156,34 @@ def _parts_of(key: KeyEntry) -> tuple[bytes, bytes]:
     raise KeyFileError(f"hash of key {key.id}: expected sha256:SALT:DIGEST: create the key with `kvrouter keys create`")
 
 
-def read_key_file(path: Path) -> KeyFile:
-    """Reads and checks a file.
+def read_protected(path: Path, *, secret: bool) -> bytes:
+    """Reads a file that others cannot write, and if it is secret cannot read either.
 
     Raises:
-        KeyFileError: it cannot be read, others may read or write it, or its content is invalid.
+        KeyFileError: it cannot be read, is too long, or its mode is another one.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise KeyFileError(f"cannot read {path}: {error.strerror}") from None
     try:
-        _check_mode(path, os.fstat(descriptor))
+        _check_mode(path, os.fstat(descriptor), secret=secret)
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(_MAX_FILE_BYTES + 1)
     finally:
         os.close(descriptor)
     if len(content) > _MAX_FILE_BYTES:
         raise KeyFileError(f"{path} is longer than {_MAX_FILE_BYTES} bytes")
+    return content
+
+
+def read_key_file(path: Path) -> KeyFile:
+    """Reads and checks a file.
+
+    Raises:
+        KeyFileError: it cannot be read, others may read or write it, or its content is invalid.
+    """
+    content = read_protected(path, secret=True)
     try:
         decoded = _DECODER.decode(content)
         decoded.check()
@@ -182,14 +194,14 @@ def read_key_file(path: Path) -> KeyFile:
     return decoded
 
 
-def _check_mode(path: Path, found: os.stat_result) -> None:
+def _check_mode(path: Path, found: os.stat_result, *, secret: bool) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise KeyFileError(f"{path} is not a regular file")
     mode = stat.S_IMODE(found.st_mode)
-    if mode & (stat.S_IWGRP | stat.S_IRWXO):
+    if mode & (stat.S_IWGRP | (stat.S_IRWXO if secret else stat.S_IWOTH)):
         raise KeyFileError(
-            f"{path} has mode {mode:03o}: expected one that only its owner can write and others cannot read, such as "
-            f"600 or 640: run `chmod 600 {path}`"
+            f"{path} has mode {mode:03o}: expected one that only its owner can write"
+            f"{' and others cannot read' if secret else ''}, such as 600 or 640: run `chmod 600 {path}`"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.following import FollowedKeys
@@ -15,6 +17,10 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.process.lifecycle import StartRefused
 from prometheus_client import CollectorRegistry
 
+if TYPE_CHECKING:
+    from kvrouter.frontend.access.json_web_tokens import JsonWebTokens
+    from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedAccess:
@@ -22,10 +28,14 @@ class OpenedAccess:
 
     access: Access
     keys: FollowedKeys
+    signing_keys: FollowedSigningKeys | None
 
     async def run(self) -> None:
-        """Follows the file of API keys until cancelled."""
-        await self.keys.run()
+        """Follows the files of keys until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.keys.run(), name="api-keys")
+            if self.signing_keys is not None:
+                group.create_task(self.signing_keys.run(), name="signing-keys")
 
 
 def open_access(
@@ -39,12 +49,38 @@ def open_access(
         limits: Counters of limits that other processes share; None if there are none.
 
     Raises:
-        StartRefused: the file of API keys cannot be used.
+        StartRefused: a file of keys cannot be used.
     """
-    if not settings.api_keys:
+    if not settings.api_keys and not settings.jwt_keys:
         return None
     try:
-        keys = FollowedKeys(Path(settings.api_keys), registry)
+        keys = FollowedKeys(Path(settings.api_keys) if settings.api_keys else None, registry)
     except KeyFileError as error:
         raise StartRefused(f"--api-keys: {error}") from None
-    return OpenedAccess(Access(lambda: keys.keys, None, Refusals(registry), Quotas(limits or LimitTable())), keys)
+    tokens, signing_keys = _open_tokens(settings, registry) if settings.jwt_keys else (None, None)
+    access = Access(lambda: keys.keys, tokens, Refusals(registry), Quotas(limits or LimitTable()))
+    return OpenedAccess(access, keys, signing_keys)
+
+
+def _open_tokens(settings: FrontendSettings, registry: CollectorRegistry) -> tuple[JsonWebTokens, FollowedSigningKeys]:
+    # Imported only here, since PyJWT is an extra.
+    try:
+        from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, TokenRules
+        from kvrouter.frontend.access.signing_keys import FollowedSigningKeys, check_location
+    except ModuleNotFoundError as error:
+        raise StartRefused(f"--jwt-keys needs {error.name}: install kvrouter[jwt]") from None
+    rules = TokenRules(
+        issuer=settings.jwt_issuer,
+        audience=settings.jwt_audience,
+        algorithms=frozenset(settings.jwt_algorithms),
+        leeway_seconds=settings.jwt_leeway_seconds,
+        tenant_claim=settings.jwt_tenant_claim,
+        models_claim=settings.jwt_models_claim,
+        role_claim=settings.jwt_role_claim,
+    )
+    tokens = JsonWebTokens(rules)
+    try:
+        check_location(settings.jwt_keys)
+        return tokens, FollowedSigningKeys(settings.jwt_keys, tokens, registry)
+    except (InvalidKeys, ValueError) as error:
+        raise StartRefused(f"--jwt-keys: {error}") from None
