@@ -146,7 +146,9 @@ class Picker:
         headers = {}
         if len(view.workers[chosen].ranks) > 1:
             headers[_RANK_HEADER] = str(booking.rank.dp_rank)
-        return Pick(booking, link, [endpoints[chosen], *fallbacks], headers, routed_on_load=not body.is_tokenized)
+        return Pick(
+            booking, link, [endpoints[chosen], *fallbacks], headers, routed_on_load=body.is_routed_on_load(view)
+        )
 
     def any_endpoints(self, allowed: Collection[str] | None) -> list[str]:
         """Returns healthy endpoints in random order, for a request that runs no model; books nothing.

@@ -21,6 +21,7 @@ from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError
 
 _TOKEN_LIST = re.compile(rb"\[\s*\d")
@@ -92,6 +93,10 @@ class RoutedBody:
     def prompt_tokens(self) -> int:
         """Number of prompt tokens; an estimate if they are not tokenized."""
         return len(self.token_ids) // TOKEN_BYTES
+
+    def is_routed_on_load(self, view: ComponentView) -> bool:
+        """Returns whether no prefix can be found at the workers, whose events have tokens not known here."""
+        return not self.is_tokenized and any(worker.publishes_events for worker in view.workers.values())
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
