@@ -38,7 +38,14 @@ FOREIGN = frozenset(
     {
         *("--find-links", "--http2-prior-knowledge", "--list-methods", "--now", "--protocol"),
         *("--data-parallel-rank", "--data-parallel-size"),
-        *("--enable-metrics", "--kv-events-config", "--model-path", "--page-size"),
+        *(
+            "--disaggregation-mode",
+            "--enable-metrics",
+            "--kv-transfer-config",
+            "--kv-events-config",
+            "--model-path",
+            "--page-size",
+        ),
         *("--example", "--no-default-features", "--release"),
         *("--build-arg", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
     }

@@ -94,7 +94,7 @@ def test_a_taken_port_is_refused_if_named_and_avoided_otherwise() -> None:
 
 
 def test_a_system_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    for wrong in ({"workers": 0}, {"blocks": 0}, {"block_size": -1}, {"clock": 0.0}):
+    for wrong in ({"workers": 0}, {"prefill": -1}, {"blocks": 0}, {"block_size": -1}, {"clock": 0.0}):
         with pytest.raises(ValueError, match=r"expected"):
             StackOptions(tmp_path, tmp_path, **wrong)
 

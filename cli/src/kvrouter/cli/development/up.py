@@ -33,6 +33,7 @@ class UpOptions:
     """Options of the system; StackOptions documents the fields."""
 
     workers: int
+    prefill: int
     blocks: int
     block_size: int
     clock: float
@@ -66,6 +67,7 @@ async def up(options: UpOptions, console: Console) -> None:
             directory=Path(directory),
             logs=options.logs,
             workers=options.workers,
+            prefill=options.prefill,
             blocks=options.blocks,
             block_size=options.block_size,
             clock=options.clock,
@@ -97,7 +99,7 @@ def _describe(stack: Stack, console: Console) -> None:
         ("Indexer, gRPC", stack.indexer),
         ("NATS", stack.nats.url),
         ("etcd", stack.etcd.endpoint),
-        (f"{options.workers} workers, metrics of each", ", ".join(stack.worker_metrics)),
+        (f"{_fleet(options)}, metrics of each", ", ".join(stack.worker_metrics)),
         ("logs", str(options.logs)),
     ):
         table.add_row(what, where)
@@ -141,6 +143,12 @@ def _command_security(stack: Stack) -> str:
     return f" {files} --tls-key-file {admin.certificate.key} --tls-peer-domain {PEER_DOMAIN} {user}"
 
 
+def _fleet(options: StackOptions) -> str:
+    if options.prefill:
+        return f"{options.workers} decode and {options.prefill} prefill workers"
+    return f"{options.workers} workers"
+
+
 def _own_command() -> str:
     """Returns the path of this command from this folder, for terminals without an activated environment."""
     command = Path(sys.executable).with_name("kvrouter")
@@ -150,6 +158,12 @@ def _own_command() -> str:
 
 def up_command(
     workers: Workers = 8,
+    prefill: Annotated[
+        int | None, typer.Option(min=1, help="Number of prefill workers; with --decode, in the place of --workers.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="Number of decode workers; with --prefill, in the place of --workers.")
+    ] = None,
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
     clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = 1.0,
@@ -170,9 +184,12 @@ def up_command(
     """Start a whole system on loopback ports and keep it running until Ctrl-C; processes that die are restarted."""
     check_modes([mode])
     parse_time_scale(1.0, clock)
+    if (prefill is None) != (decode is None):
+        raise WrongUsage("expected --prefill and --decode together, received one of them")
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
     grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
-    options = UpOptions(workers, blocks, block_size, clock, mode, http_port, grpc_port, logs, secure)
+    pools = (decode or workers, prefill or 0)
+    options = UpOptions(*pools, blocks, block_size, clock, mode, http_port, grpc_port, logs, secure)
     console = Console()
     with suppress(Interrupted):  # the intended way to end
         run_interruptibly(up(options, console))

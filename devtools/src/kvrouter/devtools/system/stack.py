@@ -58,6 +58,8 @@ class StackOptions:
     """Tokens per block, at least 1."""
     clock: float = 1.0
     """Engine seconds in one wall second, above 0."""
+    prefill: int = 0
+    """Number of prefill workers, besides the others, which are decode workers then. 0: every worker does both."""
     stream_interval: int = 1
     """Tokens in each piece of a response after the first token. Every token has its own time stamp all the same."""
     mode: str = "forecast"
@@ -84,6 +86,8 @@ class StackOptions:
         for name in ("workers", "blocks", "block_size", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', ' ')} is {getattr(self, name)}: expected 1 or more")
+        if self.prefill < 0:
+            raise ValueError(f"prefill is {self.prefill}: expected 0 or more")
         if not 0 < self.clock < float("inf"):
             raise ValueError(f"clock factor is {self.clock}: expected a finite number above 0")
 
@@ -105,7 +109,7 @@ class Stack:
         """gRPC address of the Indexer."""
         self.http = f"127.0.0.1:{options.http_port or free_port()}"
         """HTTP address of the Frontend."""
-        self.worker_metrics = [f"127.0.0.1:{free_port()}" for _ in range(options.workers)]
+        self.worker_metrics = [f"127.0.0.1:{free_port()}" for _ in range(options.workers + options.prefill)]
         """HTTP address of each worker's metrics."""
         self.processes: dict[str, ManagedProcess] = {}
         """Services and workers by name."""
@@ -129,7 +133,7 @@ class Stack:
         await asyncio.gather(self.nats.start(), self.etcd.start())
         for server in (self.nats, self.etcd):
             watchers.create_task(self._keep_server(server, say))
-        say(f"starting {self.options.workers} workers, indexer, scheduler and frontend")
+        say(f"starting {len(self.worker_metrics)} workers, indexer, scheduler and frontend")
         for command in self._commands():
             await self._start_process(command)
             watchers.create_task(self._keep_process(command, say))
@@ -176,14 +180,32 @@ class Stack:
                     f"worker-{number}",
                     "mocker",
                     *(*where, "--bind", "127.0.0.1:0", "--http-bind", metrics),
-                    *("--component", options.component, "--model", options.model, "--worker-id", str(number)),
+                    *(
+                        "--component",
+                        self._component(number),
+                        "--role",
+                        self._role(number),
+                        "--model",
+                        options.model,
+                        "--worker-id",
+                        str(number),
+                    ),
                     *("--num-blocks", str(options.blocks), "--block-size", str(options.block_size)),
                     *text,
                     *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
-                    account=Account("worker", number, options.component),
+                    account=Account("worker", number, self._component(number)),
                 )
             )
         return commands
+
+    def _role(self, number: int) -> str:
+        """Returns the role of a worker. In a disaggregated system the first ones decode, the others compute prompts."""
+        if not self.options.prefill:
+            return "both"
+        return "decode" if number <= self.options.workers else "prefill"
+
+    def _component(self, number: int) -> str:
+        return self._role(number) if self.options.prefill else self.options.component
 
     def _command(self, name: str, service: str, *arguments: str, account: Account | None = None) -> Command:
         security = self._security(account or Account(service))
@@ -252,15 +274,19 @@ class Stack:
     async def _missing_workers(self, channel: grpc.aio.Channel) -> str:
         """Returns why a worker might not serve a request; empty if all can."""
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
-        request = PotentialLoadsRequest()
-        request.request.model = self.options.model
-        request.request.token_ids.ids.extend(range(self.options.block_size))
-        try:
-            answer = await frontend.potential_loads(request, deadline=Deadline.after(2))
-        except KvRouterError as error:
-            return f"the Frontend answers {error.code.name}, {error}"
-        found = len(answer.loads)
-        return "" if found == self.options.workers else f"{found} of {self.options.workers} workers are known"
+        found = 0
+        for component in ("", "prefill") if self.options.prefill else ("",):
+            request = PotentialLoadsRequest()
+            request.request.model = self.options.model
+            request.request.token_ids.ids.extend(range(self.options.block_size))
+            if component:
+                request.request.component.namespace, request.request.component.name = self.options.namespace, component
+            try:
+                found += len((await frontend.potential_loads(request, deadline=Deadline.after(2))).loads)
+            except KvRouterError as error:
+                return f"the Frontend answers {error.code.name}, {error}"
+        expected = len(self.worker_metrics)
+        return "" if found == expected else f"{found} of {expected} workers are known"
 
 
 async def until_serving(target: str, service: str, tls: Tls | None = None, role: str = "") -> None:

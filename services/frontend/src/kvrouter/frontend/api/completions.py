@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
@@ -33,9 +34,14 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         "queued_us": routing.queued_us,
     }
     if routing.earlier_ranks:
-        routed["earlier_ranks"] = [f"{rank.worker_id}:{rank.dp_rank}" for rank in routing.earlier_ranks]
+        routed["earlier_ranks"] = [_name(rank) for rank in routing.earlier_ranks]
         routed["migrations"] = routing.migrations
         routed["inexact_continuation"] = routing.inexact_continuation
+    if routing.prefill_reason:
+        routed["prefill_reason"] = routing.prefill_reason
+    if routing.HasField("prefill_rank"):
+        routed["prefill_rank"] = _name(routing.prefill_rank)
+        routed["prefill_us"] = routing.prefill_us
     if routing.ignored_overrides:
         routed["ignored_overrides"] = list(routing.ignored_overrides)
     return routed
@@ -43,12 +49,18 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
 
 def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     """Returns the headers that say where a request ran."""
-    rank = routing.rank
-    return {
+    headers = {
         "x-request-id": routing.request_id,
-        "x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}",
+        "x-kvrouter-worker": _name(routing.rank),
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
     }
+    if routing.HasField("prefill_rank"):
+        headers["x-kvrouter-prefill-worker"] = _name(routing.prefill_rank)
+    return headers
+
+
+def _name(rank: Rank) -> str:
+    return f"{rank.worker_id}:{rank.dp_rank}"
 
 
 class CompletionFrame:
