@@ -167,7 +167,7 @@ async def running(
         board,
         thresholds,
         status,
-        Drains(runtime.directory, runtime.etcd_endpoints if listed is None else None),
+        Drains(runtime.directory, runtime.etcd if listed is None else None),
         is_ready=lambda: runtime.directory.is_synced and thresholds.synced and (link is None or link.settled),
     )
     tasks = [

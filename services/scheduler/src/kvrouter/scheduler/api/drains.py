@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 import structlog
-from kvrouter.net.etcd import AWAY, connect
+from kvrouter.net.etcd import AWAY, EtcdAccess, connect
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, DependencyAway, UnknownComponent, UnknownWorker
@@ -28,10 +28,10 @@ log = structlog.get_logger(component="scheduler")
 class Drains:
     """Writes the drains of workers."""
 
-    def __init__(self, directory: Components, etcd_endpoints: str | None) -> None:
-        """``etcd_endpoints`` is None for a system without etcd, whose workers are listed."""
+    def __init__(self, directory: Components, etcd: EtcdAccess | None) -> None:
+        """``etcd`` is None for a system without etcd, whose workers are listed."""
         self._directory = directory
-        self._endpoints = etcd_endpoints
+        self._etcd = etcd
 
     async def drain(self, request: DrainWorkerRequest) -> DrainWorkerResponse:
         """Drains a registered worker. A repeated call replaces the time of the migration.
@@ -76,7 +76,7 @@ class Drains:
 
     async def _write(self, view: ComponentView, worker_id: int, drain: WorkerDrain | None) -> bool:
         """Stores or removes a drain. Returns whether there was one."""
-        if self._endpoints is None:
+        if self._etcd is None:
             raise BadRequest(
                 "workers that are listed cannot be drained, because there is no etcd",
                 field="worker_id",
@@ -84,7 +84,7 @@ class Drains:
             )
         key = view.name.drain_key(worker_id).encode()
         try:
-            async with connect(self._endpoints) as client:
+            async with connect(self._etcd) as client:
                 found = await client.get(key)
                 if drain is not None:
                     await client.put(key, drain.SerializeToString())
