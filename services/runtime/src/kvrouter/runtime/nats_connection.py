@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,7 +32,12 @@ class NatsMetrics:
     """Metrics of the NATS connections of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.connected = Gauge("kvrouter_nats_connected", "1 while NATS is connected.", registry=registry)
+        self.connected = Gauge(
+            "kvrouter_nats_connected",
+            "1 while NATS is connected, 0 while it should be, NaN where it is not used.",
+            registry=registry,
+        )
+        self.connected.set(math.nan)
         self.disconnects = Counter("kvrouter_nats_disconnects", "Lost connections.", registry=registry)
         self.slow_consumers = Counter(
             "kvrouter_nats_slow_consumers", "Messages dropped because a subscription was full.", registry=registry
@@ -78,6 +84,7 @@ async def connect_nats(target: str | NatsAccess, name: str, metrics: NatsMetrics
         metrics.connected.set(1)
         log.info("nats.reconnected", url=url)
 
+    metrics.connected.set(0)
     client = TolerantClient(access)
     await client.connect(
         access.servers,
