@@ -150,6 +150,7 @@ def test_names_are_those_of_the_code() -> None:
     ids = {"0000000000000abc": "W", ".W.3": ".W.R", "KIND/ID": "KIND/ID"}
     names = {
         *(component.descriptor_key, component.worker_key(worker), component.incarnation_key(worker)),
+        component.drain_key(worker),
         *(component.applied_key("ID"), component.snapshot_key, component.snapshot_lock_key),
         *(service_key("NS", "KIND", "ID"), threshold_key("NS", "MODEL")),
         *(component.events_subject(worker, rank), component.live_subject(worker, rank)),

@@ -19,9 +19,12 @@ _MIN_EXPECTED_PIECES = 20.0
 _LEARNING_RATE = 1 / 32
 _MEMORY = 0.995
 """Factor with which the longest pause and wait fade in each interval with output."""
-_FASTEST_SECONDS_PER_TOKEN = 0.0002
+_FASTEST_SECONDS_PER_TOKEN = 0.0003
 """Time per prompt token that every worker is allowed: prompts found in the cache teach nothing about others."""
 _UNKNOWN_SECONDS_PER_TOKEN = 0.001
+"""Time per prompt token that a worker is allowed for a backlog of a size that it has not had."""
+_SIMILAR_BACKLOG = 4
+"""Factor up to which a larger backlog is similar to one that the worker has had."""
 _MIN_BACKLOG_TOKENS = 4096
 """Prompt tokens below which the wait for a first token is mostly constant."""
 _UNPROVEN_SECONDS = 60.0
@@ -56,12 +59,15 @@ class StallDetector:
         self._usual_rate: float | None = None
         """Usual pieces per second of a request with output."""
         self._seconds_per_token: float | None = None
+        self._largest_backlog = 0
         self._longest_wait = 0.0
         self._longest_pause = 0.0
         self._generating_before = 0
         self._requests_before = 0
         self._pause = 0.0
         """Seconds since an interval with progress."""
+        self._pause_allowed = 0.0
+        """Longest time that was allowed during the pause: a prompt that ends it explains all of it."""
         self._pause_pieces = 0
         self._pause_request_seconds = 0.0
 
@@ -83,6 +89,7 @@ class StallDetector:
         waited = now - request.began
         per_token = waited / max(request.backlog_tokens, _MIN_BACKLOG_TOKENS)
         self._seconds_per_token = max(per_token, (self._seconds_per_token or 0.0) * _MEMORY)
+        self._largest_backlog = max(request.backlog_tokens, self._largest_backlog)
         self._longest_wait = max(waited, self._longest_wait * _MEMORY)
 
     def ended(self, request: MonitoredRequest) -> None:
@@ -112,7 +119,8 @@ class StallDetector:
         self._pause += seconds
         self._pause_pieces += pieces
         self._pause_request_seconds += generating * seconds
-        if self._pause < self._allowed_seconds() or self._owed_pieces() < _MIN_EXPECTED_PIECES:
+        self._pause_allowed = max(self._pause_allowed, self._allowed_seconds())
+        if self._pause < self._pause_allowed or self._owed_pieces() < _MIN_EXPECTED_PIECES:
             return None
         self._end_pause(learn=False)
         return True
@@ -138,7 +146,9 @@ class StallDetector:
         per_token = self._seconds_per_token
         if per_token is None:
             return max(_UNPROVEN_SECONDS, _MARGIN * _UNKNOWN_SECONDS_PER_TOKEN * self._backlog_tokens)
-        prompts = max(per_token, _FASTEST_SECONDS_PER_TOKEN) * self._backlog_tokens if self._waiting else 0.0
+        is_similar = self._backlog_tokens <= _SIMILAR_BACKLOG * self._largest_backlog
+        least = _FASTEST_SECONDS_PER_TOKEN if is_similar else _UNKNOWN_SECONDS_PER_TOKEN
+        prompts = max(per_token, least) * self._backlog_tokens if self._waiting else 0.0
         wait = 0.0 if self._generating else self._longest_wait
         return max(self._min_seconds, _MARGIN * max(prompts, wait, self._longest_pause))
 
@@ -151,7 +161,7 @@ class StallDetector:
     def _end_pause(self, *, learn: bool) -> None:
         if learn:
             self._longest_pause = max(self._pause, self._longest_pause * _MEMORY)
-        self._pause = self._pause_request_seconds = 0.0
+        self._pause = self._pause_request_seconds = self._pause_allowed = 0.0
         self._pause_pieces = 0
 
     def _end_wait(self, request: MonitoredRequest) -> None:
