@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .fleet import WORKERS
-from .traffic import EXPECTED, Stream
+from .traffic import Stream, expected_tokens
 
 MayBeUnavailable = Callable[[Stream, str], bool]
 """Whether a stream may end with UNAVAILABLE instead of well, given the name of the process that a fault struck."""
@@ -23,12 +23,16 @@ def those_with_output_of_it(stream: Stream, struck: str) -> bool:
     return bool(stream.tokens) and stream.workers[-1] == WORKERS[struck]
 
 
+def _expected(stream: Stream) -> list[int]:
+    return expected_tokens(stream.seed, stream.prompt_tokens)
+
+
 def judge(streams: Sequence[Stream], struck: str, may_be_unavailable: MayBeUnavailable) -> None:
     """Compares what clients saw with what they may see.
 
     Whatever becomes of a stream, each token that came is the expected one at its place.
     """
-    wrong = [stream for stream in streams if stream.tokens != EXPECTED[stream.seed][: len(stream.tokens)]]
+    wrong = [stream for stream in streams if stream.tokens != _expected(stream)[: len(stream.tokens)]]
     assert not wrong, f"tokens were lost, repeated or out of order: {_listed(wrong)}"
     failed = [
         stream

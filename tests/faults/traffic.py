@@ -1,8 +1,8 @@
 """Clients that keep streams beginning and ending, and record what each of them saw.
 
 Streams begin at an even rate, whatever becomes of those before (an open loop), so that a frozen process meets streams
-that begin, run and end. What a stream must deliver is known beforehand: the engine model draws its tokens from the
-seed alone, so that a token that is lost, repeated or out of order shows.
+that begin, run and end. What a stream must deliver is known beforehand: the engine model draws each token from the
+seed and its position in the sequence, so that a token that is lost, repeated or out of order shows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import grpc
 from kvrouter.mocker.engine.config import EngineConfig
@@ -44,6 +45,7 @@ class Stream:
     wants: int
     """Tokens that it asked for."""
     seed: int
+    prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
     """Where it ran, one entry for each attempt that gave output."""
@@ -125,11 +127,12 @@ class Traffic:
                 await asyncio.sleep(1 / _STREAMS_PER_SECOND)
 
     async def _stream(self, frontend: str) -> None:
-        stream = Stream(frontend, time.monotonic(), self.rng.choice(_OUTPUT_TOKENS), self.rng.randrange(_SEEDS))
+        wants, seed, prompt = self.rng.choice(_OUTPUT_TOKENS), self.rng.randrange(_SEEDS), self._prompt()
+        stream = Stream(frontend, time.monotonic(), wants, seed, len(prompt))
         self.streams.append(stream)
         request = FrontendServiceGenerateRequest(
             model="mock-model",
-            token_ids=self._prompt(),
+            token_ids=prompt,
             stop_conditions=StopConditions(max_tokens=stream.wants),
             sampling_options=SamplingOptions(seed=stream.seed),
         )
@@ -176,16 +179,13 @@ async def traffic(fleet: Fleet, seed: int) -> AsyncIterator[Traffic]:
         running.result()
 
 
-def expected_tokens(seed: int) -> list[int]:
-    """The tokens that an engine draws from a seed, as many as the longest stream has."""
+@cache
+def expected_tokens(seed: int, prompt_tokens: int) -> list[int]:
+    """The tokens that an engine draws for a prompt of that length, as many as the longest stream has."""
     engine = Engine(EngineConfig())
-    engine.submit(EngineRequest("r", pack_tokens([1]), max(_OUTPUT_TOKENS), seed=seed), 0.0)
+    engine.submit(EngineRequest("r", pack_tokens([1] * prompt_tokens), max(_OUTPUT_TOKENS), seed=seed), 0.0)
     tokens: list[int] = []
     while engine.begin_step(0.0) is not None:
         for output in engine.end_step(0.0):
             tokens += output.token_ids
     return tokens
-
-
-EXPECTED = [expected_tokens(seed) for seed in range(_SEEDS)]
-"""By seed."""
