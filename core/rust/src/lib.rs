@@ -24,7 +24,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::python::{
-        ActiveSequences, ApplySummary, EventBatch, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex, RankState,
-        find_json_value, local_hashes, sequence_hashes, tokens_from_json, tokens_to_json,
+        ActiveSequences, ApplySummary, EventBatch, EventLog, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex,
+        RankState, encode_event_batch, find_json_value, local_hashes, sequence_hashes, tokens_from_json,
+        tokens_to_json,
     };
 }

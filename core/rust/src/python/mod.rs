@@ -3,6 +3,7 @@
 mod buffers;
 mod dump;
 mod event_batch;
+mod event_log;
 mod exclusive;
 mod forecast;
 mod hashing;
@@ -14,6 +15,7 @@ mod sequences;
 mod shared;
 
 pub use event_batch::EventBatch;
+pub use event_log::{EventLog, encode_event_batch};
 pub use forecast::ForecastModel;
 pub use hashing::{local_hashes, sequence_hashes};
 pub use json_tokens::{find_json_value, tokens_from_json, tokens_to_json};

@@ -18,7 +18,7 @@ const LONG: usize = 128;
 /// Adapter, salt and tenant.
 type ScopeParts = (String, String, String);
 /// Id, encoded KvEvent, and digest after it.
-type Event<'py> = (u64, Bound<'py, PyBytes>, u64);
+pub type Event<'py> = (u64, Bound<'py, PyBytes>, u64);
 /// Parent, its place, local hash, sequence hash, depth, copies, scope and parts.
 type BlockParts = (Option<u64>, u64, u64, u64, u32, (u32, u32, u32, u32), ScopeParts, u32);
 
@@ -153,7 +153,7 @@ fn raised(error: Error) -> PyErr {
     }
 }
 
-fn encoded(py: Python<'_>, events: Vec<NumberedEvent>) -> Vec<Event<'_>> {
+pub fn encoded(py: Python<'_>, events: Vec<NumberedEvent>) -> Vec<Event<'_>> {
     events.into_iter().map(|event| (event.id, PyBytes::new(py, &event.encoded), event.digest)).collect()
 }
 

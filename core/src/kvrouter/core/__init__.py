@@ -86,11 +86,18 @@ FORECAST_MODEL: Any = None
 """The class ``interface.ForecastModel`` of the native core; None without the native core."""
 RANK_STATE: Any = None
 """The native class behind a publisher's rank state; None without the native core."""
+EVENT_LOG: Any = None
+"""The native class behind a publisher's event log; None without the native core."""
+ENCODE_EVENT_BATCH: Any = None
+"""The native function that encodes a publisher's batches; None without the native core."""
 if IMPLEMENTATION == "native":
     from kvrouter.core import _native
 
     FORECAST_MODEL = _native.ForecastModel
     RANK_STATE = _native.RankState
+    # As of the names above, the native one is taken if it is built.
+    EVENT_LOG = getattr(_native, "EventLog", None)
+    ENCODE_EVENT_BATCH = getattr(_native, "encode_event_batch", None)
 
 if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
@@ -110,6 +117,8 @@ else:
     globals().update((name, chosen) for name, (_, chosen) in _chosen.items())
 
 __all__ = [
+    "ENCODE_EVENT_BATCH",
+    "EVENT_LOG",
     "FORECAST_MODEL",
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",

@@ -17,9 +17,8 @@ class EventLog:
     """
 
     def __init__(self, max_events: int, max_bytes: int) -> None:
-        self.dropped = 0
-        """Unsent events that were discarded."""
-        self.unsent_bytes = 0
+        self._dropped = 0
+        self._unsent_bytes = 0
         self._max_events = max_events
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -31,6 +30,16 @@ class EventLog:
         """Number of unsent events."""
         return len(self._unsent)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Encoded size of the unsent events."""
+        return self._unsent_bytes
+
+    @property
+    def dropped(self) -> int:
+        """Number of unsent events that were discarded."""
+        return self._dropped
+
     def waiting(self) -> list[NumberedEvent]:
         """Returns the unsent events."""
         return list(self._unsent)
@@ -40,14 +49,14 @@ class EventLog:
         for event in events:
             self._unsent.append(event)
             self._bytes += len(event.encoded)
-            self.unsent_bytes += len(event.encoded)
+            self._unsent_bytes += len(event.encoded)
         while len(self._sent) + len(self._unsent) > self._max_events or self._bytes > self._max_bytes:
             if self._sent:
                 oldest = self._sent.popleft()
             else:
                 oldest = self._unsent.popleft()
-                self.unsent_bytes -= len(oldest.encoded)
-                self.dropped += 1
+                self._unsent_bytes -= len(oldest.encoded)
+                self._dropped += 1
             self._bytes -= len(oldest.encoded)
 
     def take(self, max_bytes: int) -> list[NumberedEvent]:
@@ -58,7 +67,7 @@ class EventLog:
             event = self._unsent.popleft()
             size += len(event.encoded)
             taken.append(event)
-        self.unsent_bytes -= size
+        self._unsent_bytes -= size
         self._sent.extend(taken)
         return taken
 
@@ -74,7 +83,7 @@ class EventLog:
         if not held or not held[0].event_id <= event_id <= held[-1].event_id:
             raise EventsGone(f"event {event_id} is not in the log")
         first = held[0].event_id
-        desired = held[event_id - first : until - first if until else None]
+        desired = held[event_id - first : max(0, until - first) if until else None]
         return _runs(desired, max_bytes)
 
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvrouter.net.logs import get_logger
-from kvrouter.publisher.events.batches import MAX_BATCH_BYTES, encode_batch
+from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
 from kvrouter.publisher.events.blocks import NumberedEvent
 from kvrouter.publisher.events.event_log import EventLog
+from kvrouter.publisher.events.native_event_log import encode_batch
 from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
 from kvrouter.v1.events_pb2 import KvEventBatch

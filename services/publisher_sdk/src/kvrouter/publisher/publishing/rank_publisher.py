@@ -13,7 +13,7 @@ from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
 from kvrouter.publisher.events.blocks import BASE_SCOPE, NumberedEvent
 from kvrouter.publisher.events.copy_counting import CopyCountingCheck
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
-from kvrouter.publisher.events.event_log import EventLog
+from kvrouter.publisher.events.native_event_log import make_event_log
 from kvrouter.publisher.events.native_rank_state import make_rank_state
 from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
@@ -69,7 +69,7 @@ class RankPublisher:
         self._announced_partial = self._partial
         self._losses = self._restarts = 0
         self._noted: list[int] = []
-        self._events = EventLog(buffer_events, buffer_bytes)
+        self._events = make_event_log(buffer_events, buffer_bytes)
         self._events.extend(found.tail if found else ())
         head = KvEventBatch(
             worker_id=worker_id,
