@@ -143,8 +143,9 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "api": (
             "disaggregation",
             *("access", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
-            *("recording", "scheduler_client", "text", "worker_client"),
+            *("recording", "scheduler_client", "text", "web", "worker_client"),
         ),
+        "web": ("indexer_client", "recording"),
         "endpoint_picker": ("access", "api", "packed_prompt", "scheduler_client", "text", "worker_client"),
         "processes": ("access", "app", "settings"),
         "settings": ("scheduler_client",),

@@ -94,6 +94,7 @@ def _describe(stack: Stack, console: Console) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for what, where in (
         ("HTTP API", f"{scheme}://{stack.http}"),
+        ("Web page", f"{scheme}://{stack.http}/ui/"),
         ("Frontend, gRPC", stack.frontend),
         ("Scheduler, gRPC", stack.scheduler),
         ("Indexer, gRPC", stack.indexer),

@@ -26,6 +26,8 @@ from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.frontend.web.opening import open_page
+from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
@@ -106,7 +108,17 @@ async def running(
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
     service = FrontendService(
-        runtime.directory, links, worker_client, metrics, options, recorder, texts, indexers, access, disaggregation
+        runtime.directory,
+        links,
+        worker_client,
+        metrics,
+        options,
+        recorder,
+        texts,
+        indexers,
+        access,
+        disaggregation,
+        PopularPrefixes() if settings.web_page else None,
     )
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
@@ -206,29 +218,31 @@ async def serving_http(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     metrics = None if shared is None else shared.metrics
-    api = HttpApi(
-        service,
-        runtime.registry,
-        body_seconds=settings.http_body_seconds,
-        requests_usage=settings.request_stream_usage,
-        metrics=metrics,
-    )
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
-    async with http_server.serving_http(
-        api.application(),
-        settings.host,
-        settings.port,
-        limits,
-        runtime.registry,
-        name="frontend",
-        reuse_port=shared is not None,
-        tls=runtime.tls,
-        handler_cancellation=True,
-        auto_decompress=False,
-        shutdown_timeout=settings.drain_seconds,
-    ) as (host, port):
-        log.info("http.listening", address=f"{host}:{port}", encrypted=runtime.tls is not None)
-        yield f"{host}:{port}"
+    async with open_page(runtime, service.indexers, service.popular_prefixes) as page:
+        api = HttpApi(
+            service,
+            runtime.registry,
+            body_seconds=settings.http_body_seconds,
+            requests_usage=settings.request_stream_usage,
+            metrics=metrics,
+            page=page,
+        )
+        async with http_server.serving_http(
+            api.application(),
+            settings.host,
+            settings.port,
+            limits,
+            runtime.registry,
+            name="frontend",
+            reuse_port=shared is not None,
+            tls=runtime.tls,
+            handler_cancellation=True,
+            auto_decompress=False,
+            shutdown_timeout=settings.drain_seconds,
+        ) as (host, port):
+            log.info("http.listening", address=f"{host}:{port}", encrypted=runtime.tls is not None)
+            yield f"{host}:{port}"
 
 
 async def serve(

@@ -140,6 +140,9 @@ class FrontendSettings(RoutingSettings):
         default=False,
         description="Whether to request the usage of forwarded streams, to compare cached tokens with predictions.",
     )
+    web_page: bool = Field(
+        default=True, description="Whether the HTTP API has a web page at /ui/ that shows the whole system, read-only."
+    )
     record: Annotated[str, AfterValidator(_checked_file)] = Field(
         default="",
         description="File to record requests in, as lengths and block ids; empty records nothing.",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Any
 
 from aiohttp import web
 from kvrouter.frontend.access.access import Access
 
-_OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no credential."""
 
-
-def authenticated(access: Access) -> Any:
-    """Returns the middleware."""
+def authenticated(access: Access, open_paths: Set[str]) -> Any:
+    """Returns the middleware; requests of ``open_paths`` need no credential."""
 
     @web.middleware
     async def authenticate(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path in _OPEN_PATHS:
+        if request.path in open_paths:
             return await handler(request)
         with access.admit_http(request.method, request.path, request.headers.items()):
             return await handler(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvrouter.frontend.api.openai.whole_response import WholeResponse
 from kvrouter.frontend.api.request_fields import with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
+from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
@@ -167,6 +168,7 @@ class HttpApi:
         body_seconds: float,
         requests_usage: bool = False,
         metrics: Callable[[], Awaitable[bytes]] | None = None,
+        page: Sequence[web.RouteDef] = (),
     ) -> None:
         """Creates the handlers.
 
@@ -176,7 +178,9 @@ class HttpApi:
             body_seconds: Maximum pause within a request's body.
             requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
             metrics: Returns the metrics to expose instead of the registry's.
+            page: Routes of the web page; none if it is not served.
         """
+        self._page = page
         self._body_seconds = body_seconds
         self._requests_usage = requests_usage
         self._session: aiohttp.ClientSession | None = None
@@ -188,7 +192,8 @@ class HttpApi:
         """Returns the application with all routes."""
         middlewares = [errors_as_json]
         if self._frontend.access is not None:
-            middlewares.append(authenticated(self._frontend.access))
+            open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
+            middlewares.append(authenticated(self._frontend.access, open_paths))
         # Last, so that clients that are refused start no trace.
         middlewares.append(traced)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
@@ -203,6 +208,7 @@ class HttpApi:
                 web.post("/v1/chat/completions", self.chat_completions),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self.set_busy_threshold),
+                *self._page,
             ]
         )
         return app

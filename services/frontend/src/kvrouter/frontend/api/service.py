@@ -35,6 +35,7 @@ from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.worker_client.client import WorkerClient, Workers
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
@@ -118,6 +119,7 @@ class FrontendService:
         indexers: IndexerClient | None = None,
         access: Access | None = None,
         disaggregation: Disaggregation | None = None,
+        popular_prefixes: PopularPrefixes | None = None,
     ) -> None:
         self.options = options
         self.access = access
@@ -131,7 +133,10 @@ class FrontendService:
         self._workers = workers
         self._metrics = metrics
         self._recorder = recorder
-        self._indexers = indexers or IndexerClient(directory)
+        self.popular_prefixes = popular_prefixes
+        """Counts the prefixes of prompts; None to count none."""
+        self.indexers = indexers or IndexerClient(directory)
+        """The Indexers, for questions about the index."""
         self._disaggregation = disaggregation
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
@@ -293,8 +298,19 @@ class FrontendService:
             if grant is not None:
                 grant.end(_used_tokens(tokens, generation))
             self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
-            if self._recorder is not None and generation is not None and (outline := generation.outline()):
-                self._recorder.note(outline)
+            if generation is not None:
+                self._note(generation)
+
+    def _note(self, generation: Generation) -> None:
+        """Gives an ended request to those that observe the traffic."""
+        prefixes = self.popular_prefixes
+        is_counted = prefixes is not None and prefixes.wants_next()
+        if (self._recorder is None and not is_counted) or (outline := generation.outline()) is None:
+            return
+        if self._recorder is not None:
+            self._recorder.note(outline)
+        if prefixes is not None and is_counted:
+            prefixes.note(outline)
 
     def _budget(self, request: FrontendServiceGenerateRequest, *, forwarded: bool) -> AttemptBudget:
         limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit
@@ -467,7 +483,7 @@ class FrontendService:
         """
         asked = RoutingRequest()
         asked.CopyFrom(request.request)
-        indexer = await self._indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE))
+        indexer = await self.indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE))
         query = FindMatchesRequest(
             component=asked.component,
             block_size=asked.block_size,
@@ -490,7 +506,7 @@ class FrontendService:
         """
         named = request.HasField("component")
         component = component_name(request.component) if named else self._view(request.model).name
-        indexer = await self._indexers.indexer(component)
+        indexer = await self.indexers.indexer(component)
         dump = DumpRequest(component=Component(namespace=component.namespace, name=component.name))
         async with aclosing(indexer.dump(dump, deadline=deadline)) as parts:
             async for part in parts:

@@ -12,13 +12,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import KvRouterError, NotFound
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.indexer_pb2 import GetStatsRequest
-from kvrouter.v1.scheduler_pb2 import GetStatusRequest
+from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -56,6 +56,19 @@ class ServiceQueries:
             asyncio.gather(*(self._ask_frontend(address) for address in frontends)),
         )
         return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self._note())
+
+    async def explain(self, scheduler: str, decision_id: int) -> Decision:
+        """Returns a past decision of the Scheduler at an address, with every candidate.
+
+        Raises:
+            NotFound: no such Scheduler is known, or it does not keep the decision any more.
+            KvRouterError: the Scheduler does not answer.
+        """
+        if scheduler not in self._addresses("scheduler"):
+            raise NotFound(f"no Scheduler at {scheduler!r} is known", advice="Reload the list of decisions.")
+        stub = cast(Scheduler, self._stub(_SCHEDULER, scheduler, "scheduler"))
+        asked = ExplainRequest(decision_id=decision_id)
+        return (await stub.explain(asked, deadline=Deadline.after(_CALL_SECONDS))).decision
 
     async def close(self) -> None:
         """Closes all connections."""

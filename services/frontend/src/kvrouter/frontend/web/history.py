@@ -1,0 +1,91 @@
+"""How hit rate and load developed over the last hour, sampled at even intervals."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvrouter.runtime.overview.system import System
+
+INTERVAL_SECONDS = 10.0
+_SAMPLES = 360
+
+_Key = tuple[str, int, str, int, int]
+"""(Scheduler, its start, component, worker, rank)."""
+_Counts = tuple[int, int, int]
+"""(requests, prompt tokens, cached tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What happened in one interval."""
+
+    unix_seconds: float
+    """Time of its end."""
+    requests: int
+    """Requests that ended, of those whose worker reported its cached tokens."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were found in a cache, and so did not have to be computed."""
+    active_requests: int
+    """Booked requests at its end."""
+    active_share: float | None
+    """KV blocks of booked requests over all KV blocks, 0 to 1; None if no rank says how many it has."""
+
+
+class History:
+    """Points of the last hour. Pure: samples are given to it."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque(maxlen=_SAMPLES)
+        self._before: dict[_Key, _Counts] | None = None
+
+    @property
+    def points(self) -> list[Point]:
+        """The points, oldest first."""
+        return list(self._points)
+
+    def take(self, system: System) -> None:
+        """Adds a point for the time since the previous sample. The first sample only sets the counts."""
+        counts = _counts(system)
+        if self._before is not None:
+            requests, prompt, cached = _since(self._before, counts)
+            ranks = [rank for _, status in system.components().values() for rank in status.ranks]
+            blocks = sum(rank.total_blocks for rank in ranks)
+            point = Point(
+                unix_seconds=system.at.timestamp(),
+                requests=requests,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                active_requests=sum(rank.active_requests for rank in ranks),
+                active_share=sum(rank.active_blocks for rank in ranks) / blocks if blocks else None,
+            )
+            self._points.append(point)
+        if counts or self._before is None:
+            # While no Scheduler answers, the former counts stay, so that what happened meanwhile is not lost.
+            self._before = counts
+
+
+def _counts(system: System) -> dict[_Key, _Counts]:
+    return {
+        (
+            status.scheduler_id,
+            status.started_unix_ns,
+            str(each.component.name),
+            rank.rank.worker_id,
+            rank.rank.dp_rank,
+        ): (rank.cache_hits.requests, rank.cache_hits.prompt_tokens, rank.cache_hits.cached_tokens)
+        for status in system.statuses
+        for each in status.components
+        for rank in each.ranks
+    }
+
+
+def _since(before: dict[_Key, _Counts], now: dict[_Key, _Counts]) -> _Counts:
+    total = (0, 0, 0)
+    for key, counts in now.items():
+        old = before.get(key, (0, 0, 0))
+        # The counts of a rank that had left start from 0 again.
+        start = old if all(o <= c for o, c in zip(old, counts, strict=True)) else (0, 0, 0)
+        total = (total[0] + counts[0] - start[0], total[1] + counts[1] - start[1], total[2] + counts[2] - start[2])
+    return total

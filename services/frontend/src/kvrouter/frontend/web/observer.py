@@ -1,0 +1,108 @@
+"""Looks at the system: at even intervals for the history, and when somebody reads the page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvrouter.frontend.indexer_client import IndexerClient
+from kvrouter.frontend.web.history import INTERVAL_SECONDS, History
+from kvrouter.frontend.web.overview import decision, overview
+from kvrouter.frontend.web.popular_prefixes import PopularPrefix, PopularPrefixes
+from kvrouter.frontend.web.problems import problems
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.services import ServiceQueries
+from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest
+
+_HIT_WINDOW_SECONDS = 60.0
+_FRESH_SECONDS = 1.0
+"""Age up to which a look is shown again, so that many readers cost as much as one."""
+_AGEING_SECONDS = 600.0
+_PREFIXES = 12
+_PREFIX_QUERY_SECONDS = 0.5
+_ROLES = {Role.ROLE_PREFILL: "prefill", Role.ROLE_DECODE: "decode"}
+
+
+class Observer:
+    """The state of the system, for the page. ``run`` must be running."""
+
+    def __init__(
+        self, directory: Directory, queries: ServiceQueries, indexers: IndexerClient, prefixes: PopularPrefixes
+    ) -> None:
+        self._directory = directory
+        self._queries = queries
+        self._indexers = indexers
+        self._prefixes = prefixes
+        self._history = History()
+        self._hit_rates = HitWindow(_HIT_WINDOW_SECONDS)
+        self._looking = asyncio.Lock()
+        self._looked_at = float("-inf")
+        self._shown: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        """Takes a sample every 10 seconds until cancelled."""
+        aged_at = time.monotonic()
+        try:
+            while True:
+                self._history.take(await self._queries.look())
+                if time.monotonic() - aged_at >= _AGEING_SECONDS:
+                    aged_at = time.monotonic()
+                    self._prefixes.age()
+                await asyncio.sleep(INTERVAL_SECONDS)
+        finally:
+            await self._queries.close()
+
+    async def overview(self) -> dict[str, Any]:
+        """Returns the state as JSON, at most a second old. Services that do not answer are named in it."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= _FRESH_SECONDS:
+                system = await self._queries.look()
+                self._hit_rates.take(system, time.monotonic())
+                self._shown = overview(
+                    system,
+                    self._hit_rates,
+                    history=self._history.points,
+                    prefixes=await self._held_prefixes(),
+                    found=problems(system, self._hit_rates),
+                    roles={
+                        name: _ROLES.get(view.descriptor.role, "both")
+                        for name, view in self._directory.components.items()
+                    },
+                )
+                self._looked_at = time.monotonic()
+            return self._shown
+
+    async def decision(self, scheduler: str, decision_id: int) -> dict[str, Any]:
+        """Returns a past decision with every candidate.
+
+        Raises:
+            KvRouterError: the Scheduler does not answer, or does not keep the decision any more.
+        """
+        return decision(await self._queries.explain(scheduler, decision_id), scheduler)
+
+    async def _held_prefixes(self) -> Sequence[tuple[PopularPrefix, int | None]]:
+        popular = self._prefixes.top(_PREFIXES)
+        return list(zip(popular, await asyncio.gather(*map(self._ranks_with, popular)), strict=True))
+
+    async def _ranks_with(self, prefix: PopularPrefix) -> int | None:
+        """Returns how many ranks hold the whole prefix; None if no Indexer answers."""
+        blocks = len(prefix.local_hashes) // 8
+        for view in self._directory.components.values():
+            if view.descriptor.model != prefix.model:
+                continue
+            query = FindMatchesRequest(component=view.descriptor.component, block_size=view.descriptor.block_size)
+            query.local_hashes.CopyFrom(local_hashes_message(prefix.local_hashes))
+            try:
+                indexer = await self._indexers.indexer(view.name)
+                found = await indexer.find_matches(query, deadline=Deadline.after(_PREFIX_QUERY_SECONDS))
+            except KvRouterError:
+                return None
+            return sum(held >= blocks for held in found.device_blocks)
+        return None

@@ -1,0 +1,48 @@
+"""Puts the web page together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from kvrouter.frontend.indexer_client import IndexerClient
+from kvrouter.frontend.web.observer import Observer
+from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
+from kvrouter.frontend.web.routes import page_routes
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.overview.services import ServiceQueries
+from kvrouter.runtime.process.context import Runtime
+
+
+@asynccontextmanager
+async def open_page(
+    runtime: Runtime, indexers: IndexerClient, prefixes: PopularPrefixes | None
+) -> AsyncIterator[Sequence[web.RouteDef]]:
+    """Yields the routes of the page, and observes the system meanwhile; no routes if ``prefixes`` is None."""
+    if prefixes is None:
+        yield ()
+        return
+    directory = runtime.directory
+    queries = ServiceQueries(
+        lambda kind: _addresses(directory, kind), lambda: _note(directory), tls=lambda: runtime.tls
+    )
+    observer = Observer(directory, queries, indexers, prefixes)
+    observing = asyncio.create_task(observer.run(), name="web-page")
+    try:
+        yield page_routes(observer)
+    finally:
+        observing.cancel()
+        await asyncio.wait([observing])
+
+
+def _addresses(directory: Directory, kind: str) -> list[str]:
+    # A service that was killed and restarted at its address is registered twice until the first lease expires.
+    return list(dict.fromkeys(each.endpoint for _, each in sorted(directory.services(kind).items())))
+
+
+def _note(directory: Directory) -> str:
+    if not directory.is_synced:
+        return "etcd does not answer"
+    return "" if directory.services("scheduler") else "no Scheduler is registered"

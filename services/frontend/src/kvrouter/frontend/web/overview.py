@@ -1,0 +1,243 @@
+"""What the page shows, as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvrouter.frontend.web.history import Point
+from kvrouter.frontend.web.popular_prefixes import PopularPrefix
+from kvrouter.frontend.web.problems import Problem
+from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
+from kvrouter.runtime.overview.system import System, rank_of
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
+from kvrouter.v1.indexer_pb2 import RankStats
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
+
+_HEALTH = {
+    WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "suspected",
+    WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "backed off",
+    WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "on trial",
+    WorkerHealthState.WORKER_HEALTH_STATE_STALLED: "stalled",
+}
+
+Json = dict[str, Any]
+
+
+def overview(
+    system: System,
+    hit_rates: HitWindow,
+    *,
+    history: Sequence[Point],
+    prefixes: Sequence[tuple[PopularPrefix, int | None]],
+    found: Sequence[Problem],
+    roles: Mapping[ComponentName, str],
+) -> Json:
+    """Returns the state of a system.
+
+    Args:
+        system: The state.
+        hit_rates: Hit rates, including this state.
+        history: Points of the last hour.
+        prefixes: The most popular prefixes, and how many ranks hold each; None if no Indexer said.
+        found: Problems.
+        roles: Roles of components: both, prefill or decode.
+    """
+    return {
+        "at": system.at.timestamp(),
+        "problems": [{"severity": each.severity, "what": each.what, "remedy": each.remedy} for each in found],
+        "services": _services(system),
+        "components": [
+            _component(name, status, system, hit_rates, roles.get(name, "both"))
+            for name, (_, status) in system.components().items()
+        ],
+        "history": [
+            {
+                "at": each.unix_seconds,
+                "requests": each.requests,
+                "prompt_tokens": each.prompt_tokens,
+                "cached_tokens": each.cached_tokens,
+                "active_requests": each.active_requests,
+                "active_share": each.active_share,
+            }
+            for each in history
+        ],
+        "prefixes": [
+            {
+                "id": f"{each.prefix_id:016x}",
+                "model": each.model,
+                "tokens": each.tokens,
+                "requests": round(each.requests),
+                "ranks": ranks,
+            }
+            for each, ranks in prefixes
+        ],
+        "decisions": [
+            decision(each, view.address)
+            for view in system.schedulers
+            if view.status is not None
+            for each in view.status.decisions
+        ],
+    }
+
+
+def decision(message: Decision, scheduler: str) -> Json:
+    """Returns a decision of the Scheduler at an address."""
+    return {
+        # A number of JavaScript cannot hold 64 bits.
+        "id": str(message.decision_id),
+        "scheduler": scheduler,
+        "at": message.decided_unix_ns / 1e9,
+        "request": message.request_id.rpartition("~")[0] or message.request_id,
+        "component": message.component.name,
+        "mode": message.mode,
+        "rank": _name(message.chosen) if message.HasField("chosen") else None,
+        "reason": message.reason,
+        "attempt": message.attempt,
+        "prompt_blocks": message.prompt_blocks,
+        "load_only": message.load_only,
+        "queued_ms": message.queued_us / 1e3,
+        "candidates": [_candidate(each) for each in message.candidates],
+    }
+
+
+def _candidate(message: CandidateTerms) -> Json:
+    return {
+        "rank": _name(message.rank),
+        "cost": message.cost if math.isfinite(message.cost) else None,
+        "overlap_blocks": message.overlap_blocks,
+        "terms": {name: value if math.isfinite(value) else None for name, value in sorted(message.terms.items())},
+        "excluded": message.excluded,
+    }
+
+
+def _services(system: System) -> list[Json]:
+    found: list[Json] = []
+    for scheduler in system.schedulers:
+        status = scheduler.status
+        found.append(
+            {
+                "kind": "Scheduler",
+                "address": scheduler.address,
+                "name": "" if status is None else status.scheduler_id,
+                "state": _state(scheduler.failure, ready=status is not None and status.ready),
+                "detail": scheduler.failure
+                if status is None
+                else f"{status.bookings:,} bookings, {status.sessions:,} sessions",
+            }
+        )
+    for indexer in system.indexers:
+        stats = indexer.stats
+        components = [] if stats is None else stats.components
+        behind = sum(max(0, each.last_stream_sequence - each.applied_stream_sequence) for each in components)
+        found.append(
+            {
+                "kind": "Indexer",
+                "address": indexer.address,
+                "name": "" if stats is None else stats.replica_id,
+                "state": _state(indexer.failure, ready=stats is not None and all(each.ready for each in components)),
+                "detail": indexer.failure
+                if stats is None
+                else f"{sum(each.blocks for each in components):,} blocks, {behind:,} messages behind",
+            }
+        )
+    for frontend in system.frontends:
+        health = frontend.health
+        calls = 0 if health is None else sum(each.calls for each in health.workers)
+        found.append(
+            {
+                "kind": "Frontend",
+                "address": frontend.address,
+                "name": "",
+                "state": _state(frontend.failure, ready=health is not None),
+                "detail": frontend.failure if health is None else f"{calls:,} calls at workers",
+            }
+        )
+    return found
+
+
+def _state(failure: str, *, ready: bool) -> str:
+    if failure:
+        return "away"
+    return "ready" if ready else "not ready"
+
+
+def _component(name: ComponentName, status: ComponentStatus, system: System, hit_rates: HitWindow, role: str) -> Json:
+    indexed, health, rates = system.indexed(name), system.worker_health(name), hit_rates.rates(name)
+    total = hit_rates.rate(name)
+    return {
+        "name": str(name),
+        "model": status.model,
+        "mode": status.mode,
+        "role": role,
+        "block_size": status.block_size,
+        "hits_predicted": total.predicted,
+        "hits_found": total.found,
+        "queued": status.queued.requests,
+        "queue_capacity": status.queued.capacity,
+        "queue_oldest_seconds": status.queued.oldest_age_ms / 1e3,
+        "ranks": [
+            _rank(
+                each,
+                indexed.get(rank_of(each.rank)),
+                health.get(each.rank.worker_id, ()),
+                rates.get(rank_of(each.rank), HitRate()),
+                is_indexed=bool(indexed),
+            )
+            for each in status.ranks
+        ],
+    }
+
+
+def _rank(
+    rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth], rate: HitRate, *, is_indexed: bool
+) -> Json:
+    cached: int | None = None if stats is None else stats.blocks
+    if cached is None and rank.HasField("reported") and not is_indexed:
+        cached = rank.reported.cached_blocks
+    return {
+        "rank": _name(rank.rank),
+        "endpoint": rank.endpoint,
+        "active_blocks": rank.active_blocks,
+        "total_blocks": rank.total_blocks,
+        "prefill_tokens": rank.prefill_tokens,
+        "requests": rank.active_requests,
+        "queued": rank.queued_requests,
+        "cached_blocks": cached,
+        "hits_predicted": rate.predicted,
+        "hits_found": rate.found,
+        "lag_seconds": None if stats is None or stats.silent else stats.lag_seconds,
+        "notes": _notes(rank, stats, health),
+    }
+
+
+def _notes(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> list[Json]:
+    """Returns what is unusual about a rank, with its severity."""
+    notes: list[tuple[str, str]] = []
+    for state, words in _HEALTH.items():
+        by = sum(each.state == state for each in health)
+        if by:
+            notes.append(("error", f"{words} by {by} of {len(health)} Frontends" if len(health) > 1 else words))
+    if not rank.registered:
+        notes.append(("error", "gone, with bookings"))
+    if rank.draining:
+        notes.append(("warning", "draining"))
+    if rank.busy:
+        notes.append(("error", rank.busy))
+    if stats is not None:
+        for severity, words, applies in (
+            ("error", "no heartbeat", stats.silent),
+            ("error", "index stale", stats.stale and not stats.silent),
+            ("warning", "index partial", stats.partial),
+            ("warning", "evicted from the index", stats.evicted),
+        ):
+            if applies:
+                notes.append((severity, words))
+    return [{"severity": severity, "what": words} for severity, words in notes]
+
+
+def _name(rank: Rank) -> str:
+    return f"{rank.worker_id}:{rank.dp_rank}"

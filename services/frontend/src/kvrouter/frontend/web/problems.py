@@ -1,0 +1,179 @@
+"""What is wrong with a system, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.system import System
+from kvrouter.v1.frontend_pb2 import WorkerHealthState
+from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats
+from kvrouter.v1.scheduler_pb2 import ComponentStatus
+
+_ETCD_SILENT_SECONDS = 15.0
+"""Age of the last contact with etcd from which it counts as away; normally there is one every 5 s."""
+_BEHIND_MESSAGES = 10_000
+_NAMED = 5
+"""Maximum number of ranks or workers that a problem names."""
+
+_STATE_NAMES = {
+    WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "no answer to probes",
+    WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "requests fail",
+    WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "on trial after failed requests",
+    WorkerHealthState.WORKER_HEALTH_STATE_STALLED: "requests accepted, but nothing generated",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem with its remedy, both in English."""
+
+    severity: Literal["error", "warning"]
+    what: str
+    remedy: str
+
+
+def problems(system: System, hit_rates: HitWindow) -> list[Problem]:
+    """Returns the problems of a system, errors first."""
+    found = [*_services(system), *_workers(system), *_components(system, hit_rates), *_indexes(system)]
+    return sorted(found, key=lambda problem: problem.severity != "error")
+
+
+def _services(system: System) -> Iterator[Problem]:
+    if system.note:
+        yield Problem("error", system.note, "Start it, or correct the address (--etcd, --namespace).")
+    for kind, views in (
+        ("Scheduler", system.schedulers),
+        ("Indexer", system.indexers),
+        ("Frontend", system.frontends),
+    ):
+        for view in views:
+            if view.failure:
+                what = f"{kind} at {view.address} does not answer: {view.failure}"
+                yield Problem("error", what, "See its log. If it died, its registration expires with its lease.")
+    if system.statuses and not system.indexers:
+        yield Problem(
+            "warning",
+            "no Indexer is registered: requests are routed on load alone",
+            "Start kvrouter-indexer, unless the Schedulers predict caches themselves (--no-kv-events).",
+        )
+    for status in system.statuses:
+        if not status.ready:
+            what = f"Scheduler {status.scheduler_id} is not ready"
+            yield Problem("warning", what, "It waits for registrations or for the state of other Schedulers.")
+        if status.directory_age_seconds > _ETCD_SILENT_SECONDS:
+            what = f"Scheduler {status.scheduler_id}: etcd has been silent for {status.directory_age_seconds:.0f} s"
+            yield Problem("error", what, "Check etcd. Workers that come or go are not noticed meanwhile.")
+
+
+def _workers(system: System) -> Iterator[Problem]:
+    for component in system.components():
+        health = system.worker_health(component)
+        for state, words in _STATE_NAMES.items():
+            affected = {
+                worker_id: max(views, key=lambda each: each.consecutive_failures)
+                for worker_id, every in sorted(health.items())
+                if (views := [each for each in every if each.state == state])
+            }
+            if affected:
+                causes = [each.last_failure for each in affected.values() if each.last_failure]
+                what = f"{_named([str(each) for each in affected], 'worker')} of {component}: {words}"
+                yield Problem(
+                    "error",
+                    f"{what}{f': {causes[0]}' if causes else ''}",
+                    "See the engine's log. It gets requests again when probes or a trial request succeed.",
+                )
+
+
+def _components(system: System, hit_rates: HitWindow) -> Iterator[Problem]:
+    for component, (_, status) in system.components().items():
+        if not status.ranks:
+            yield Problem("warning", f"{component} has no workers", "Start workers, or forget the component.")
+        busy = [f"{each.rank.worker_id}:{each.rank.dp_rank}" for each in status.ranks if each.busy]
+        if busy and len(busy) == len(status.ranks):
+            yield Problem(
+                "error",
+                f"every rank of {component} is busy: requests wait or are refused",
+                "Add workers, or raise the busy thresholds.",
+            )
+        elif busy:
+            yield Problem(
+                "warning", f"{_named(busy)} of {component}: above a busy threshold", "Add workers if it lasts."
+            )
+        gone = [f"{each.rank.worker_id}:{each.rank.dp_rank}" for each in status.ranks if not each.registered]
+        if gone:
+            what = f"{_named(gone)} of {component}: gone, with bookings"
+            yield Problem("warning", what, "Their requests end or time out; the bookings go with them.")
+        yield from _queue(str(component), status)
+        rate = hit_rates.rate(component)
+        if rate.differs:
+            predicted, reported = rate.predicted or 0.0, rate.found or 0.0
+            what = f"{component}: {predicted:.0%} of the prompt tokens predicted cached, workers report {reported:.0%}"
+            yield Problem(
+                "warning",
+                what,
+                "Compare block size, hash salt and chat template of router and engine; run kvrouter index verify.",
+            )
+
+
+def _queue(component: str, status: ComponentStatus) -> Iterator[Problem]:
+    queued = status.queued
+    if queued.capacity and queued.requests >= 0.8 * queued.capacity:
+        what = f"{component}: {queued.requests:,} of at most {queued.capacity:,} requests queued"
+        yield Problem("error", what, "Add workers: further requests are refused when the queue is full.")
+
+
+def _indexes(system: System) -> Iterator[Problem]:
+    for view in system.indexers:
+        if view.stats is None:
+            continue
+        for stats in view.stats.components:
+            yield from _index(f"Indexer {view.stats.replica_id}, {stats.component.name}", stats)
+
+
+def _index(where: str, stats: ComponentStats) -> Iterator[Problem]:
+    if not stats.ready:
+        yield Problem("warning", f"{where}: not ready", "It restores its state; see its log if this takes minutes.")
+    if stats.stream_error:
+        what = f"{where}: the stream takes no messages: {stats.stream_error}"
+        yield Problem("error", what, "Free or enlarge the disk of NATS; the index heals from the workers meanwhile.")
+    behind = stats.last_stream_sequence - stats.applied_stream_sequence
+    if behind > _BEHIND_MESSAGES:
+        yield Problem(
+            "warning", f"{where}: {behind:,} messages behind", "Give it more CPU, or add Indexers by component."
+        )
+    for words, remedy, chosen in (
+        (
+            "no events or heartbeats",
+            "Check that the engine publishes events and the worker's connection to NATS.",
+            [each for each in stats.ranks if each.silent],
+        ),
+        (
+            "stale: the worker was not compared for long",
+            "Check that the Indexer reaches the worker's gRPC port.",
+            [each for each in stats.ranks if each.stale and not each.silent],
+        ),
+        (
+            "index partial: events were lost",
+            "It is resynced from the worker; see resync_reason in kvrouter index status if it stays.",
+            [each for each in stats.ranks if each.partial],
+        ),
+        (
+            "emptied, because the index reached its bound on memory",
+            "Give the Indexer more memory (--max-index-bytes).",
+            [each for each in stats.ranks if each.evicted],
+        ),
+    ):
+        if chosen:
+            yield Problem("warning", f"{where}: {_named([_rank(each) for each in chosen])}: {words}", remedy)
+
+
+def _rank(stats: RankStats) -> str:
+    return f"{stats.rank.worker_id}:{stats.rank.dp_rank}"
+
+
+def _named(names: list[str], kind: str = "rank") -> str:
+    further = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{kind}{'s' if len(names) > 1 else ''} {', '.join(names[:_NAMED])}{further}"

@@ -1,0 +1,144 @@
+"""The page's data: history, problems and JSON, from what services report."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+from kvrouter.frontend.web.history import History
+from kvrouter.frontend.web.overview import decision, overview
+from kvrouter.frontend.web.problems import problems
+from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
+from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
+from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    CandidateTerms,
+    ComponentStatus,
+    Decision,
+    GetStatusResponse,
+    HitCounts,
+    QueueStatus,
+    RankStatus,
+)
+
+NAME = ComponentName("n", "pool")
+COMPONENT = Component(namespace="n", name="pool")
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def status(*ranks: RankStatus, **fields: object) -> GetStatusResponse:
+    component = ComponentStatus(component=COMPONENT, model="m", mode="kv", ranks=ranks, **fields)
+    return GetStatusResponse(scheduler_id="s", ready=True, started_unix_ns=1, components=[component])
+
+
+def rank(worker_id: int = 1, *, prompt: int = 0, cached: int = 0, **fields: object) -> RankStatus:
+    hits = HitCounts(requests=prompt // 100, prompt_tokens=prompt, cached_tokens=cached)
+    return RankStatus(rank=Rank(worker_id=worker_id), registered=True, cache_hits=hits, total_blocks=100, **fields)
+
+
+def system(response: GetStatusResponse | None = None, **views: object) -> System:
+    views = {"indexers": [IndexerView("i:1", GetStatsResponse(replica_id="i"))], **views}
+    return System(AT, [SchedulerView("s:1", response or status(rank()))], **views)  # type: ignore[arg-type]
+
+
+def found(seen: System) -> list[tuple[str, str]]:
+    return [(each.severity, each.what) for each in problems(seen, HitWindow(60))]
+
+
+def test_a_healthy_system_has_no_problems() -> None:
+    assert found(system()) == []
+
+
+def test_history_has_what_happened_between_samples() -> None:
+    history = History()
+    history.take(system(status(rank(prompt=1000, cached=100))))
+    history.take(system(status(rank(prompt=1500, cached=400, active_blocks=25, active_requests=3))))
+    (point,) = history.points
+    assert (point.requests, point.prompt_tokens, point.cached_tokens) == (5, 500, 300)
+    assert (point.active_requests, point.active_share) == (3, 0.25)
+
+
+def test_history_survives_a_restarted_scheduler_and_an_absent_one() -> None:
+    history = History()
+    history.take(system(status(rank(prompt=1000, cached=100))))
+    history.take(System(AT, [SchedulerView("s:1", failure="gone")]))
+    history.take(system(status(rank(prompt=1200, cached=200))))
+    restarted = status(rank(prompt=100, cached=50))
+    restarted.started_unix_ns = 2
+    history.take(system(restarted))
+    assert [point.prompt_tokens for point in history.points] == [0, 200, 100]
+
+
+def test_history_is_bounded() -> None:
+    history = History()
+    for _ in range(500):
+        history.take(system())
+    assert len(history.points) == 360
+
+
+def test_a_service_that_is_away_is_an_error() -> None:
+    seen = system(indexers=[IndexerView("i:1", failure="Connection refused")])
+    assert found(seen) == [("error", "Indexer at i:1 does not answer: Connection refused")]
+    assert ("error", "etcd does not answer") in found(System(AT, note="etcd does not answer"))
+
+
+def test_worker_health_names_the_cause() -> None:
+    worker = WorkerHealth(
+        component=COMPONENT,
+        worker_id=1,
+        endpoint="w:1",
+        state=WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF,
+        last_failure="out of memory",
+    )
+    seen = system(frontends=[FrontendView("f:1", GetWorkerHealthResponse(workers=[worker]))])
+    assert found(seen) == [("error", "worker 1 of n/pool: requests fail: out of memory")]
+
+
+def test_busy_queued_and_lagging_parts_are_named() -> None:
+    queued = QueueStatus(requests=90, capacity=100)
+    stats = ComponentStats(component=COMPONENT, ready=True, stream_error="no space", last_stream_sequence=20_000)
+    stats.ranks.extend(RankStats(rank=Rank(worker_id=each), silent=True) for each in range(7))
+    seen = system(
+        status(rank(1, busy="full"), rank(2, busy="full"), queued=queued),
+        indexers=[IndexerView("i:1", GetStatsResponse(replica_id="i", components=[stats]))],
+    )
+    assert found(seen) == [
+        ("error", "every rank of n/pool is busy: requests wait or are refused"),
+        ("error", "n/pool: 90 of at most 100 requests queued"),
+        ("error", "Indexer i, pool: the stream takes no messages: no space"),
+        ("warning", "Indexer i, pool: 20,000 messages behind"),
+        ("warning", "Indexer i, pool: ranks 0:0, 1:0, 2:0, 3:0, 4:0 and 2 more: no events or heartbeats"),
+    ]
+
+
+def test_every_problem_has_a_remedy() -> None:
+    seen = system(status(), indexers=[])
+    assert problems(seen, HitWindow(60))
+    assert all(each.remedy.endswith(".") for each in problems(seen, HitWindow(60)))
+
+
+def test_the_overview_is_json() -> None:
+    seen = system(status(rank(2, active_blocks=50, draining=True)))
+    rates = HitWindow(60)
+    rates.take(seen, 0.0)
+    shown = overview(seen, rates, history=[], prefixes=[], found=[], roles={NAME: "decode"})
+    (component,) = json.loads(json.dumps(shown, allow_nan=False))["components"]
+    assert (component["name"], component["role"]) == ("n/pool", "decode")
+    (row,) = component["ranks"]
+    assert (row["rank"], row["active_blocks"], row["notes"]) == (
+        "2:0",
+        50,
+        [{"severity": "warning", "what": "draining"}],
+    )
+
+
+def test_a_decision_has_every_candidate_and_no_infinity() -> None:
+    message = Decision(decision_id=1 << 63, request_id="mine~1a2b", component=COMPONENT, chosen=Rank(worker_id=1))
+    message.decided_unix_ns = int((AT + timedelta(seconds=1)).timestamp() * 1e9)
+    message.candidates.append(CandidateTerms(rank=Rank(worker_id=1), cost=1.5, terms={"load": 2.0}))
+    message.candidates.append(CandidateTerms(rank=Rank(worker_id=2), cost=float("inf"), excluded="busy"))
+    shown = json.loads(json.dumps(decision(message, "s:1"), allow_nan=False))
+    assert (shown["id"], shown["request"], shown["rank"]) == (str(1 << 63), "mine", "1:0")
+    assert [each["cost"] for each in shown["candidates"]] == [1.5, None]
+    assert shown["candidates"][0]["terms"] == {"load": 2.0}
