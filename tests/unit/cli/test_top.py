@@ -12,7 +12,7 @@ from kvrouter.cli.top.formatting import count, duration
 from kvrouter.cli.top.frame import frame
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
-from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.common_pb2 import Component, Rank, Role
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
@@ -355,3 +355,10 @@ def test_workers_that_frontends_find_unhealthy_are_marked() -> None:
     assert line(found, "1:0").rstrip().endswith("suspected by 2 of 2 Frontends")
     assert line(found, "2:0").rstrip().endswith("backed off by 1 of 2 Frontends: worker 2 failed")
     assert line(found, "3:0").rstrip().endswith("ok")
+
+
+def test_the_line_of_a_disaggregated_component_has_its_role() -> None:
+    first = pool(rank(1), name="first", role=Role.ROLE_PREFILL)
+    found = lines(system([scheduler(first, pool(rank(2), name="second", role=Role.ROLE_DECODE))]))
+    assert "model m, prefill workers, mode kv" in line(found, "ns/first")
+    assert "model m, decode workers, mode kv" in line(found, "ns/second")

@@ -10,6 +10,7 @@ from kvrouter.cli.top.formatting import amount, duration
 from kvrouter.cli.top.ranks_table import BACKED_OFF, queue_lines, ranks_table
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
+from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse
@@ -26,6 +27,8 @@ _CONTACT_LATE_SECONDS = 15.0
 """Age of the last contact with etcd from which it is shown; normally there is one every 5 s."""
 _TABLE_LINES = 4
 """Lines of a component besides its ranks: title, header and footer of the table, and an empty line."""
+_ROLES = {Role.ROLE_PREFILL: ", prefill workers", Role.ROLE_DECODE: ", decode workers"}
+"""What the line of a component says of the role of its workers."""
 
 
 def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | None = None) -> Group:
@@ -153,7 +156,8 @@ def _component_line(
     system: System,
     hit_rates: HitWindow,
 ) -> Text:
-    text = Text.assemble((str(component), "bold"), f"  model {status.model}, mode {status.mode}")
+    role = _ROLES.get(status.role, "")
+    text = Text.assemble((str(component), "bold"), f"  model {status.model}{role}, mode {status.mode}")
     thresholds = status.thresholds
     limits = []
     if thresholds.HasField("active_decode_blocks_threshold"):

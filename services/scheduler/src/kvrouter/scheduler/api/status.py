@@ -91,6 +91,7 @@ class Status:
         return ComponentStatus(
             component=component_message(pool.name),
             model=pool.model,
+            role=pool.role,
             block_size=pool.booked_load.block_size,
             mode=self._mode,
             thresholds=thresholds.to_message(),
