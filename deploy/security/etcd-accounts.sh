@@ -16,6 +16,7 @@ ctl=${ETCDCTL:-etcdctl}
 "$ctl" role grant-permission --prefix=true scheduler read /kvrouter/v1/kvrouter/
 "$ctl" role grant-permission --prefix=true scheduler readwrite /kvrouter/v1/kvrouter/services/scheduler/
 "$ctl" role grant-permission --prefix=true scheduler readwrite /kvrouter/v1/kvrouter/thresholds/
+"$ctl" role grant-permission --prefix=true scheduler readwrite /kvrouter/v1/kvrouter/components/workers/drains/
 "$ctl" user add scheduler --interactive=false < scheduler.etcd-password
 "$ctl" user grant-role scheduler scheduler
 "$ctl" role add indexer

@@ -27,6 +27,7 @@ from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
+from kvrouter.runtime.telemetry.tls import TlsMetrics
 from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.metrics import SchedulerMetrics
@@ -69,6 +70,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     StaticDiscovery(MagicMock(components=()), "kvrouter", every)
     metered_quarantine(every)
     CallStreamMetrics(every)
+    TlsMetrics(every, None)
     bounds_of(every)
     TracingMetrics(every)
     _Connections(MagicMock(), every, "ops")

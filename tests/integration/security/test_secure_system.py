@@ -1,24 +1,68 @@
-"""A whole system whose connections are all encrypted and authenticated serves requests."""
+"""A whole system that encrypts and authenticates every connection: it serves, refuses others, and keeps secrets."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
+import grpc.aio
 import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
+from kvrouter.net.etcd import connect
+from kvrouter.net.tls import warn_if_exposed
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ServiceRegistration, WorkerRegistration
+from structlog.testing import capture_logs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVER_CERTIFICATES_ONLY = "frontend"
+"""Role whose clients need no certificate: they authenticate with keys of the API."""
 
 
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    logs = tmp_path / "logs"
+@dataclass(frozen=True)
+class Port:
+    role: str
+    address: str
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    directory = tmp_path_factory.mktemp("secure-system")
+    logs = directory / "logs"
     logs.mkdir()
-    options = StackOptions(directory=tmp_path, logs=logs, workers=2, clock=10.0, secure=True)
+    options = StackOptions(directory=directory, logs=logs, workers=2, clock=10.0, secure=True)
     async with running_stack(options) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ports(stack: Stack) -> tuple[list[Port], list[Port]]:
+    """Every gRPC port and every HTTP port, as they are registered."""
+    assert stack.credentials is not None
+    rpc, http = [], [Port("worker", address) for address in stack.worker_metrics]
+    async with connect(stack.credentials.etcd_access("admin", stack.etcd.endpoint)) as client:
+        for role in ("frontend", "scheduler", "indexer"):
+            for entry in await client.get_prefix(f"/kvrouter/v1/kvrouter/services/{role}/".encode()):
+                registered = ServiceRegistration.FromString(entry.value)
+                rpc.append(Port(role, registered.endpoint))
+                http.append(Port(role, registered.http_endpoint))
+        workers = ComponentName("kvrouter", stack.options.component).workers_prefix
+        registrations = [
+            WorkerRegistration.FromString(entry.value) for entry in await client.get_prefix(workers.encode())
+        ]
+        rpc += [Port("worker", registration.endpoint) for registration in registrations]
+    assert len(rpc) == 5
+    assert len(http) == 5
+    return rpc, http
 
 
 async def test_a_request_passes_through_a_secure_system(stack: Stack) -> None:
@@ -29,5 +73,155 @@ async def test_a_request_passes_through_a_secure_system(stack: Stack) -> None:
         async with session.post(url, json=body, ssl=stack.tls.client_context()) as response:
             assert response.status == 200, await response.text()
             assert (await response.json())["usage"]["completion_tokens"] == 4
-        with pytest.raises(aiohttp.ClientError):
-            await session.post(f"http://{stack.http}/v1/completions", json=body)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client's certificate, and the authority that it trusts."""
+
+    name: str
+    certificate: CertificatePaths | None
+    authority: Path
+
+
+@pytest.fixture
+def clients(stack: Stack, tmp_path: Path) -> dict[str, Client]:
+    assert stack.credentials is not None
+    ours = stack.credentials.authority
+    stranger = DevelopmentAuthority(tmp_path / "stranger")
+    long_ago = datetime.now(UTC) - timedelta(days=400)
+    own = ours.certificate_path
+    made = [
+        Client("administrator", ours.paths("admin"), own),
+        Client("no certificate", None, own),
+        Client("certificate of another authority", stranger.issue("admin"), own),
+        Client("expired certificate", ours.issue("expired", role="admin", valid_from=long_ago), own),
+        Client("server of another authority", ours.paths("admin"), stranger.certificate_path),
+    ]
+    return {client.name: client for client in made}
+
+
+async def grpc_answers(port: Port, client: Client, role: str = "") -> bool:
+    key = chain = None
+    if client.certificate is not None:
+        key, chain = client.certificate.key.read_bytes(), client.certificate.cert.read_bytes()
+    credentials = grpc.ssl_channel_credentials(client.authority.read_bytes(), key, chain)
+    name = f"{role or port.role}.{PEER_DOMAIN}"
+    options = (("grpc.ssl_target_name_override", name), ("grpc.use_local_subchannel_pool", 1))
+    async with grpc.aio.secure_channel(port.address, credentials, options=options) as channel:
+        return await is_serving(channel)
+
+
+async def is_serving(channel: grpc.aio.Channel) -> bool:
+    try:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+    return bool(answer.status == SERVING)
+
+
+async def http_answers(port: Port, client: Client) -> bool:
+    context = ssl.create_default_context(cafile=str(client.authority))
+    if client.certificate is not None:
+        context.load_cert_chain(client.certificate.cert, client.certificate.key)
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"https://{port.address}/health", ssl=context) as response,
+        ):
+            return response.status == 200
+    except (aiohttp.ClientError, ssl.SSLError, OSError):
+        return False
+
+
+async def test_every_port_refuses_who_does_not_authenticate(
+    ports: tuple[list[Port], list[Port]], clients: dict[str, Client]
+) -> None:
+    rpc, http = ports
+    for port, answers in [*((port, grpc_answers) for port in rpc), *((port, http_answers) for port in http)]:
+        admitted = {name for name, client in clients.items() if await answers(port, client)}
+        expected = {"administrator"}
+        if port.role == SERVER_CERTIFICATES_ONLY:
+            expected |= {"no certificate", "certificate of another authority", "expired certificate"}
+        assert admitted == expected, port
+
+
+async def test_no_port_speaks_plain_text(ports: tuple[list[Port], list[Port]]) -> None:
+    rpc, http = ports
+    for port in rpc:
+        async with grpc.aio.insecure_channel(port.address) as channel:
+            assert not await is_serving(channel), port
+    async with aiohttp.ClientSession() as session:
+        for port in http:
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"http://{port.address}/health")
+
+
+async def test_no_process_stands_in_for_one_of_another_role(
+    ports: tuple[list[Port], list[Port]], clients: dict[str, Client]
+) -> None:
+    for port in ports[0]:
+        other = "scheduler" if port.role == "worker" else "worker"
+        assert not await grpc_answers(port, clients["administrator"], other)
+
+
+async def test_refused_connections_are_counted(
+    stack: Stack, ports: tuple[list[Port], list[Port]], clients: dict[str, Client]
+) -> None:
+    assert stack.tls is not None
+
+    async def begun(port: Port) -> float:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"https://{port.address}/metrics", ssl=stack.tls.client_context()) as response,
+        ):
+            lines = (await response.text()).splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("kvrouter_tls_handshakes_total"))
+
+    scheduler, http = (next(port for port in kind if port.role == "scheduler") for kind in ports)
+    before = await begun(http)
+    assert not await grpc_answers(scheduler, clients["no certificate"])
+    assert await begun(http) >= before + 2
+
+
+def visible(pid: int) -> list[str]:
+    """Command line and environment of a process."""
+    return [Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("cmdline", "environ")]
+
+
+async def test_secrets_are_in_no_log_command_line_environment_or_metric(
+    stack: Stack, ports: tuple[list[Port], list[Port]]
+) -> None:
+    assert stack.credentials is not None
+    assert stack.tls is not None
+    secrets = {
+        path: path.read_text().strip()
+        for identity in stack.credentials.identities.values()
+        for path in (identity.nkey, identity.password)
+    }
+    secrets |= {path: path.read_text().splitlines()[1] for path in stack.credentials.folder.glob("*.key")}
+    assert len(secrets) >= 16
+    shown = [path.read_text(errors="replace") for path in stack.options.logs.glob("*.log")]
+    shown += [server.log_path.read_text(errors="replace") for server in (stack.nats, stack.etcd)]
+    pids = [process.pid for process in stack.processes.values()]
+    pids += [server.pid for server in (stack.nats, stack.etcd) if server.pid is not None]
+    for pid in pids:
+        shown += visible(pid)
+    async with aiohttp.ClientSession() as session:
+        for port in ports[1]:
+            url = f"https://{port.address}/metrics"
+            async with session.get(url, ssl=stack.tls.client_context()) as response:
+                shown.append(await response.text())
+    assert all(shown)
+    assert not [path.name for path, secret in secrets.items() if any(secret in text for text in shown)]
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:1", "[::]:1", "*:1", "10.0.0.7:1", "host.example:1"])
+async def test_an_address_that_others_reach_needs_tls_or_a_warning(bind: str) -> None:
+    with capture_logs() as logs:
+        warn_if_exposed(bind, None)
+        for loopback in ("127.0.0.1:1", "[::1]:1", "localhost:1", "127.8.8.8:1"):
+            warn_if_exposed(loopback, None)
+    assert [(line["event"], line["address"]) for line in logs] == [("listener.exposed", bind)]

@@ -133,6 +133,8 @@ def etcd_grants(account: Account, namespace: Namespace) -> list[Grant]:
     grants = [Grant("read", everything), Grant("readwrite", services_prefix(namespace.name, account.role))]
     if account.role == "scheduler":
         grants.append(Grant("readwrite", f"{everything}thresholds/"))
+        prefix = components_prefix(namespace.name)
+        grants += [Grant("readwrite", f"{prefix}{component}/drains/") for component in namespace.components]
     if account.role == "indexer":
         for component in namespace.named():
             grants += [Grant("readwrite", key) for key in (component.snapshot_key, component.snapshot_lock_key)]

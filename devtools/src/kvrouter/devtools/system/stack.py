@@ -97,7 +97,7 @@ class Stack:
 
     def __init__(self, options: StackOptions) -> None:
         self.options = options
-        self.credentials = _credentials(options) if options.secure else None
+        self.credentials = self._make_credentials() if options.secure else None
         """Certificates, keys and passwords of all processes; None if connections are plain text."""
         self.nats = NatsServer(options.directory / "nats", credentials=self.credentials)
         self.etcd = EtcdServer(options.directory / "etcd", credentials=self.credentials)
@@ -203,6 +203,11 @@ class Stack:
         if not self.options.prefill:
             return "both"
         return "decode" if number <= self.options.workers else "prefill"
+
+    def _make_credentials(self) -> Credentials:
+        workers = [(self._component(number), number) for number in range(1, self.options.workers + 1)]
+        components = tuple(dict.fromkeys(component for component, _ in workers))
+        return Credentials(self.options.directory / "certs", Namespace(self.options.namespace, components), workers)
 
     def _component(self, number: int) -> str:
         return self._role(number) if self.options.prefill else self.options.component
@@ -332,11 +337,6 @@ def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name in _KEPT_SETTINGS or not (name.startswith("KVROUTER_") or name in {"NATS_SERVER", "ETCD_ENDPOINTS"})
     }
-
-
-def _credentials(options: StackOptions) -> Credentials:
-    workers = [(options.component, number) for number in range(1, options.workers + 1)]
-    return Credentials(options.directory / "certs", Namespace(options.namespace, (options.component,)), workers)
 
 
 def why_not_free(port: int) -> str:

@@ -2,8 +2,17 @@
 
 from kvrouter.net.tls.certificates import InvalidCertificate
 from kvrouter.net.tls.channel import open_channel
-from kvrouter.net.tls.listening import add_port
+from kvrouter.net.tls.listening import add_port, warn_if_exposed
 from kvrouter.net.tls.options import ClientAuth, InvalidTls, TlsOptions
 from kvrouter.net.tls.tls import Tls
 
-__all__ = ["ClientAuth", "InvalidCertificate", "InvalidTls", "Tls", "TlsOptions", "add_port", "open_channel"]
+__all__ = [
+    "ClientAuth",
+    "InvalidCertificate",
+    "InvalidTls",
+    "Tls",
+    "TlsOptions",
+    "add_port",
+    "open_channel",
+    "warn_if_exposed",
+]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import web
-from kvrouter.net.tls import Tls
+from kvrouter.net.tls import Tls, warn_if_exposed
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.listening import BindFailed
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -71,6 +71,7 @@ async def serving_http(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     connections = _Connections(limits, registry, name)
+    warn_if_exposed(f"{host or '*'}:{port}", tls)
     application.middlewares.insert(0, connections.follow_request)
     runner = web.AppRunner(application, access_log=None, **options)
     await runner.setup()

@@ -17,6 +17,7 @@ import msgspec
 from kvrouter.frontend import app
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.process import lifecycle
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -69,7 +70,10 @@ def main() -> NoReturn:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_METRICS_SECONDS)) as session:
 
             async def metrics() -> bytes:
-                async with session.get(assignment.metrics_url) as response:
+                tls = Tls.of(settings.tls_options())
+                context = True if tls is None else tls.client_context()
+                name = None if tls is None else tls.peer_name("frontend") or None
+                async with session.get(assignment.metrics_url, ssl=context, server_hostname=name) as response:
                     return await response.read()
 
             try:

@@ -20,6 +20,7 @@ from kvrouter.frontend.processes.child import Assignment, Report
 from kvrouter.frontend.processes.merged_metrics import MergedMetrics
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.runtime.process.lifecycle import StartRefused
@@ -67,6 +68,7 @@ class FrontendProcesses:
         self._merged = MergedMetrics()
         self._children: dict[str, _Child] = {}
         self._registry = new_registry()
+        self._tls = Tls.of(settings.tls_options())
         self._metrics = ProcessMetrics(self._registry)
         self._limits_file = -1
         self._metrics.live.set_function(lambda: len(self._children))
@@ -85,9 +87,10 @@ class FrontendProcesses:
             http_port = ports.enter_context(shared_port(settings.host, settings.port))
             grpc_port = ports.enter_context(shared_port(host.strip("[]"), int(port)))
             shared = {"port": http_port, "bind": f"{host}:{grpc_port}", "http_bind": ""}
+            scheme = "http" if self._tls is None else "https"
             async with self._serving_ops() as address, asyncio.TaskGroup() as group:
                 for number in range(settings.processes):
-                    keeping = self._keep(str(number), shared, f"http://{address}/metrics", stopping)
+                    keeping = self._keep(str(number), shared, f"{scheme}://{address}/metrics", stopping)
                     group.create_task(keeping, name=f"frontend-process {number}")
 
     async def _keep(self, name: str, shared: dict[str, object], metrics_url: str, stopping: asyncio.Event) -> None:
@@ -172,11 +175,10 @@ class FrontendProcesses:
         )
         limits = HttpLimits(_MAX_CONNECTIONS, self._settings.http_header_seconds)
         address = host.strip("[]") or None, int(port)
-        async with serving_http(application, *address, limits, self._registry, name="ops", shutdown_timeout=1.0) as (
-            _,
-            bound,
-        ):
-            log.info("http.listening", address=f"{host}:{bound}")
+        async with serving_http(
+            application, *address, limits, self._registry, name="ops", tls=self._tls, shutdown_timeout=1.0
+        ) as (_, bound):
+            log.info("http.listening", address=f"{host}:{bound}", encrypted=self._tls is not None)
             yield f"{host or '127.0.0.1'}:{bound}"
 
     async def _exposition(self, _: web.Request) -> web.Response:

@@ -15,6 +15,7 @@ from kvrouter import core
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
 from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.telemetry.tls import TlsMetrics
 from kvrouter.runtime.version import VERSION
 from prometheus_client import (
     GC_COLLECTOR,
@@ -85,6 +86,7 @@ async def serving_ops(
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
+    TlsMetrics(registry, tls)
     if not bind:
         yield ""
         return
