@@ -25,6 +25,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 """Schemas of kinds that are not part of Kubernetes, cut down to the fields that the chart uses."""
 HELM = "helm.sh/helm/v3/cmd/helm@v3.19.2"
 VERSIONS = ("1.30", "1.37")
+SERVICES = {"frontend": FrontendSettings, "scheduler": SchedulerSettings, "indexer": IndexerSettings}
 STORES = ("--set", "nats.url=nats://nats:4222", "--set", "etcd.endpoints=etcd:2379")
 
 Documents = list[dict[str, Any]]
@@ -104,17 +105,26 @@ def test_an_unknown_kind_or_field_would_fail() -> None:
         validate(monitor | {"spec": {"selector": {}, "endpoint": []}}, VERSIONS[0])
 
 
-def test_the_services_accept_the_configuration(render: Callable[..., Documents], tmp_path: Path) -> None:
-    (config,) = of_kind(render("-f", str(CHART / "ci/all.yaml")), "ConfigMap").values()
-    path = tmp_path / "kvrouter.toml"
-    path.write_text(config["data"]["kvrouter.toml"])
-    assert tomllib.loads(path.read_text())["scheduler"] == {
+def test_the_configuration_has_known_options(render: Callable[..., Documents]) -> None:
+    config = of_kind(render("-f", str(CHART / "ci/all.yaml")), "ConfigMap")["router-config"]
+    tables = tomllib.loads(config["data"]["kvrouter.toml"])
+    assert tables["scheduler"] == {
         "bind": "0.0.0.0:7000",
         "http_bind": "0.0.0.0:9090",
         "overlap_score_weight": 2.0,
         "router_mode": "kv",
     }
-    for kind in (FrontendSettings, SchedulerSettings, IndexerSettings):
+    assert (tables["tls_client_auth"], tables["frontend"]["tls_client_auth"]) == ("required", "none")
+    for table, kind in SERVICES.items():
+        assert {key for key, value in tables.items() if not isinstance(value, dict)} <= set(kind.model_fields)
+        assert set(tables[table]) <= set(kind.model_fields)
+
+
+def test_the_services_start_with_the_defaults(render: Callable[..., Documents], tmp_path: Path) -> None:
+    config = of_kind(render(*STORES), "ConfigMap")["router-config"]
+    path = tmp_path / "kvrouter.toml"
+    path.write_text(config["data"]["kvrouter.toml"])
+    for kind in SERVICES.values():
         assert load(kind, ["--config", str(path)]).http_bind == "0.0.0.0:9090"
 
 
@@ -156,9 +166,21 @@ def test_a_rolling_upgrade_keeps_every_replica(render: Callable[..., Documents])
 def test_probes_ask_what_the_services_answer(render: Callable[..., Documents]) -> None:
     for deployment in of_kind(render(*STORES), "Deployment").values():
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "metrics"}
-        assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "metrics"}
+        assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "metrics", "scheme": "HTTP"}
+        assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "metrics", "scheme": "HTTP"}
         assert {"name": "metrics", "containerPort": 9090} in container["ports"]
+
+
+def test_files_that_the_configuration_names_are_mounted(render: Callable[..., Documents]) -> None:
+    templates = pods(render("-f", str(CHART / "ci/all.yaml")))
+    for service in ("frontend", "scheduler", "indexer"):
+        pod = templates[f"router-{service}"]["spec"]
+        (container,) = pod["containers"]
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
+        tls = secrets[mounted["/etc/kvrouter/tls"]]
+        assert (tls["secretName"], tls["defaultMode"]) == (f"kvrouter-{service}-tls", 0o440)
+        assert ("/etc/kvrouter/keys" in mounted) == (service == "frontend")
 
 
 def test_missing_stores_are_named(helm: str) -> None:

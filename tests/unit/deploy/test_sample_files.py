@@ -55,7 +55,8 @@ def test_an_unknown_option_would_be_found() -> None:
 def test_the_chart_sets_known_options() -> None:
     template = (DEPLOY / "helm/kvrouter/templates/config.yaml").read_text()
     named = set(re.findall(r'"([a-z_]+)" (?:"0\.0\.0\.0|\d)', template))
-    assert named == {"bind", "http_bind", "host", "port"}
+    named |= set(re.findall(r'set (?:\$top|\(get \$fixed "frontend"\)) "([a-z_]+)"', template))
+    assert {"bind", "http_bind", "host", "port", "tls_cert_file", "api_keys"} <= named
     assert named <= set(FrontendSettings.model_fields)
 
 

@@ -35,6 +35,10 @@ nats://{{ include "kvrouter.name" . }}-nats:4222
 {{- end -}}
 {{- end -}}
 
+{{- define "kvrouter.scheme" -}}
+{{ if .Values.tls.enabled }}https{{ else }}http{{ end }}
+{{- end -}}
+
 {{/* What every process of kvrouter gets: addresses, and the pod's own for others to reach it. */}}
 {{- define "kvrouter.env" -}}
 - name: KVROUTER_ETCD
@@ -50,20 +54,36 @@ nats://{{ include "kvrouter.name" . }}-nats:4222
 {{- end }}
 {{- end -}}
 
+{{/* Mounts of a process. Arguments: root, service. */}}
 {{- define "kvrouter.mounts" -}}
 - {name: config, mountPath: /etc/kvrouter/kvrouter.toml, subPath: kvrouter.toml, readOnly: true}
 - {name: tmp, mountPath: /tmp}
-{{- range $index, $file := .Values.secretFiles }}
+{{- if .root.Values.tls.enabled }}
+- {name: tls, mountPath: /etc/kvrouter/tls, readOnly: true}
+{{- end }}
+{{- if and .root.Values.apiKeys.secret (eq .service "frontend") }}
+- {name: api-keys, mountPath: /etc/kvrouter/keys, readOnly: true}
+{{- end }}
+{{- range $index, $file := .root.Values.secretFiles }}
 - {name: secret-{{ $index }}, mountPath: {{ $file.path }}, readOnly: true}
 {{- end }}
 {{- end -}}
 
+{{/* Volumes of those mounts. Arguments: root, service. */}}
 {{- define "kvrouter.volumes" -}}
 - name: config
-  configMap: {name: {{ include "kvrouter.name" . }}-config}
+  configMap: {name: {{ include "kvrouter.name" .root }}-config}
 - name: tmp
   emptyDir: {}
-{{- range $index, $file := .Values.secretFiles }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret: {secretName: {{ get .root.Values.tls.secrets .service }}, defaultMode: 0440}
+{{- end }}
+{{- if and .root.Values.apiKeys.secret (eq .service "frontend") }}
+- name: api-keys
+  secret: {secretName: {{ .root.Values.apiKeys.secret }}, defaultMode: 0440}
+{{- end }}
+{{- range $index, $file := .root.Values.secretFiles }}
 - name: secret-{{ $index }}
   secret: {secretName: {{ $file.secret }}, defaultMode: 0440}
 {{- end }}
@@ -161,12 +181,12 @@ spec:
             {{- end }}
           # Restoring the index may take minutes; until then the pod is alive and not ready.
           livenessProbe:
-            httpGet: {path: /health, port: metrics}
+            httpGet: {path: /health, port: metrics, scheme: {{ include "kvrouter.scheme" .root | upper }}}
             initialDelaySeconds: 10
             periodSeconds: 10
             failureThreshold: 6
           readinessProbe:
-            httpGet: {path: /ready, port: metrics}
+            httpGet: {path: /ready, port: metrics, scheme: {{ include "kvrouter.scheme" .root | upper }}}
             periodSeconds: 2
             failureThreshold: 2
           lifecycle:
@@ -174,8 +194,8 @@ spec:
             preStop: {exec: {command: [sleep, "5"]}}
           resources: {{- toYaml .values.resources | nindent 12 }}
           securityContext: {{- include "kvrouter.containerSecurity" . | nindent 12 }}
-          volumeMounts: {{- include "kvrouter.mounts" .root | nindent 12 }}
-      volumes: {{- include "kvrouter.volumes" .root | nindent 8 }}
+          volumeMounts: {{- include "kvrouter.mounts" . | nindent 12 }}
+      volumes: {{- include "kvrouter.volumes" . | nindent 8 }}
 {{- end -}}
 
 {{- define "kvrouter.disruptionBudget" -}}
