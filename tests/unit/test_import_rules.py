@@ -126,6 +126,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "frontend": {
         "access": ("settings",),
+        "admission": (),
         "client_sessions": (),
         "indexer_client": (),
         "model_metrics": (),
@@ -142,7 +143,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "api": (
             "disaggregation",
-            *("access", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
+            *("access", "admission", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
             *("recording", "scheduler_client", "text", "web", "worker_client"),
         ),
         "web": ("indexer_client", "recording"),

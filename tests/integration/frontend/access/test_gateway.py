@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -45,7 +46,7 @@ class Gateway:
 @pytest.fixture
 async def gateway(nats_url: str, etcd_endpoint: str, namespace: str, keys: Keys) -> AsyncIterator[Gateway]:
     address = f"127.0.0.1:{free_port()}"
-    options = {"endpoint_picker_bind": address, "api_keys": str(keys.path)}
+    options: dict[str, Any] = {"endpoint_picker_bind": address, "api_keys": str(keys.path)}
     async with (
         running_system(nats_url, etcd_endpoint, namespace, **options) as system,
         running(

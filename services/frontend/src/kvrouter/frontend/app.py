@@ -12,6 +12,7 @@ import structlog
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
+from kvrouter.frontend.admission.admission import Admission, AdmissionLimits
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService, GatewayOptions
 from kvrouter.frontend.api.validation import Limits
@@ -107,6 +108,7 @@ async def running(
     opened = open_access(settings, runtime.registry, shared_limits)
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
+    bounded = AdmissionLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
     service = FrontendService(
         runtime.directory,
         links,
@@ -119,6 +121,7 @@ async def running(
         access,
         disaggregation,
         PopularPrefixes() if settings.web_page else None,
+        Admission(bounded, runtime.registry),
     )
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")

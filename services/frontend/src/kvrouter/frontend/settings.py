@@ -152,6 +152,20 @@ class FrontendSettings(RoutingSettings):
         ge=1 << 12,
         description="File size at which recording stops, in bytes; it continues when the file is moved.",
     )
+    max_requests_in_flight: int = Field(
+        default=16_384, ge=0, description="Most running requests of each process; 0 for no limit."
+    )
+    max_prompt_bytes_in_flight: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="Most bytes of the prompts of running requests of each process; 0 for no limit.",
+    )
+    max_work: float = Field(
+        default=0.0,
+        ge=0,
+        description="Most work of a model's running requests in each process, in multiples of the KV cache of its "
+        "workers; 0 for no limit.",
+    )
     api_keys: str = Field(
         default="",
         description="File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys.",

@@ -12,6 +12,7 @@ from kvrouter.frontend.access import rules
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.rules import check_generation, check_model, own_booking, owned_id, visible
+from kvrouter.frontend.admission.admission import Admission, Admitted
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.text_output import TextOutput
 from kvrouter.frontend.api.validation import (
@@ -120,6 +121,7 @@ class FrontendService:
         access: Access | None = None,
         disaggregation: Disaggregation | None = None,
         popular_prefixes: PopularPrefixes | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.options = options
         self.access = access
@@ -138,6 +140,7 @@ class FrontendService:
         self.indexers = indexers or IndexerClient(directory)
         """The Indexers, for questions about the index."""
         self._disaggregation = disaggregation
+        self._admission = admission
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
         metrics.live_bookings.set_function(lambda: links.live_bookings)
@@ -262,6 +265,7 @@ class FrontendService:
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
         grant: Grant | None = None
+        admitted: Admitted | None = None
         tokens = len(prompt) // TOKEN_BYTES
         self._in_flight += 1
         try:
@@ -276,6 +280,7 @@ class FrontendService:
                 check_request(request, tokens, view, self.options.limits)
             if self.access is not None:
                 grant = self.access.grant(tokens + request.stop_conditions.max_tokens, "Generate")
+            admitted = self._admitted(request, view, tokens)
             generation = Generation(
                 request,
                 prompt,
@@ -295,8 +300,11 @@ class FrontendService:
             raise
         finally:
             self._in_flight -= 1
+            output_tokens = 0 if generation is None else generation.output_tokens
             if grant is not None:
-                grant.end(_used_tokens(tokens, generation))
+                grant.end(tokens + output_tokens if output_tokens else 0)
+            if admitted is not None:
+                admitted.end(output_tokens)
             self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
             if generation is not None:
                 self._note(generation)
@@ -311,6 +319,16 @@ class FrontendService:
             self._recorder.note(outline)
         if prefixes is not None and is_counted:
             prefixes.note(outline)
+
+    def _admitted(self, request: FrontendServiceGenerateRequest, view: ComponentView, tokens: int) -> Admitted | None:
+        if self._admission is None:
+            return None
+        # A tenant that a client claims would give a share to whoever claims many.
+        tenant, weight = "", 1.0
+        if self.access is not None:
+            caller = self.access.caller()
+            tenant, weight = caller.tenant, caller.weight
+        return self._admission.admit(view, tenant, weight, tokens, request.stop_conditions.max_tokens)
 
     def _budget(self, request: FrontendServiceGenerateRequest, *, forwarded: bool) -> AttemptBudget:
         limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit
@@ -587,12 +605,6 @@ class FrontendService:
         view = self._view(request.model, stage)
         request.component.CopyFrom(view.descriptor.component)
         return view.name
-
-
-def _used_tokens(prompt_tokens: int, generation: Generation | None) -> int:
-    """Returns what a request counts against limits: nothing if it had no output."""
-    outline = None if generation is None else generation.outline()
-    return 0 if outline is None else prompt_tokens + outline.output_tokens
 
 
 async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:

@@ -120,6 +120,11 @@ class Generation:
         self._stop = request.stop_conditions
         """Stop conditions of the next attempt."""
 
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._output_tokens
+
     def outline(self) -> Outline | None:
         """Returns what a recording stores of the request; None while it has no output."""
         if not self._output_tokens:

@@ -1,0 +1,129 @@
+"""Admits requests by their number, the size of their prompts, and the work that they are for their model's workers.
+
+    work of a request = prompt tokens + min(maximum output tokens, mean output tokens of the model)
+    bound of a model  = max_work * KV cache of its workers, tokens
+
+The mean is that of the last requests that ended (EWMA), so that a high ``max_tokens`` does not count in full. Prefixes
+that requests share are counted in each: with long shared prefixes the bound must be higher. Without a known size of the
+KV cache there is no bound of work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrouter.frontend.admission.fair_bound import FairBound
+from kvrouter.runtime.bounds import bounds_of
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import Overloaded
+from kvrouter.v1.names import ComponentName
+from prometheus_client import CollectorRegistry, Counter
+
+_FIRST_OUTPUT_TOKENS = 256.0
+"""Mean output before any request has ended."""
+_SMOOTHING = 0.05
+_RETRY_MS = 1000
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of one process; 0 for none."""
+
+    requests: int
+    prompt_bytes: int
+    work: float
+    """Work of a model in multiples of the KV cache of its workers."""
+
+
+class Admitted:
+    """An admitted request. End it once."""
+
+    __slots__ = ("_admission", "_bytes", "_model", "_tenant", "_work")
+
+    def __init__(self, admission: Admission, model: _Model, tenant: str, size: int, work: float) -> None:
+        self._admission = admission
+        self._model = model
+        self._tenant = tenant
+        self._bytes = size
+        self._work = work
+
+    def end(self, output_tokens: int) -> None:
+        """Ends the request; ``output_tokens`` is 0 if it had no output."""
+        self._admission.end(self._tenant, self._bytes)
+        self._model.work.remove(self._tenant, self._work)
+        if output_tokens:
+            self._model.mean_output += _SMOOTHING * (output_tokens - self._model.mean_output)
+
+
+@dataclass(slots=True)
+class _Model:
+    work: FairBound
+    mean_output: float = _FIRST_OUTPUT_TOKENS
+
+
+class Admission:
+    """Admits the requests of one process."""
+
+    def __init__(self, limits: AdmissionLimits, registry: CollectorRegistry) -> None:
+        self._limits = limits
+        self._requests = FairBound(limits.requests)
+        self._prompt_bytes = FairBound(limits.prompt_bytes)
+        self._models: dict[ComponentName, _Model] = {}
+        self._refused = Counter(
+            "kvrouter_frontend_overload_refusals",
+            "Requests refused because there is no room for them, by bound: requests, prompt_bytes or work.",
+            ["bound"],
+            registry=registry,
+        )
+        for bound in ("requests", "prompt_bytes", "work"):
+            self._refused.labels(bound=bound)
+        bounds = bounds_of(registry)
+        bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
+        bounds.add("prompt_bytes_in_flight", lambda: self._prompt_bytes.used, limits.prompt_bytes)
+
+    def admit(
+        self, view: ComponentView, tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
+    ) -> Admitted:
+        """Admits a request, which then counts until it is ended.
+
+        Args:
+            view: Component of its model.
+            tenant: Its tenant, empty for none.
+            weight: Share of the tenant when there is not enough room for all.
+            prompt_tokens: Tokens of its prompt.
+            max_output_tokens: Maximum number of output tokens; 0 if unknown.
+
+        Raises:
+            Overloaded: there is no room for it; nothing is counted then.
+        """
+        model = self._models.get(view.name)
+        if model is None:
+            model = self._models[view.name] = _Model(FairBound(0.0))
+        model.work.most = self._limits.work * _cache_tokens(view) if self._limits.work else 0.0
+        size = prompt_tokens * _TOKEN_BYTES
+        work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
+        if not self._requests.try_add(tenant, weight, 1):
+            raise self._refusal("requests", "this Frontend runs as many requests as it may")
+        if not self._prompt_bytes.try_add(tenant, weight, size):
+            self._requests.remove(tenant, 1)
+            raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
+        if not model.work.try_add(tenant, weight, work):
+            self.end(tenant, size)
+            raise self._refusal("work", "the workers of the model have more work than they can finish in time")
+        return Admitted(self, model, tenant, size, work)
+
+    def end(self, tenant: str, size: int) -> None:
+        """Ends a request of a tenant whose prompt has that size in bytes."""
+        self._requests.remove(tenant, 1)
+        self._prompt_bytes.remove(tenant, size)
+
+    def _refusal(self, bound: str, message: str) -> Overloaded:
+        self._refused.labels(bound=bound).inc()
+        return Overloaded(message, _RETRY_MS)
+
+
+def _cache_tokens(view: ComponentView) -> int:
+    """Returns the size of the KV cache of all workers, tokens; 0 if one of them does not tell."""
+    blocks = [rank.total_blocks for worker in view.workers.values() for rank in worker.ranks]
+    return sum(blocks) * view.descriptor.block_size if blocks and all(blocks) else 0

@@ -1,0 +1,85 @@
+"""A bound that tenants share.
+
+    share of a tenant = most * its weight / weights of all active tenants, itself included
+
+A tenant is active while it has something in use, and for WANTING_S seconds after it was refused: otherwise a tenant
+that uses everything and sends most would win every place that becomes free.
+
+Below FREE of the bound everybody is admitted. Above, only tenants are that stay within their share, so that a tenant
+that floods the service leaves room for the others. What is in use is never taken back: a tenant above its share shrinks
+as its requests end. An amount larger than the bound fits if nothing is in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WANTING_S = 5.0
+"""Time for which a refused tenant counts as active, seconds: clients retry after one second."""
+
+FREE = 0.75
+"""Part of the bound that anybody may fill. The rest is left for tenants below their share: with equal weights, three
+quarters taken by one tenant leave the others room until it has shrunk."""
+
+
+@dataclass(slots=True)
+class _Use:
+    amount: float
+    requests: int
+    weight: float
+
+
+class FairBound:
+    """The bound. It knows amounts and no requests."""
+
+    def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Starts empty; ``most`` is what may be in use, 0 for no limit, and ``clock`` returns seconds."""
+        self._clock = clock
+        self._wanting: dict[str, tuple[float, float]] = {}
+        """Weight of refused tenants, and the time until which they count."""
+        self.most = most
+        self.used = 0.0
+        self._tenants: dict[str, _Use] = {}
+
+    def try_add(self, tenant: str, weight: float, amount: float) -> bool:
+        """Adds an amount of a tenant. Returns False, and adds nothing, if there is no room for it."""
+        use = self._tenants.get(tenant)
+        if self.most and self.used and not self._has_room(tenant, weight, amount):
+            self._wanting[tenant] = weight, self._clock() + WANTING_S
+            return False
+        self._wanting.pop(tenant, None)
+        if use is None:
+            use = self._tenants[tenant] = _Use(0.0, 0, weight)
+        use.amount += amount
+        use.requests += 1
+        use.weight = weight
+        self.used += amount
+        return True
+
+    def remove(self, tenant: str, amount: float) -> None:
+        """Removes an amount that was added."""
+        use = self._tenants[tenant]
+        use.amount -= amount
+        use.requests -= 1
+        self.used -= amount
+        if not use.requests:
+            del self._tenants[tenant]
+        if not self._tenants:
+            self.used = 0.0  # Sums of fractions leave a rest.
+
+    def _has_room(self, tenant: str, weight: float, amount: float) -> bool:
+        after = self.used + amount
+        if after > self.most:
+            return False
+        if after <= self.most * FREE:
+            return True
+        now = self._clock()
+        for name in [name for name, (_, until) in self._wanting.items() if until < now]:
+            del self._wanting[name]
+        weights = {name: each[0] for name, each in self._wanting.items()}
+        weights |= {name: each.weight for name, each in self._tenants.items()}
+        weights[tenant] = weight
+        own = self._tenants[tenant].amount if tenant in self._tenants else 0.0
+        return own + amount <= self.most * weight / sum(weights.values())

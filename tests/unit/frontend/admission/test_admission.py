@@ -1,0 +1,79 @@
+"""Which requests are admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kvrouter.frontend.admission.admission import Admission, AdmissionLimits, Admitted
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import Overloaded
+from kvrouter.runtime.telemetry.metrics import new_registry
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+
+
+def view(*blocks: int) -> ComponentView:
+    """A component with a worker of so many blocks of 10 tokens for each number."""
+    workers = {
+        number: WorkerRegistration(worker_id=number, ranks=[RankRegistration(total_blocks=each)])
+        for number, each in enumerate(blocks)
+    }
+    return ComponentView(ComponentName("n", "c"), ComponentDescriptor(model="m", block_size=10), workers)
+
+
+def admitted(admission: Admission, model: ComponentView, prompt: int, output: int, tenant: str = "") -> list[Admitted]:
+    """Admits equal requests until one is refused."""
+
+    def requests() -> Iterator[Admitted]:
+        for _ in range(10_000):
+            try:
+                yield admission.admit(model, tenant, 1.0, prompt, output)
+            except Overloaded:
+                return
+
+    return list(requests())
+
+
+def test_work_is_bounded_by_the_cache_of_the_models_workers() -> None:
+    admission = Admission(AdmissionLimits(0, 0, 2.0), new_registry())
+    assert len(admitted(admission, view(50, 50), 90, 10)) == 20
+
+
+def test_work_counts_what_requests_generate_not_what_they_may() -> None:
+    admission = Admission(AdmissionLimits(0, 0, 1.0), new_registry())
+    model = view(1000)
+    for _ in range(200):
+        admission.admit(model, "", 1.0, 90, 100_000).end(10)
+    assert 99 <= len(admitted(admission, model, 90, 100_000)) <= 101
+
+
+def test_nothing_bounds_work_while_a_cache_is_of_unknown_size() -> None:
+    admission = Admission(AdmissionLimits(0, 0, 1.0), new_registry())
+    assert len(admitted(admission, view(1, 0), 1000, 1)) == 10_000
+
+
+def test_requests_and_prompts_are_bounded_and_refusals_counted() -> None:
+    registry = new_registry()
+    admission = Admission(AdmissionLimits(10, 400, 0.0), registry)
+    model = view(1)
+    small = admitted(admission, model, 1, 1)
+    assert len(small) == 10
+    for each in small:
+        each.end(0)
+    assert len(admitted(admission, model, 25, 1)) == 4
+    for bound in ("requests", "prompt_bytes"):
+        assert registry.get_sample_value("kvrouter_frontend_overload_refusals_total", {"bound": bound}) == 1
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    admission = Admission(AdmissionLimits(100, 0, 1.0), new_registry())
+    model = view(10)
+    running = admitted(admission, model, 100, 1)
+    for _ in range(200):
+        with pytest.raises(Overloaded, match="more work") as refused:
+            admission.admit(model, "", 1.0, 100, 1)
+        assert refused.value.info.retry_after_ms
+    for each in running:
+        each.end(1)
+    assert len(admitted(admission, view(10_000), 1, 1)) == 100
