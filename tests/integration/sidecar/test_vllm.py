@@ -235,12 +235,15 @@ async def test_an_engine_that_restarts_with_other_properties_is_registered_anew(
             assert len(tokens_of(await sidecar.generate(PROMPT))) == 4
 
 
-async def test_an_engine_with_another_block_size_waits_until_it_fits_its_component(run: Beside) -> None:
+@pytest.mark.parametrize("changed", [{"block_size": 8}, {"model": "another-model"}], ids=["block size", "model"])
+async def test_an_engine_with_another_block_size_or_model_waits_until_it_fits_its_component(
+    run: Beside, changed: dict[str, Any]
+) -> None:
     engine = vllm()
     async with run(engine.url, max_model_len=0) as sidecar:
         async with engine.started():
             await sidecar.ready()
-        async with engine.started(block_size=8):
+        async with engine.started(**changed):
             await until(lambda: sidecar.supervisor.is_up and sidecar.supervisor.engine is None)
             assert not sidecar.health.ready
         async with engine.started():
