@@ -57,6 +57,8 @@ BARS: tuple[Bar, ...] = (
     *_relative("a streamed token, 64 at once: CPU", "token", "cpu_us", {ONE_PROCESS: 1.1, SPLIT: 1.1}),
     Bar("engine's side, a token, 64 at once: CPU of the SDK", "engine", "SDK", "cpu_us", 8),
     *_relative("1k in, 1 out, alone: p50", "alone-1k", "p50_us", {ONE_PROCESS: 1.9, SPLIT: 3.1}),
+    Bar("1k words of text, 768 of them shared, 16 at once: CPU", "text-1k", ONE_PROCESS, "cpu_us", 1000),
+    *_relative("1k words of text, nothing shared: CPU", "text-1k, nothing shared", "cpu_us", {ONE_PROCESS: 1.1}),
     Bar("decision, 16 candidates, 250 blocks", "decision", "kv", "p50_us", 25),
     Bar("decision, 16 candidates, 250 blocks", "decision", "forecast", "p50_us", 50),
     Bar("overlap query, 750 hashes, 16 workers, 16 at once: CPU", "overlap", "Indexer", "cpu_us", 100),

@@ -1,17 +1,19 @@
 -- Requests of wrk: a prefix that 32 groups of requests share, then a suffix that no other request has.
--- Environment: PREFIX, SUFFIX (tokens; SUFFIX a multiple of 16), MAX_TOKENS, STREAM, MODEL, SEED.
+-- Environment: PREFIX, SUFFIX (tokens, or words of a text; SUFFIX a multiple of 16), MAX_TOKENS, STREAM, MODEL, SEED, TEXT.
 local GROUPS, CHUNKS, CHUNK_TOKENS = 32, 4096, 16
 local prefix_tokens, suffix_tokens = tonumber(os.getenv("PREFIX")), tonumber(os.getenv("SUFFIX"))
-local head = '{"model":"' .. os.getenv("MODEL") .. '","prompt":['
-local tail = '],"max_tokens":' .. os.getenv("MAX_TOKENS") .. ',"stream":' .. os.getenv("STREAM")
+local is_text = os.getenv("TEXT") == "true"
+local separator = is_text and " " or ","
+local head = '{"model":"' .. os.getenv("MODEL") .. '","prompt":' .. (is_text and '"' or "[")
+local tail = (is_text and '"' or "]") .. ',"max_tokens":' .. os.getenv("MAX_TOKENS") .. ',"stream":' .. os.getenv("STREAM")
   .. ',"temperature":0,"ignore_eos":true}'
 local headers = { ["Content-Type"] = "application/json" }
 local prefixes, chunks = {}, {}
 
 local function tokens(count)
   local ids = {}
-  for i = 1, count do ids[i] = math.random(300, 31000) end
-  return table.concat(ids, ",")
+  for i = 1, count do ids[i] = is_text and "w" .. math.random(100, 999) or math.random(300, 31000) end
+  return table.concat(ids, separator)
 end
 
 function init()
@@ -25,7 +27,7 @@ function request()
   local parts = {}
   if prefix_tokens > 0 then parts[1] = prefixes[math.random(GROUPS)] end
   for _ = 1, suffix_tokens / CHUNK_TOKENS do parts[#parts + 1] = chunks[math.random(CHUNKS)] end
-  return wrk.format("POST", "/v1/completions", headers, head .. table.concat(parts, ",") .. tail)
+  return wrk.format("POST", "/v1/completions", headers, head .. table.concat(parts, separator) .. tail)
 end
 
 function done(summary, latency)

@@ -33,6 +33,8 @@ class Work:
     concurrency: int
     output: int = 1
     """Tokens of each response. More than one are streamed."""
+    is_text: bool = False
+    """Whether prompts are texts, with a word for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ async def load(url: str, work: Work, seconds: float) -> LoadResult:
         "MAX_TOKENS": str(work.output),
         "MODEL": MODEL,
         "STREAM": "true" if work.output > 1 else "false",
+        "TEXT": "true" if work.is_text else "false",
         "SEED": str(next(_seeds)),
     }
     process = await asyncio.create_subprocess_exec(

@@ -36,7 +36,7 @@ from systems import peer_home
 HERE = Path(__file__).parent
 DEFAULT = ("requests", "stream", "overlap", "decisions", "emit")
 CORNERS = {f"corners-{workers}": workers for workers in traffic.CORNER_WORKERS}
-LONG = (*CORNERS, "memory-one", "memory-split")
+LONG = ("text", *CORNERS, "memory-one", "memory-split")
 
 
 async def main(options: argparse.Namespace, console: Console) -> Samples:
@@ -57,6 +57,7 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
     parts: dict[str, Callable[[Path], Awaitable[None]]] = {
         "requests": partial(over_http, traffic.requests),
         "stream": partial(over_http, traffic.stream),
+        "text": partial(over_http, traffic.text),
         "overlap": lambda directory: overlap(samples, directory, options.rounds, options.seconds, say),
         "decisions": decisions,
         "emit": lambda _: sending(samples, say),

@@ -16,7 +16,9 @@ from bars import ONE_PROCESS, PEER, SPLIT
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
+from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.devtools.system.stack import service_environment
+from kvrouter.net.model_files import TOKENIZER
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -24,6 +26,7 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
 from load import MODEL
+from tokenizers import Tokenizer
 
 HERE = Path(__file__).parent
 
@@ -40,6 +43,8 @@ class Engines:
     workers: int = 4
     speed: int = 1000
     """Times as fast as the engines that the mock workers imitate."""
+    has_text: bool = False
+    """Whether kvrouter's publish a tokenizer: Dynamo's, or without it a small one."""
 
 
 def mocker_options(engines: Engines) -> tuple[str, ...]:
@@ -144,11 +149,25 @@ async def _kvrouter(
         return await servers.start(f"{namespace}-{part}", command, environment)
 
     system = System(name, f"http://127.0.0.1:{http}")
-    system.engines["workers"] = await start("workers", (str(HERE / "workers.py"), *mocker_options(engines)))
+    text = _tokenizer(servers.directory) if engines.has_text else ()
+    system.engines["workers"] = await start("workers", (str(HERE / "workers.py"), *mocker_options(engines), *text))
     for part, arguments in parts.items():
         system.router[part] = await start(part, arguments)
     await _until(system, lambda: _kvrouter_missing(f"127.0.0.1:{grpc}", engines.workers))
+    if engines.has_text:
+        await _until(system, lambda: _completion_missing(system.url, "a text"))
     return system
+
+
+def _tokenizer(directory: Path) -> tuple[str, ...]:
+    """Returns the options of mock workers that publish a tokenizer. Their output must be known to it."""
+    home = peer_home()
+    source = directory / "tokenizer" if home is None else home / "model"
+    if not source.exists():
+        source.mkdir()
+        write_small_tokenizer(source)
+    vocabulary = Tokenizer.from_file(str(source / TOKENIZER)).get_vocab_size()
+    return "--tokenizer", str(source), "--vocabulary-size", str(vocabulary)
 
 
 async def _kvrouter_missing(address: str, workers: int) -> str:
@@ -192,13 +211,13 @@ async def _dynamo(servers: Servers, engines: Engines) -> System:
     for parts, part, rest in ((system.engines, "mocker", mocker), (system.router, "frontend", frontend)):
         command = (python, "-m", f"dynamo.{part}", *rest, *planes)
         parts["workers" if part == "mocker" else part] = await servers.start(f"dynamo-{part}", command, environment)
-    await _until(system, lambda: _dynamo_missing(system.url))
+    await _until(system, lambda: _completion_missing(system.url, list(range(300, 364))))
     return system
 
 
-async def _dynamo_missing(url: str) -> str:
-    """Returns why Dynamo might not answer. It does not say how many workers it knows."""
-    body = {"model": MODEL, "prompt": list(range(300, 364)), "max_tokens": 1}
+async def _completion_missing(url: str, prompt: str | list[int]) -> str:
+    """Returns why a completion is not answered. Dynamo does not say how many workers it knows."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
     try:
         async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
             return "" if response.status == 200 else f"it answers {response.status}"

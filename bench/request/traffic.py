@@ -23,6 +23,10 @@ STREAM = {
     "stream": Work(768, 256, 64, STREAMED_TOKENS),
     "stream-1": Work(768, 256, 64),  # what such a request costs besides its tokens
 }
+TEXT = {
+    "text-1k": Work(768, 256, 16, is_text=True),
+    "text-1k, nothing shared": Work(0, 1024, 16, is_text=True),
+}
 CORNERS = {
     f"{prompt}, {concurrency} at once": Work(prefix, suffix, concurrency)
     for prompt, prefix, suffix in (("64", 0, 64), ("128k", 98_304, 32_768))
@@ -85,6 +89,12 @@ async def stream(samples: Samples, directory: Path, rounds: int, seconds: float,
             for round_number, (all_tokens, one_token) in enumerate(pairs):
                 per_token = (all_tokens - one_token) / (STREAMED_TOKENS - 1)
                 samples.add("token", system, round_number, {name: per_token})
+
+
+async def text(samples: Samples, directory: Path, rounds: int, seconds: float, say: Say, **chosen: object) -> None:
+    """Measures prompts that are texts of 1k words, three quarters of which are shared, or nothing."""
+    async with running_systems(directory=directory, engines=Engines(has_text=True), **chosen) as systems:
+        await compare(samples, TEXT, systems, rounds=rounds, seconds=seconds, say=say)
 
 
 async def corners(

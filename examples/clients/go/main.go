@@ -12,6 +12,7 @@ import (
 	"os"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
@@ -50,7 +51,7 @@ func run(target, model string) error {
 	c := client{kv.NewFrontendServiceClient(connection), model}
 	ctx := context.Background()
 	for _, step := range []func(context.Context) error{
-		c.stream, c.cancel, c.manualLifeCycle, c.unknownModel, c.reconnect,
+		c.stream, c.text, c.cancel, c.manualLifeCycle, c.unknownModel, c.reconnect,
 	} {
 		if err := step(ctx); err != nil {
 			return err
@@ -67,8 +68,9 @@ type client struct {
 
 // result is what a finished request returned.
 type result struct {
-	worker uint64
-	tokens int
+	worker     uint64
+	tokens     int
+	characters int
 }
 
 func (r result) String() string { return fmt.Sprintf("worker %d, %d tokens", r.worker, r.tokens) }
@@ -79,6 +81,18 @@ func (c client) stream(ctx context.Context) error {
 		return err
 	}
 	fmt.Println("stream:", done)
+	return nil
+}
+
+// text sends a text instead of token ids, and gets the output as text too.
+func (c client) text(ctx context.Context) error {
+	request := c.request(16)
+	request.TokenIds, request.PromptText, request.ReturnText = nil, "Once upon a time", true
+	done, err := retrying(ctx, func(ctx context.Context) (result, error) { return c.generate(ctx, request) })
+	if err != nil {
+		return err
+	}
+	fmt.Printf("text: %d characters, %d tokens\n", done.characters, done.tokens)
 	return nil
 }
 
@@ -222,6 +236,7 @@ func (c client) generate(ctx context.Context, request *kv.FrontendServiceGenerat
 			done.worker = routing.GetRank().GetWorkerId()
 		}
 		done.tokens += len(piece.GetOutput().GetTokenIds())
+		done.characters += utf8.RuneCountInString(piece.GetOutput().GetText())
 	}
 }
 

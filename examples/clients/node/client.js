@@ -12,6 +12,7 @@ import {getProtoPath} from 'google-proto-files';
 
 const PROTOS = path.join(import.meta.dirname, 'protos');
 const PROMPT = Array.from({length: 256}, (_, index) => index + 1);
+const TEXT = 'Once upon a time';
 const ENDLESS = 50_000;
 const CALL_MS = 30_000;
 const RETRY_MS = 60_000;
@@ -101,20 +102,29 @@ class Client {
     return {model: this.model, token_ids: PROMPT, stop_conditions: {max_tokens: maxTokens, ignore_eos: true}};
   }
 
-  /** Runs a request to its end. Returns the worker and the number of tokens. */
+  /** Runs a request to its end. Returns the worker, and the numbers of tokens and of characters. */
   async generate(request) {
     let worker;
     let tokens = 0;
+    let characters = 0;
     for await (const {output, routing} of this.stub.Generate(request, waiting(), callOptions())) {
       if (routing) worker = routing.rank.worker_id;
       tokens += output?.token_ids?.length ?? 0;
+      characters += output?.text?.length ?? 0;
     }
-    return {worker, tokens};
+    return {worker, tokens, characters};
   }
 
   async stream() {
     const {worker, tokens} = await retrying(() => this.generate(this.request(16)));
     console.log(`stream: worker ${worker}, ${tokens} tokens`);
+  }
+
+  /** Sends a text instead of token ids, and gets the output as text too. */
+  async text() {
+    const {token_ids: _, ...request} = {...this.request(16), prompt_text: TEXT, return_text: true};
+    const {tokens, characters} = await retrying(() => this.generate(request));
+    console.log(`text: ${characters} characters, ${tokens} tokens`);
   }
 
   async cancel() {
@@ -183,6 +193,7 @@ async function main(target, model) {
   const client = new Client(stub, model);
   try {
     await client.stream();
+    await client.text();
     await client.cancel();
     await client.manualLifeCycle();
     await client.unknownModel();

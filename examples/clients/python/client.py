@@ -30,6 +30,7 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 PROMPT = list(range(1, 257))
+TEXT = "Once upon a time"
 ENDLESS = 50_000
 CALL_SECONDS = 30
 RETRY_SECONDS = 60
@@ -105,6 +106,16 @@ class Client:
         worker, tokens = retrying(lambda: self.generate(self.request(16)))
         print(f"stream: worker {worker}, {tokens} tokens", flush=True)
 
+    def text(self) -> None:
+        """Sends a text instead of token ids, and gets the output as text too."""
+        request = self.request(16)
+        request.ClearField("token_ids")
+        request.prompt_text, request.return_text = TEXT, True
+        pieces = retrying(lambda: list(self.stub.Generate(request, timeout=CALL_SECONDS, wait_for_ready=True)))
+        characters = sum(len(piece.output.text) for piece in pieces)
+        tokens = sum(len(piece.output.token_ids) for piece in pieces)
+        print(f"text: {characters} characters, {tokens} tokens", flush=True)
+
     def cancel(self) -> None:
         call = self.stub.Generate(self.request(ENDLESS))
         pieces = sum(1 for _ in itertools.islice(call, 3))
@@ -164,6 +175,7 @@ def main(target: str, model: str) -> None:
     with grpc.insecure_channel(target) as channel:
         client = Client(FrontendServiceStub(channel), model)
         client.stream()
+        client.text()
         client.cancel()
         client.manual_life_cycle()
         client.unknown_model()

@@ -33,6 +33,7 @@ STEP_SECONDS = 90
 
 STEPS = (
     r"stream: worker \d+, 16 tokens",
+    r"text: [1-9]\d* characters, 16 tokens",
     r"cancel: after 3 pieces, CANCELLED",
     r"book: worker (?P<worker>\d+) at 127\.0\.0\.1:\d+",
     r"prefill complete: known true",
@@ -99,7 +100,7 @@ async def next_line(client: asyncio.subprocess.Process) -> str:
 @pytest.mark.parametrize("language", TOOLS)
 async def test_a_client_generated_from_the_contract_does_every_step(language: str, tmp_path: Path) -> None:
     await build(language)
-    options = StackOptions(tmp_path, tmp_path, workers=2, model=MODEL, restarts=True)
+    options = StackOptions(tmp_path, tmp_path, workers=2, model=MODEL, restarts=True, has_text=True)
     errors = tmp_path / "client.log"
     async with running_stack(options) as stack, running_client(language, stack.frontend, errors) as client:
         seen: dict[str, str] = {}

@@ -20,8 +20,8 @@ async def test_a_system_serves_the_load_of_the_benchmark(
     from traffic import compare
 
     samples = Samples()
-    works = {"unary": Work(0, 64, 2), "streamed": Work(32, 32, 2, output=8)}
-    async with running_systems([name], Engines(workers=2), tmp_path) as systems:
+    works = {"unary": Work(0, 64, 2), "streamed": Work(32, 32, 2, output=8), "text": Work(32, 32, 2, is_text=True)}
+    async with running_systems([name], Engines(workers=2, has_text=True), tmp_path) as systems:
         await compare(samples, works, systems, rounds=1, seconds=1, say=lambda _: None)
     for row in works:
         assert samples.median(row, name, "failed") == 0

@@ -52,7 +52,7 @@ public final class Client {
   }
 
   /** What a finished request returned. */
-  private record Result(long worker, int tokens) {
+  private record Result(long worker, int tokens, int characters) {
     @Override
     public String toString() {
       return "worker %d, %d tokens".formatted(worker, tokens);
@@ -70,6 +70,7 @@ public final class Client {
       Client client =
           new Client(FrontendServiceGrpc.newBlockingStub(channel).withWaitForReady(), arguments[1]);
       client.stream();
+      client.text();
       client.cancel();
       client.manualLifeCycle();
       client.unknownModel();
@@ -81,6 +82,14 @@ public final class Client {
 
   private void stream() throws Exception {
     System.out.println("stream: " + retrying(() -> generate(request(16).build())));
+  }
+
+  /** Sends a text instead of token ids, and gets the output as text too. */
+  private void text() throws Exception {
+    FrontendServiceGenerateRequest request =
+        request(16).clearTokenIds().setPromptText("Once upon a time").setReturnText(true).build();
+    Result result = retrying(() -> generate(request));
+    System.out.printf("text: %d characters, %d tokens%n", result.characters(), result.tokens());
   }
 
   private void cancel() throws Exception {
@@ -165,14 +174,16 @@ public final class Client {
   private static Result drained(Iterator<FrontendServiceGenerateResponse> pieces) {
     long worker = 0;
     int tokens = 0;
+    int characters = 0;
     while (pieces.hasNext()) {
       FrontendServiceGenerateResponse piece = pieces.next();
       if (piece.hasRouting()) {
         worker = piece.getRouting().getRank().getWorkerId();
       }
       tokens += piece.getOutput().getTokenIdsCount();
+      characters += piece.getOutput().getText().length();
     }
-    return new Result(worker, tokens);
+    return new Result(worker, tokens, characters);
   }
 
   /** Returns the answer of a call, which is repeated while the server says that a retry may succeed. */
