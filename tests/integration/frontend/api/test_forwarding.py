@@ -254,3 +254,26 @@ async def test_a_client_that_leaves_ends_the_request_at_its_engine(system: Syste
     async with asyncio.timeout(30):
         await cancelled.wait()
     await system.until_idle()
+
+
+async def test_a_stream_whose_engine_fails_ends_with_an_error_event(system: System, stack: AsyncExitStack) -> None:
+    async def break_off(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(EVENTS[0] + b'data: {"cho')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    engines = [await start_engine(system, stack, worker_id) for worker_id in (1, 2)]
+    for engine in engines:
+        engine.respond = break_off
+    response, body = await post(system, chat(stream=True))
+    assert response.status == 200
+    assert body.startswith(EVENTS[0])
+    assert b"[DONE]" not in body
+    last = json.loads(body.strip().rsplit(b"data: ", 1)[1])
+    assert last["error"]["code"] == "unavailable"
+    assert "cannot continue on another worker: it was forwarded as it is" in last["error"]["message"]
+    assert sum(len(engine.bodies) for engine in engines) == 1
+    await system.until_idle()

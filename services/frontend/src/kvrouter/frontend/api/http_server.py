@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+import msgspec
 import structlog
 from aiohttp import web
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
@@ -332,10 +333,10 @@ class HttpApi:
         prompt = routed.token_ids
         try:
             await self._frontend.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
-        except KvRouterError:
+        except KvRouterError as error:
             if forwarded.response is None:
                 raise
-            forwarded.cut_off()
+            await forwarded.end_early(msgspec.json.encode(error_body(error)[1]))
         if forwarded.response is not None:
             await forwarded.response.write_eof()
         return forwarded.response

@@ -126,10 +126,19 @@ class ForwardedRequest:
     def output(self, encoded: bytes, output: GenerateOutput) -> None:
         """Does nothing: the bytes are written as they arrive."""
 
-    def cut_off(self) -> None:
-        """Closes the connection to the client, since its response ended early and no byte can say so."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
+    async def end_early(self, error: bytes) -> None:
+        """Ends a response that has begun: a stream of events with an error, which is JSON, as its last event.
+
+        For any other response the connection is closed, since no byte can say that it ended early.
+        """
+        response, transport = self.response, self._request.transport
+        if response is None or transport is None:
+            return
+        if response.content_type == _STREAM_TYPE and "Content-Length" not in response.headers:
+            # The empty line ends an event of which only a part has arrived.
+            await response.write(b"\n\ndata: %b\n\n" % error)
+        else:
+            transport.abort()
 
     def start(
         self,
