@@ -1,0 +1,88 @@
+"""Requests whose end a proxy and the Frontend might see at different places, and headers that are too large.
+
+Each is sent with a second request behind it. The Frontend must refuse the first one and close the connection, so that
+what follows is never taken for a request of another client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from ..gateway import MODEL, System
+
+SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = b'{"model": "%s", "prompt": [1], "max_tokens": 1}' % MODEL.encode()
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+def post(*lines: bytes, body: bytes = BODY, start: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
+    head = b"".join(line + b"\r\n" for line in (start, b"Host: x", b"Content-Type: application/json", *lines))
+    return head + b"\r\n" + body
+
+
+LENGTH = b"Content-Length: %d" % len(BODY)
+AMBIGUOUS = {
+    "length and chunks": post(LENGTH, b"Transfer-Encoding: chunked", body=CHUNKED),
+    "chunks and length": post(b"Transfer-Encoding: chunked", b"Content-Length: 0", body=CHUNKED),
+    "two lengths that differ": post(LENGTH, b"Content-Length: 0"),
+    "two lengths in one header": post(b"Content-Length: %d, 0" % len(BODY)),
+    "a signed length": post(b"Content-Length: +%d" % len(BODY)),
+    "a negative length": post(b"Content-Length: -1"),
+    "a length with letters": post(b"Content-Length: 0x10"),
+    "a length beyond 64 bits": post(b"Content-Length: 99999999999999999999999"),
+    "a space before the colon": post(b"Content-Length : %d" % len(BODY)),
+    "a space within a name": post(b"Transfer Encoding: chunked", LENGTH),
+    "a folded header": post(b"X-Folded: a", b" Transfer-Encoding: chunked", LENGTH),
+    "a bare line feed": post(LENGTH).replace(b"Host: x\r\n", b"Host: x\n"),
+    "a bare carriage return": post(b"X-Return: a\rTransfer-Encoding: chunked", LENGTH),
+    "a null in a header": post(b"X-Null: a\0b", LENGTH),
+    "chunks that are not the last encoding": post(b"Transfer-Encoding: chunked, identity", body=CHUNKED),
+    "two transfer encodings": post(b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity", body=CHUNKED),
+    "an unknown transfer encoding": post(b"Transfer-Encoding: xchunked", LENGTH),
+    "a chunk size with a sign": post(b"Transfer-Encoding: chunked", body=b"+" + CHUNKED),
+    "a chunk size that overflows": post(b"Transfer-Encoding: chunked", body=b"f" * 17 + b"\r\n" + BODY),
+    "a chunk that is longer than its size": post(
+        b"Transfer-Encoding: chunked", body=b"2\r\n" + BODY + b"\r\n0\r\n\r\n"
+    ),
+    "two hosts": post(b"Host: y", LENGTH),
+    "a header of 64 KiB": post(b"X-Long: " + b"a" * (64 << 10), LENGTH),
+    "a path of 64 KiB": post(LENGTH, start=b"POST /" + b"a" * (64 << 10) + b" HTTP/1.1"),
+    "an unknown version": post(LENGTH, start=b"POST /v1/completions HTTP/9.9"),
+}
+
+
+async def answered(system: System, sent: bytes) -> bytes:
+    """Sends bytes and returns all that the Frontend answers until it closes the connection."""
+    host, _, port = system.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_ambiguous_requests_are_refused_and_hide_no_second_one(system: System) -> None:
+    await system.start_worker(1)
+    outcomes = {}
+    for name, sent in AMBIGUOUS.items():
+        answer = await answered(system, sent + SMUGGLED)
+        statuses = re.findall(rb"HTTP/1\.1 (\d{3})", answer)
+        outcomes[name] = [int(status) for status in statuses]
+    wrong = {
+        name: statuses for name, statuses in outcomes.items() if len(statuses) > 1 or not {*statuses} <= {400, 408}
+    }
+    assert not wrong
+    # What was refused has left the Frontend as it was.
+    assert b" 200 " in await answered(system, post(LENGTH, b"Connection: close"))
+
+
+async def test_a_flood_of_headers_ends_the_connection_or_is_refused(system: System) -> None:
+    await system.start_worker(1)
+    many = (b"X-%d: a" % number for number in range(10_000))
+    answer = await answered(system, post(*many, LENGTH, b"Connection: close"))
+    assert re.findall(rb"HTTP/1\.1 (\d{3})", answer) in ([b"400"], [b"431"], [])
