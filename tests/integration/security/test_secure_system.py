@@ -15,6 +15,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
+from kvrouter.net.calls import SERVICE as CALL_STREAMS
 from kvrouter.net.etcd import connect
 from kvrouter.net.tls import warn_if_exposed
 from kvrouter.v1.names import ComponentName
@@ -165,6 +166,40 @@ async def test_no_process_stands_in_for_one_of_another_role(
     for port in ports[0]:
         other = "scheduler" if port.role == "worker" else "worker"
         assert not await grpc_answers(port, clients["administrator"], other)
+
+
+UNARY = {
+    "scheduler": "/kvrouter.v1.SchedulerService/GetStatus",
+    "indexer": "/kvrouter.v1.IndexerService/GetStats",
+    "worker": "/kvrouter.v1.WorkerService/GetLoad",
+}
+
+
+async def codes_of(port: Port, client: Client) -> set[grpc.StatusCode]:
+    """Codes of a call on its own, and of a call stream that ends at once."""
+    assert client.certificate is not None
+    files = client.certificate
+    credentials = grpc.ssl_channel_credentials(
+        client.authority.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
+    )
+    options = (("grpc.ssl_target_name_override", f"{port.role}.{PEER_DOMAIN}"), ("grpc.use_local_subchannel_pool", 1))
+    async with grpc.aio.secure_channel(port.address, credentials, options=options) as channel:
+        call = channel.unary_unary(UNARY[port.role])(b"", timeout=20)
+        stream = channel.stream_stream(f"/{CALL_STREAMS}/OpenCallStream")(timeout=20)
+        await stream.done_writing()
+        return {await call.code(), await stream.code()}
+
+
+async def test_a_worker_calls_no_service_and_no_other_worker(
+    stack: Stack, ports: tuple[list[Port], list[Port]], clients: dict[str, Client]
+) -> None:
+    assert stack.credentials is not None
+    files = stack.credentials.authority.paths("worker-0000000000000001")
+    worker = Client("worker", files, clients["administrator"].authority)
+    for port in ports[0]:
+        if port.role != SERVER_CERTIFICATES_ONLY:
+            assert await codes_of(port, worker) == {grpc.StatusCode.PERMISSION_DENIED}, port
+            assert await codes_of(port, clients["administrator"]) == {grpc.StatusCode.OK}, port
 
 
 async def test_refused_connections_are_counted(

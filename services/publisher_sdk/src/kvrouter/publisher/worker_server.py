@@ -17,7 +17,7 @@ from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
-from kvrouter.net.tls import Tls, add_port
+from kvrouter.net.tls import CallerCheck, Tls, add_port
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
@@ -66,7 +66,7 @@ class WorkerServer:
         self._load = load
         self._draining = False
         self._health = health.HealthServicer()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=CallerCheck.of(tls), options=SERVER_OPTIONS)
         self._call_streams = CallStreamServer()
         self._draining_streams: asyncio.Task[None] | None = None
 

@@ -26,7 +26,7 @@ from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.server_reflection import add_reflection
-from kvrouter.net.tls import Tls, add_port
+from kvrouter.net.tls import CallerCheck, Tls, add_port
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     INTERNAL_ERROR,
@@ -77,13 +77,18 @@ class RpcServer:
         call_stream_counts: CallStreamCounts | None = None,
         reuse_port: bool = False,
         tls: Tls | None = None,
+        checks_callers: bool = True,
     ) -> None:
         self._tls = tls
         self.health = HealthBoard()
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
         options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
-        self._server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=max_calls)
+        self._server = grpc.aio.server(
+            interceptors=CallerCheck.of(tls) if checks_callers else [],
+            options=list(options.items()),
+            maximum_concurrent_rpcs=max_calls,
+        )
         self._names: list[str] = []
         self._draining = False
         self._calls = 0
@@ -283,13 +288,22 @@ def open_server(
     call_stream_counts: CallStreamCounts | None = None,
     reuse_port: bool = False,
     tls: Tls | None = None,
+    checks_callers: bool = True,
 ) -> RpcServer:
     """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started.
 
     With ``reuse_port``, processes share the port, which their parent holds (``shared_port``). With
-    ``tls``, connections are encrypted.
+    ``tls``, connections are encrypted; ``checks_callers`` then admits only the processes that call others, by the
+    roles in their certificates, if those have roles.
     """
-    return RpcServer(bind, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port, tls=tls)
+    return RpcServer(
+        bind,
+        max_calls=max_calls,
+        call_stream_counts=call_stream_counts,
+        reuse_port=reuse_port,
+        tls=tls,
+        checks_callers=checks_callers,
+    )
 
 
 def add_service(
