@@ -30,6 +30,7 @@ FRAGMENTS = [
         "don't ",
         " WHY",
         "12",
+        "12 w3",
         "...",
     ),
     *("e\u0301 ", " \u0301x", "<|im_start|>", "<|im_end|>", "<|im_", "▁", "Ġ", " of the world and all that is in it "),
@@ -87,9 +88,10 @@ def test_other_families_have_the_same_tokens_with_the_cache(
     check()
 
 
-def test_a_shared_prefix_is_tokenized_once(model_files: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("words", ["a shared prefix with many words ", "w123 w456 item 7 of line 89 "])
+def test_a_shared_prefix_is_tokenized_once(model_files: dict[str, bytes], words: str) -> None:
     tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
-    prefix = "a shared prefix with many words " * 100
+    prefix = words * 100
     tokenizer.encode(prefix + "first", special_tokens=False, limit=LIMIT)
     known = tokenizer._cache.size
     tokenizer.encode(prefix + "second", special_tokens=False, limit=LIMIT)

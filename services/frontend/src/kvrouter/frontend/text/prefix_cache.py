@@ -25,12 +25,12 @@ class Cutter:
         """Compiles the rule.
 
         Args:
-            at_words: Whether to cut between a letter and a space that is followed by a letter, all of them ASCII.
+            at_words: Whether to cut between a letter or digit and a space with a letter after it, all of them ASCII.
             before: Special tokens before which to cut.
         """
         places = [rf"(?={re.escape(token)})" for token in before]
         if at_words:
-            places.insert(0, r"(?<=[A-Za-z])(?= [A-Za-z])")
+            places.insert(0, r"(?<=[A-Za-z0-9])(?= [A-Za-z])")
         self._place = re.compile("|".join(places)) if places else None
 
     def pieces(self, text: str) -> list[str]:

@@ -13,7 +13,7 @@ from kvrouter.runtime.errors import PromptTooLong
 from tokenizers import Tokenizer
 
 _LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Lowercase", "Sequence", "ByteLevel"})
-"""Normalizers that change a text independently of what is before a space between two letters, and after it."""
+"""Normalizers that change a text independently of what is before a space between two words, and after it."""
 _LOCAL_PRE_TOKENIZERS = frozenset({"Split", "ByteLevel", "Sequence", "Digits", "Metaspace", "Punctuation"})
 _MAX_CUT_TOKENS = 64
 _GROUP_CHARACTERS = 64 << 10
@@ -153,10 +153,10 @@ class ModelTokenizer:
 
 
 def _may_cut_at_words(definition: dict[str, Any], added: Iterable[Any]) -> bool:
-    """Returns whether no token and no rule can join the letter before a space and the letter after it.
+    """Returns whether no token and no rule can join the letter or digit before a space and the letter after it.
 
-    Merges of a BPE model make tokens of the vocabulary only. So if no token has a letter, a space and a letter, a text
-    has the same tokens when it is divided at such a place, if its normalizer and pre-tokenizer work locally too.
+    Merges of a BPE model make tokens of the vocabulary only. If no token has a letter or digit, a space and a letter,
+    a text has the same tokens when it is divided at such a place, if its normalizer and pre-tokenizer work locally too.
     """
     model = definition.get("model") or {}
     if model.get("type") != "BPE" or model.get("dropout"):
@@ -166,9 +166,9 @@ def _may_cut_at_words(definition: dict[str, Any], added: Iterable[Any]) -> bool:
     if not (normalizers <= _LOCAL_NORMALIZERS and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS):
         return False
     space = "Ġ" if "ByteLevel" in normalizers | pre_tokenizers else "▁"
-    joined = re.compile(f"[A-Za-z][ {space}][A-Za-z]")
+    joined = re.compile(f"[A-Za-z0-9][ {space}][A-Za-z]")
     return not any(map(joined.search, model.get("vocab", ()))) and not any(
-        joined.search(token.content) or (token.rstrip and token.content[-1:].isalpha()) for token in added
+        joined.search(token.content) or (token.rstrip and token.content[-1:].isalnum()) for token in added
     )
 
 
