@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
+from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions, StopConditions
 
+from ....hostile_worker import HostileWorker, piece, registered_beside
 from ..gateway import MODEL, System, running_system, until
 
 
@@ -65,3 +68,33 @@ async def test_a_bad_text_is_refused_with_its_field(system: System, fields: dict
         await outputs(system, **fields)
     assert caught.value.info.field == field
     assert await system.booked() == [0]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_text_and_stop_strings_continue_over_the_failure_of_a_worker(system: System, stops: bool) -> None:
+    async def fail_in_the_middle(context: Any) -> None:
+        for token in tokens[:15]:
+            await context.write(piece(token))
+        context.set_code(grpc.StatusCode.UNAVAILABLE)
+
+    undisturbed = await outputs(system, prompt_text="the end of the story", return_text=True)
+    tokens = [token for each in undisturbed for token in each.token_ids]
+    before = "".join(each.text for each in undisturbed[:15])
+    whole = "".join(each.text for each in undisturbed)
+    over_the_seam = whole[len(before) - 6 : len(before) + 6]
+    stop = (over_the_seam,) if stops else ()
+    view = next(iter(system.runtime.directory.components.values()))
+    async with (
+        HostileWorker(fail_in_the_middle).serving() as worker,
+        registered_beside(view, system.where["etcd"], 2, worker.endpoint),
+    ):
+        await system.until_candidate(2)
+        first = RoutingConstraints(avoided_worker_ids=[1])
+        sent = {"prompt_text": "the end of the story", "return_text": True, "constraints": first}
+        received = await outputs(system, stop=stop, **sent)
+        assert worker.calls == 1
+    text = "".join(each.text for each in received)
+    assert text == (whole[: whole.index(over_the_seam)] if stops else whole)
+    expected = FinishReason.FINISH_REASON_STOP if stops else FinishReason.FINISH_REASON_LENGTH
+    assert received[-1].finish_reason == expected
+    await system.until_idle()
