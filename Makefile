@@ -30,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full e2e bench bench-core bench-request bench-emit bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,13 +103,16 @@ e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
 	$(BIN)/pytest $(RERUN) tests/test_end_to_end.py
 
-bench: bench-core bench-request bench-emit bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
+bench: bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
 
 bench-core: setup ## the core beside its strongest peer, where PEERS_WORK has that; else ours alone (bench/index.md)
 	$(BIN)/python bench/core/run.py $(ARGS)
 
 bench-request: setup ## what a request costs, beside Dynamo where PEERS_WORK has it (8 minutes; ARGS="--only stream"; bench/request.md)
 	$(BIN)/python bench/request/run.py $(ARGS)
+
+bench-overload: setup ## throughput, latency and refusals of a system from half to four times its capacity (5 minutes; bench/overload.md)
+	$(BIN)/python bench/overload.py $(ARGS)
 
 bench-emit: setup ## CPU per token that the publisher SDK uses on the engine's machine (4 minutes; bench/request.md)
 	$(BIN)/python bench/emit.py $(ARGS)

@@ -82,6 +82,9 @@ class StackOptions:
     secure: bool = False
     """Whether every connection is encrypted and authenticated, with certificates of a development CA."""
 
+    frontend_options: tuple[str, ...] = ()
+    """Further flags of the Frontend."""
+
     def __post_init__(self) -> None:
         for name in ("workers", "blocks", "block_size", "stream_interval"):
             if getattr(self, name) < 1:
@@ -166,10 +169,11 @@ class Stack:
             self.nats.url,
         )
         host, _, port = self.http.rpartition(":")
+        at = ("--bind", self.frontend, "--host", host, "--port", port)
         commands = [
             self._command("indexer", "indexer", *where, "--bind", self.indexer),
             self._command("scheduler", "scheduler", *where, "--bind", self.scheduler, "--router-mode", options.mode),
-            self._command("frontend", "frontend", *where, "--bind", self.frontend, "--host", host, "--port", port),
+            self._command("frontend", "frontend", *where, *at, *options.frontend_options),
         ]
         text: tuple[str, ...] = ()
         if options.has_text:
