@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.runtime.deadline import Deadline
@@ -50,7 +51,7 @@ async def test_both_servers_run_a_request(
     ):
         await prefill_sidecar.ready()
         await decode_sidecar.ready()
-        await until(lambda: len(system.runtime.directory.components) == 2 and system.frontend.ready())
+        await until(lambda: has_both(system))
         for number in range(3):
             sent = request(
                 range(1000 * number, 1000 * number + 100), model="m", stop_conditions=StopConditions(max_tokens=5)
@@ -61,6 +62,78 @@ async def test_both_servers_run_a_request(
             assert pieces[0].routing.rank.worker_id == decode_sidecar.supervisor.options.worker_id
         assert (served(prefill), served(decode)) == (300, 300)
         await until_idle(system)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "roles"),
+    [
+        (vllm(role="prefill"), vllm(role="decode"), True),
+        (sglang(role="prefill", disaggregation_bootstrap_port=0), sglang(role="decode"), False),
+    ],
+    ids=["vllm", "sglang"],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_both_servers_run_a_forwarded_request(
+    first: EngineServer,
+    second: EngineServer,
+    roles: bool,
+    streamed: bool,
+    run: Beside,
+    namespace: str,
+    etcd_endpoint: str,
+    nats_url: str,
+) -> None:
+    options: list[dict[str, Any]] = [{"role": "prefill"}, {"role": "decode"}] if roles else [{}, {}]
+    chat = {"role": "user", "content": "twenty words " * 10}
+    body = {"model": "m", "messages": [chat], "max_tokens": 5, "stream": streamed, "stream_options": None, "top_k": 7}
+    async with (
+        running_system(nats_url, etcd_endpoint, namespace, scheduling=SCHEDULING) as system,
+        first.started() as prefill,
+        second.started() as decode,
+        run(first.url, component="prefill", **options[0]) as prefill_sidecar,
+        run(second.url, component="decode", **options[1]) as decode_sidecar,
+        aiohttp.ClientSession() as client,
+    ):
+        await prefill_sidecar.ready()
+        await decode_sidecar.ready()
+        await until(lambda: has_both(system))
+        async with client.post(f"http://{system.http}/v1/chat/completions", json=body) as response:
+            text = await response.text()
+            assert response.status == 200, text
+        worker = prefill_sidecar.supervisor.options.worker_id
+        assert response.headers["x-kvrouter-prefill-worker"] == f"{worker}:0"
+        assert (served(prefill), served(decode)) == (served(decode), served(prefill)) != (0, 0)
+        await until_idle(system)
+
+
+async def test_a_forwarded_request_for_several_sequences_runs_at_the_decode_server_alone(
+    run: Beside, namespace: str, etcd_endpoint: str, nats_url: str
+) -> None:
+    first, second = vllm(role="prefill"), vllm(role="decode")
+    chat = {"role": "user", "content": "twenty words " * 10}
+    body = {"model": "m", "messages": [chat], "max_tokens": 5, "n": 2}
+    async with (
+        running_system(nats_url, etcd_endpoint, namespace, scheduling=SCHEDULING) as system,
+        first.started() as prefill,
+        second.started(),
+        run(first.url, component="prefill", role="prefill") as prefill_sidecar,
+        run(second.url, component="decode", role="decode") as decode_sidecar,
+        aiohttp.ClientSession() as client,
+    ):
+        await prefill_sidecar.ready()
+        await decode_sidecar.ready()
+        await until(lambda: has_both(system))
+        async with client.post(f"http://{system.http}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+        assert "x-kvrouter-prefill-worker" not in response.headers
+        assert served(prefill) == 0
+        await until_idle(system)
+
+
+def has_both(system: System) -> bool:
+    """Whether the Frontend knows a worker of each pool."""
+    views = system.runtime.directory.components.values()
+    return sum(bool(view.workers) for view in views) == 2 and system.frontend.ready()
 
 
 async def until_idle(system: System) -> None:

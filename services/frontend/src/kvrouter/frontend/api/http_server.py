@@ -325,6 +325,7 @@ class HttpApi:
             view,
             self._session,
             self._frontend.worker_client,
+            self._frontend.worker_at,
             routed_on_load=routed.is_routed_on_load(view),
             requests_usage=self._requests_usage,
             hidden_headers=() if self._frontend.access is None else CREDENTIAL_HEADERS,

@@ -76,6 +76,7 @@ from kvrouter.v1.frontend_pb2 import (
 )
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import (
     BusyThresholds,
     FreeRequest,
@@ -339,12 +340,17 @@ class FrontendService:
             cannot_migrate="it was forwarded as it is" if forwarded else why_not(request.sampling_options),
         )
 
+    def worker_at(self, endpoint: str) -> WorkerRegistration | None:
+        """Returns the registered worker with an address; None if there is none."""
+        views = self._directory.components.values()
+        return next((each for view in views for each in view.workers.values() if each.endpoint == endpoint), None)
+
     def _prefill_stage(
         self, request: FrontendServiceGenerateRequest, view: ComponentView, through: Workers | None
     ) -> PrefillStage | None:
-        if self._disaggregation is None or through is not None:
+        if self._disaggregation is None:
             return None
-        return self._disaggregation.stage(request, view, self._workers)
+        return self._disaggregation.stage(request, view, through or self._workers)
 
     def resolve(self, model: str) -> tuple[ComponentView, str]:
         """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 
 class PrefillPools(NamedTuple):
@@ -23,7 +24,11 @@ def is_disaggregated(view: ComponentView) -> bool:
     return view.descriptor.role == Role.ROLE_DECODE
 
 
-def prefill_pools(decode: ComponentView, components: Iterable[ComponentView]) -> PrefillPools:
+def prefill_pools(
+    decode: ComponentView,
+    components: Iterable[ComponentView],
+    can_prefill: Callable[[WorkerRegistration], bool] = lambda _: True,
+) -> PrefillPools:
     """Returns the pools of a decode pool's model and namespace whose blocks have its size."""
     model, block_size = decode.descriptor.model, decode.descriptor.block_size
     of_model = [
@@ -39,7 +44,11 @@ def prefill_pools(decode: ComponentView, components: Iterable[ComponentView]) ->
     if not matching:
         sizes = ", ".join(sorted(f"{view.name} has {view.descriptor.block_size}" for view in of_model))
         return PrefillPools((), f"no prefill pool has blocks of {block_size} tokens: {sizes}")
-    live = [view for view in matching if any(not worker.draining for worker in view.workers.values())]
+    live = [
+        view
+        for view in matching
+        if any(not worker.draining and can_prefill(worker) for worker in view.workers.values())
+    ]
     if not live:
-        return PrefillPools((), f"no prefill worker of {model} is live")
+        return PrefillPools((), f"no prefill worker of {model} can serve the request")
     return PrefillPools(tuple(sorted(live, key=lambda view: (-len(view.workers), str(view.name)))))

@@ -101,7 +101,7 @@ class PrefillStage:
         self.reason, self.params, self.spent_ns = "", None, 0
         if self._failures >= MAX_FAILURES:
             return self._fall_back("failed", self._last_failure)
-        self._pools = prefill_pools(self._view, self._directory.components.values())
+        self._pools = prefill_pools(self._view, self._directory.components.values(), self._workers.can_prefill)
         return bool(self._pools.views) or self._fall_back("absent", self._pools.why_none)
 
     def skip(self, reason: str) -> None:

@@ -11,6 +11,7 @@ from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 
 
@@ -18,6 +19,10 @@ class Workers(Protocol):
     """Where attempts are started: at the workers' Generate, or at another API of theirs."""
 
     health: WorkerHealth
+
+    def can_prefill(self, worker: WorkerRegistration) -> bool:
+        """Returns whether a prefill worker can compute the prompt of what is started here."""
+        ...
 
     def start(
         self,
@@ -46,6 +51,10 @@ class WorkerClient:
         self._pool = pool
         self.metrics = metrics
         self.health = health
+
+    def can_prefill(self, worker: WorkerRegistration) -> bool:  # noqa: ARG002 - any can
+        """Returns True: every worker has a Generate."""
+        return True
 
     def start(
         self,

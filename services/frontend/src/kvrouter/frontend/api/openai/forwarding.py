@@ -7,7 +7,8 @@ The events of a stream are only counted, since they stand for tokens. A request 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from aiohttp import web
 from kvrouter.frontend.api.completions import routing_headers
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
+from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
@@ -23,7 +25,9 @@ from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import AllBusy, DependencyAway
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
     GenerateOutput,
@@ -89,6 +93,7 @@ class ForwardedRequest:
         view: ComponentView,
         session: aiohttp.ClientSession,
         workers: WorkerClient,
+        worker_at: Callable[[str], WorkerRegistration | None],
         *,
         routed_on_load: bool,
         requests_usage: bool,
@@ -102,6 +107,7 @@ class ForwardedRequest:
             view: The workers.
             session: Connections to their OpenAI APIs.
             workers: Health and metrics of the workers.
+            worker_at: Returns the worker with an address, for prefill workers.
             routed_on_load: Whether its prompt was not tokenized.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
             hidden_headers: Headers of the client that no engine gets, in lower case.
@@ -115,9 +121,15 @@ class ForwardedRequest:
         self._body = with_requested_usage or body
         self._view = view
         self._session = session
+        self._worker_at = worker_at
+        self._can_share = can_share(body)
         self._metrics = workers.metrics
         self._not_forwarded = _NOT_FORWARDED.union(hidden_headers)
         self._added = {"x-kvrouter-routed-on": "load"} if routed_on_load else {}
+
+    def can_prefill(self, worker: WorkerRegistration) -> bool:
+        """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
+        return self._can_share and bool(worker.openai_endpoint)
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
@@ -164,14 +176,31 @@ class ForwardedRequest:
             has_alternative=has_alternative,
             stays_a_probe=stays_a_probe,
         )
-        attempt.start(lambda receiver: asyncio.create_task(self._call(worker_id, request.dp_rank, receiver, deadline)))
+        is_prefill = request.stage == Stage.STAGE_PREFILL
+        worker = self._worker_at(endpoint) if is_prefill else self._view.workers.get(worker_id)
+        params = request.transfer_params if request.HasField("transfer_params") else None
+        body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
+        read = self._read_prefill if is_prefill else self._pass_on
+        attempt.start(
+            lambda receiver: asyncio.create_task(
+                self._call(worker, worker_id, request.dp_rank, body, read, receiver, deadline)
+            )
+        )
         return attempt
 
     async def abort(self, endpoint: str, request_id: str) -> None:
         """Does nothing: an engine aborts a request whose connection is closed."""
 
-    async def _call(self, worker_id: int, dp_rank: int, receiver: WorkerAttempt, deadline: Deadline) -> None:
-        worker = self._view.workers.get(worker_id)
+    async def _call(
+        self,
+        worker: WorkerRegistration | None,
+        worker_id: int,
+        dp_rank: int,
+        body: bytes,
+        read: Callable[[aiohttp.ClientResponse, WorkerAttempt], Awaitable[None]],
+        receiver: WorkerAttempt,
+        deadline: Deadline,
+    ) -> None:
         if worker is None or not worker.openai_endpoint:
             receiver.on_error(DependencyAway(f"worker {worker_id} has no OpenAI API any more"))
             return
@@ -185,16 +214,32 @@ class ForwardedRequest:
         url = f"{worker.openai_endpoint.rstrip('/')}{self._request.path_qs}"
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
         try:
-            async with self._session.post(url, data=self._body, headers=headers, timeout=timeout) as answer:
+            async with self._session.post(url, data=body, headers=headers, timeout=timeout) as answer:
                 if answer.status == _BUSY_STATUS or answer.status >= 500:
                     raise await _refusal(answer)
-                await self._pass_on(answer, receiver)
+                await read(answer, receiver)
         except (aiohttp.ClientError, TimeoutError) as error:
             receiver.on_error(DependencyAway(f"its OpenAI API cannot be reached: {error!r}"))
         except (AllBusy, DependencyAway) as error:
             receiver.on_error(error)
         except ConnectionError:
             return  # The client has left; aiohttp cancels its handler.
+
+    async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+        """Reads the response of a prefill engine, which the client does not get."""
+        kept = bytearray()
+        async for chunk in answer.content.iter_any():
+            kept += chunk
+            if len(kept) > _MAX_USAGE_BYTES:
+                raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_USAGE_BYTES} bytes")
+        if answer.status != HTTPStatus.OK:
+            raise DependencyAway(f"its OpenAI API answers {answer.status}: {kept[:256].decode(errors='replace')}")
+        output = GenerateOutput(token_ids=[0], finish_reason=FinishReason.FINISH_REASON_LENGTH)
+        params = transfer_params(kept)
+        if params is not None:
+            output.transfer_params.CopyFrom(params)
+        receiver.on_response(WorkerServiceGenerateResponse(output=output).SerializeToString())
+        receiver.on_end()
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         is_stream = answer.content_type == _STREAM_TYPE
