@@ -59,6 +59,17 @@ def test_a_restart_is_shown() -> None:
     assert "failed by a restart" in invoke("--restart", "1:0")
 
 
+def test_pools_share_the_work() -> None:
+    pools = ["simulate", "prompts", "--requests", "60", "--prefill", "1", "--decode", "2"]
+    done = CliRunner().invoke(app, pools, catch_exceptions=False, standalone_mode=False)
+    assert "60 requests on 1 prefill and 2 decode engines" in done.output
+    assert "prompts computed by the prefill pool" in done.output
+    wrong = CliRunner().invoke(app, [*pools, "--kv-transfer-gb-per-second", "0"], standalone_mode=False)
+    assert "must be finite and above 0" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, [*pools, "--restart", "1:0"], standalone_mode=False)
+    assert "not simulated with --prefill" in str(wrong.exception)
+
+
 def test_the_time_model_can_be_set() -> None:
     def mean(*arguments: str) -> float:
         plain = invoke(*arguments)
@@ -112,6 +123,9 @@ def test_a_workload_can_be_written_to_a_file(tmp_path: Path) -> None:
         (["--schedulers", "2", "--sync-repair-ms", "9"], "add --sync-lag-ms"),
         (["--sync-lag-ms", "1"], "add --schedulers"),
         (["--sharding"], "add --schedulers"),
+        (["--prefill", "2"], "belong together"),
+        (["--prefill", "2", "--decode", "2"], "--workers excludes"),
+        (["--kv-transfer-latency-ms", "2"], "add --prefill and --decode"),
         (["--of-model", "m"], "--of-model selects from a recording"),
         (["--picture", "p.gif"], "expected a name that ends in .png"),
         (["--picture", "/no/such/p.png"], "/no/such/p.png cannot be written"),

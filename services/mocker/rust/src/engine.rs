@@ -143,17 +143,18 @@ impl Engine {
         let mut budget = self.config.max_batched_tokens - decode_sequences;
         let mut prefill_tokens = self.continue_prefill(budget);
         let preempted = self.waiting.len() - queued;
-        let mut reused_tokens = 0;
+        let (mut reused_tokens, mut received_tokens) = (0, 0);
         if preempted == 0 {
             budget -= prefill_tokens;
-            let (admitted, reused) = self.admit(budget, now);
+            let (admitted, reused, received) = self.admit(budget, now);
             prefill_tokens += admitted;
             reused_tokens = reused;
+            received_tokens = received;
         }
         let decode_tokens: usize = self.decoding.iter().map(|handle| self.get(*handle).length).sum();
         let seconds = self.config.time_model.step_seconds(
             prefill_tokens as u64,
-            decode_tokens as u64,
+            (decode_tokens + received_tokens) as u64,
             self.config.capacity_tokens(),
         );
         self.in_step = true;
@@ -227,7 +228,9 @@ impl Engine {
     }
 
     pub fn load(&self) -> Load {
-        let mut prefill_tokens: usize = self.waiting.iter().map(|handle| self.get(*handle).length).sum();
+        let waiting = self.waiting.iter().map(|handle| self.get(*handle));
+        let mut prefill_tokens: usize =
+            waiting.filter(|sequence| !sequence.received).map(|sequence| sequence.length).sum();
         if let Some(handle) = self.prefilling {
             prefill_tokens += self.get(handle).length - self.get(handle).computed;
         }
@@ -295,9 +298,10 @@ impl Engine {
         chunk
     }
 
-    /// Admits waiting requests and schedules their first chunks; returns tokens scheduled and tokens reused.
-    fn admit(&mut self, budget: usize, now: f64) -> (usize, usize) {
-        let (mut scheduled, mut reused) = (0, 0);
+    /// Admits waiting requests and schedules their first chunks; returns tokens scheduled, tokens reused, and tokens of
+    /// prompts whose blocks have arrived.
+    fn admit(&mut self, mut budget: usize, now: f64) -> (usize, usize, usize) {
+        let (mut scheduled, mut reused, mut received_tokens) = (0, 0, 0);
         let mut running = self.by_number.len() - self.waiting.len();
         while scheduled < budget && running < self.config.max_sequences {
             let Some(&handle) = self.waiting.front() else { break };
@@ -323,11 +327,18 @@ impl Engine {
                 sequence.scheduled_at = Some(now);
                 sequence.cached_tokens = sequence.computed;
             }
-            let chunk = (budget - scheduled).min(length - sequence.computed);
+            let missing = length - sequence.computed;
+            if std::mem::take(&mut sequence.received) {
+                budget -= 1;
+                received_tokens += length;
+                self.compute(handle, missing);
+                continue;
+            }
+            let chunk = (budget - scheduled).min(missing);
             self.compute(handle, chunk);
             scheduled += chunk;
         }
-        (scheduled, reused)
+        (scheduled, reused, received_tokens)
     }
 
     /// Schedules `chunk` more tokens of a prefill, for which there are enough blocks.

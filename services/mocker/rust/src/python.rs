@@ -100,11 +100,12 @@ impl Engine {
         stream: u64,
         stop: Vec<u32>,
         now: f64,
+        received: bool,
     ) -> PyResult<()> {
         if self.model.holds(number) {
             return Err(PyValueError::new_err(format!("request {number} is already running or waiting")));
         }
-        self.model.submit(Request { number, prompt: prompt.to_vec(), max_tokens, root, stream, stop }, now);
+        self.model.submit(Request { number, prompt: prompt.to_vec(), max_tokens, received, root, stream, stop }, now);
         Ok(())
     }
 
@@ -202,6 +203,7 @@ impl Fleet {
         self.engines.now
     }
 
+    #[expect(clippy::too_many_arguments, reason = "one crossing for each request")]
     fn submit(
         &mut self,
         engine: usize,
@@ -210,9 +212,10 @@ impl Fleet {
         max_tokens: usize,
         root: u64,
         stream: u64,
+        received: bool,
     ) -> PyResult<()> {
         let engine = self.checked(engine)?;
-        let request = Request { number, prompt: prompt.to_vec(), max_tokens, root, stream, stop: Vec::new() };
+        let request = Request { number, prompt: prompt.to_vec(), max_tokens, received, root, stream, stop: Vec::new() };
         self.engines.submit(engine, request);
         Ok(())
     }

@@ -10,6 +10,8 @@ pub struct Request {
     /// Tokens, little-endian u32.
     pub prompt: Vec<u8>,
     pub max_tokens: usize,
+    /// Whether the blocks of its prompt arrive from a prefill worker.
+    pub received: bool,
     /// Parent hash of its first block.
     pub root: u64,
     /// Initial state of the generator of its output tokens.
@@ -25,6 +27,8 @@ pub struct Sequence {
     pub length: usize,
     pub prompt_tokens: usize,
     pub limit: usize,
+    /// Whether the blocks of its prompt have arrived and are not admitted yet.
+    pub received: bool,
     pub root: u64,
     pub stop: Vec<u32>,
     pub submitted_at: f64,
@@ -51,6 +55,7 @@ impl Sequence {
             length: prompt_tokens,
             prompt_tokens,
             limit: config.length_limit.min(prompt_tokens.saturating_add(request.max_tokens)),
+            received: request.received,
             root: request.root,
             stop: request.stop,
             submitted_at,

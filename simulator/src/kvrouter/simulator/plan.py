@@ -46,6 +46,8 @@ class Plan:
             "workload": self.workload.name,
             "requests": len(self.workload.requests),
             "engines": [asdict(config) for config in setting.engines],
+            "prefill_engines": [asdict(config) for config in setting.prefill_engines],
+            "remote_prefill": asdict(setting.options.remote_prefill) if setting.prefill_engines else None,
             "event_lag_s": setting.event_lag_s,
             "calibration_error": setting.calibration_error,
             "restarts": list(setting.restarts),
@@ -74,7 +76,8 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
         for name in plan.policies:
             for seed in plan.seeds:
                 started = time.perf_counter()
-                setting = replace(plan.setting, options=options[name], seed=seed)
+                chosen = replace(options[name], remote_prefill=plan.setting.options.remote_prefill)
+                setting = replace(plan.setting, options=chosen, seed=seed)
                 outcome = simulate(workload, setting, prompts)
                 summed = run_statistics(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
                 runs.append(Run(name, load, seed, summed, time.perf_counter() - started))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
@@ -13,9 +14,11 @@ from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.simulator.engines.fleet import Notice, make_fleet
 from kvrouter.simulator.engines.hindsight import costs_ms
 from kvrouter.simulator.results.outcome import Outcome, Peaks, Served
+from kvrouter.simulator.routing.prefill_pool import PrefillPool
 from kvrouter.simulator.routing.replicas import Schedulers, Sync
 from kvrouter.simulator.routing.router import ranks_of
 from kvrouter.simulator.workloads.workload import Prompts, Workload
+from kvrouter.v1.common_pb2 import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Setting:
     """What a workload runs against."""
 
     engines: Sequence[EngineConfig]
-    """Engines, all with the same block size."""
+    """Engines, all with the same block size. If there are prefill engines, these are the decode engines."""
     options: RoutingOptions = field(default_factory=RoutingOptions)
     seed: int = 0
     """Seed of the policy's draws."""
@@ -41,6 +44,8 @@ class Setting:
     """Whether requests go to replicas by prompt prefix; otherwise at random."""
     regret: bool = True
     """Whether each choice is compared with the others in hindsight, which takes about a third of the time."""
+    prefill_engines: Sequence[EngineConfig] = ()
+    """Engines that compute prompts for the others, with the same block size; restarts do not concern them."""
 
 
 def simulate(workload: Workload, setting: Setting, prompts: Prompts) -> Outcome:
@@ -54,25 +59,34 @@ class _Run:
         self._prompts = prompts
         self._engines = setting.engines
         self._restarts = sorted(setting.restarts)
-        self._regret = setting.regret
+        self._regret = setting.regret and not setting.prefill_engines
         options = setting.options
-        follows = options.queries_indexer or setting.regret
-        self._fleet = make_fleet(setting.engines, record_events=follows)
-        ranks = ranks_of(setting.engines)
+        follows = options.queries_indexer or self._regret
+        engines = [*setting.engines, *setting.prefill_engines]
+        self._fleet = make_fleet(engines, record_events=follows)
+        ranks = ranks_of(engines)
         self._engine_of = {rank: engine for engine, rank in enumerate(ranks)}
         block_size = setting.engines[0].block_size
         self._events = CacheEvents(ranks, block_size, setting.event_lag_s) if follows else None
-        self._router = Schedulers(
-            setting.engines,
-            self._events,
-            options,
-            lambda: self._fleet.now,
+        schedulers = partial(
+            Schedulers,
+            events=self._events,
+            options=options,
+            clock=lambda: self._fleet.now,
             count=setting.schedulers,
             sync=setting.sync,
             sharded=setting.sharded,
             seed=setting.seed,
             calibration_error=setting.calibration_error,
         )
+        self._prefill: PrefillPool | None = None
+        if setting.prefill_engines:
+            self._router = schedulers(setting.engines, stage=Stage.STAGE_DECODE)
+            first_id = len(setting.engines) + 1
+            prefill = schedulers(setting.prefill_engines, stage=Stage.STAGE_PREFILL, first_id=first_id)
+            self._prefill = PrefillPool(prefill, self._engine_of, options.remote_prefill.transfer)
+        else:
+            self._router = schedulers(setting.engines)
         self._served: list[Served] = []
         self._peaks = Peaks()
 
@@ -83,9 +97,8 @@ class _Run:
             upcoming = len(self._served)
             arrival = requests[upcoming].arrives_s if upcoming < len(requests) else math.inf
             restart = self._restarts[0][0] if self._restarts else math.inf
-            for notice in fleet.advance(min(arrival, restart, router.next_due())):
-                self._take(notice)
-                unfinished -= notice.finished
+            for notice in fleet.advance(min(arrival, restart, self._next_due())):
+                unfinished -= self._take(notice)
             now = fleet.now
             if self._events is not None:
                 self._events.publish(fleet.take_events())
@@ -94,6 +107,8 @@ class _Run:
                 unfinished -= self._restart(self._restarts.pop(0)[1])
             for number, rank in router.release(now):
                 self._send(number, rank)
+            if self._prefill is not None:
+                self._hand_over(self._prefill, now)
             while (number := len(self._served)) < len(requests) and requests[number].arrives_s <= now:
                 self._arrive(number)
         return Outcome(self._served, fleet.sorted_gaps(), fleet.totals(), self._peaks)
@@ -116,15 +131,47 @@ class _Run:
             blocks = self._events.overlaps(self._prompts.hashed(number)).blocks.tolist()
             costs = costs_ms(self._fleet, self._engines, blocks, served.prompt_tokens)
             served.regret_ms = costs[served.engine] - min(costs)
-        self._fleet.submit(served.engine, number, self._prompts.tokens(number), served.output_tokens)
+        tokens = self._router.tokens_to_transfer(number)
+        if self._prefill is None or not tokens:
+            self._fleet.submit(served.engine, number, self._prompts.tokens(number), served.output_tokens)
+            return
+        engine = self._prefill.begin(number, self._prompts.hashed(number), tokens, self._fleet.now)
+        if engine is not None:
+            self._compute(number, engine)
 
-    def _take(self, notice: Notice) -> None:
+    def _compute(self, number: int, engine: int) -> None:
+        """Has a prefill engine compute a prompt."""
+        self._served[number].prefill_engine = engine
+        self._fleet.submit(engine, number, self._prompts.tokens(number), 1)
+
+    def _hand_over(self, prefill: PrefillPool, now: float) -> None:
+        """Sends queued prompts to prefill engines, and transferred ones to their decode engines."""
+        for number, engine in prefill.release(now):
+            self._compute(number, engine)
+        for number in prefill.transferred(now):
+            served = self._served[number]
+            tokens = self._prompts.tokens(number)
+            self._fleet.submit(served.engine, number, tokens, served.output_tokens, received=True)
+
+    def _next_due(self) -> float:
+        due = self._router.next_due()
+        return due if self._prefill is None else min(due, self._prefill.next_due())
+
+    def _take(self, notice: Notice) -> bool:
+        """Notes the progress of a request. Returns whether it has ended."""
         served = self._served[notice.number]
+        if self._prefill is not None and notice.engine != served.engine:
+            served.cached_tokens = notice.cached_tokens
+            self._prefill.computed(notice)
+            return False
         if notice.generated == 1:
-            served.first_at, served.cached_tokens = notice.at, notice.cached_tokens
+            served.first_at = notice.at
+            if served.prefill_engine < 0:
+                served.cached_tokens = notice.cached_tokens
         if notice.finished:
             served.ended_at = notice.at
         self._router.progress(notice.number, notice.generated, finished=notice.finished)
+        return notice.finished
 
     def _restart(self, engine: int) -> int:
         """Restarts an engine. Returns the number of failed requests."""

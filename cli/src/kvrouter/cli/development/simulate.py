@@ -11,11 +11,22 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.development.options import OfModel
+from kvrouter.cli.development.simulated_pools import (
+    Bandwidth,
+    Decode,
+    Latency,
+    MinTokens,
+    Prefill,
+    PrefillTime,
+    TokenBytes,
+    remote_prefill_options,
+)
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.mocker.engine.time_model import TimeModel
 from kvrouter.runtime.config.files import can_be_written
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.plan import NAMES, InvalidPolicy, Plan, routing_options, run_plan
 from kvrouter.simulator.results import report
 from kvrouter.simulator.routing.replicas import Sync
@@ -27,6 +38,7 @@ from rich.console import Console
 
 DEFAULT_GENERATED = 8000
 DEFAULT_POLICY = "forecast"
+DEFAULT_WORKERS = 16
 _WIDTH = 140
 DEFAULT_SWEEP = "0.5,1,2,3,4,5,6"
 DEFAULT_SYNC = Sync()
@@ -40,7 +52,9 @@ def simulate_command(
             help=f"Mooncake trace, recording, or workload ({', '.join(GENERATORS)}); the shipped trace by default."
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Number of simulated engines.")] = 16,
+    workers: Annotated[int, typer.Option(min=1, help="Number of simulated engines.")] = DEFAULT_WORKERS,
+    prefill: Prefill = None,
+    decode: Decode = None,
     policy: Annotated[
         str,
         typer.Option(help=f"Policy: {', '.join(NAMES)}; kv:64 is kv with weight 64."),
@@ -82,6 +96,11 @@ def simulate_command(
         list[str] | None,
         typer.Option(help="SECONDS:ENGINE; at that time the engine, counted from 0, loses its cache and its requests."),
     ] = None,
+    remote_prefill_min_tokens: MinTokens = None,
+    prefill_us_per_token: PrefillTime = None,
+    kv_bytes_per_token: TokenBytes = None,
+    kv_transfer_gb_per_second: Bandwidth = None,
+    kv_transfer_latency_ms: Latency = None,
     event_lag_ms: Annotated[
         float, typer.Option(help="Delay until the index knows about a change in a cache, in milliseconds.")
     ] = 0,
@@ -138,6 +157,17 @@ def simulate_command(
             routing_options(name)
     except InvalidPolicy as error:
         raise WrongUsage(str(error)) from None
+    link = (prefill_us_per_token, kv_bytes_per_token, kv_transfer_gb_per_second, kv_transfer_latency_ms)
+    if (prefill is None) != (decode is None):
+        raise WrongUsage("--prefill and --decode belong together: give both, or neither")
+    if prefill is None and any(value is not None for value in (remote_prefill_min_tokens, *link)):
+        raise WrongUsage("options of transfers need pools: add --prefill and --decode")
+    if prefill is not None and workers != DEFAULT_WORKERS:
+        raise WrongUsage("--workers excludes --prefill and --decode: give either")
+    if prefill is not None and restart:
+        raise WrongUsage("--restart is not simulated with --prefill: leave one of them out")
+    decoding = decode or workers
+    count = decoding + (prefill or 0)
     speeds = _numbers("--speed", speed)
     time_model = _time_model(prefill_ms, decode_ms, budget)
     try:
@@ -151,7 +181,7 @@ def simulate_command(
                 hash_seed=number,
                 time_model=time_model,
             )
-            for number in range(workers)
+            for number in range(count)
         ]
     except ValueError as error:
         raise WrongUsage(_in_options(str(error))) from None
@@ -162,7 +192,9 @@ def simulate_command(
     plan = Plan(
         workload=_workload(trace, requests, seed, of_model),
         setting=Setting(
-            engines,
+            engines[:decoding],
+            prefill_engines=engines[decoding:],
+            options=RoutingOptions(remote_prefill=remote_prefill_options(remote_prefill_min_tokens, *link)),
             event_lag_s=_seconds("--event-lag-ms", event_lag_ms),
             calibration_error=_number("--calibration-error", str(calibration_error), above=0),
             restarts=[_restart(text, workers) for text in restart or []],
@@ -189,9 +221,12 @@ def simulate_command(
 
 def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path | None) -> None:
     runs, waits = run_plan(plan, console)
-    first = plan.setting.engines[0]
+    first, setting = plan.setting.engines[0], plan.setting
+    size = f"{len(setting.engines)} engines"
+    if setting.prefill_engines:
+        size = f"{len(setting.prefill_engines)} prefill and {len(setting.engines)} decode engines"
     title = (
-        f"{plan.workload.name}: {len(plan.workload.requests):,} requests on {len(plan.setting.engines)} engines of "
+        f"{plan.workload.name}: {len(plan.workload.requests):,} requests on {size} of "
         f"{first.num_blocks:,} blocks of {first.block_size} tokens"
     )
     console.print(title, highlight=False)

@@ -27,6 +27,7 @@ from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
@@ -151,6 +152,7 @@ def _engine_request(request: WorkerServiceGenerateRequest) -> EngineRequest:
         scope=Scope(scope.lora_name, scope.cache_salt, scope.tenant),
         stop_token_ids=frozenset(request.stop_conditions.stop_token_ids),
         seed=sampling.seed if sampling.HasField("seed") else None,
+        received=request.stage != Stage.STAGE_PREFILL and request.HasField("transfer_params"),
     )
 
 

@@ -66,15 +66,23 @@ class Totals(NamedTuple):
 
 
 class Fleet(Protocol):
-    """Engines in virtual time. Requests are identified by numbers, each used once."""
+    """Engines in virtual time. Requests are identified by numbers."""
 
     @property
     def now(self) -> float:
         """Virtual time, seconds."""
         ...
 
-    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
-        """Submits a request to an engine now. ``prompt`` holds token ids as little-endian u32."""
+    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int, *, received: bool = False) -> None:
+        """Submits a request to an engine now.
+
+        Args:
+            engine: The engine.
+            number: Number of the request; no engine that has it still may get it.
+            prompt: Token ids as little-endian u32.
+            max_tokens: Output tokens.
+            received: Whether the blocks of the prompt have arrived from a prefill worker.
+        """
         ...
 
     def restart(self, engine: int) -> None:
@@ -119,9 +127,9 @@ class ReferenceFleet:
         self._busy = [0.0] * len(configs)
         self.now = 0.0
 
-    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
+    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int, *, received: bool = False) -> None:
         """Submits a request to an engine now."""
-        request = EngineRequest(str(number), prompt, max_tokens)
+        request = EngineRequest(str(number), prompt, max_tokens, received=received)
         self._prompt_tokens[str(number)] = request.prompt_tokens
         self._engines[engine].submit(request, self.now)
         self._ready[engine] = self._ends[engine] is None
@@ -229,10 +237,10 @@ class NativeFleet:
         """Virtual time, seconds."""
         return self._native.now
 
-    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int) -> None:
+    def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int, *, received: bool = False) -> None:
         """Submits a request to an engine now."""
         stream = output_stream(EngineRequest(str(number), prompt, max_tokens))
-        self._native.submit(engine, number, prompt, max_tokens, self._roots[engine], stream)
+        self._native.submit(engine, number, prompt, max_tokens, self._roots[engine], stream, received)
 
     def restart(self, engine: int) -> None:
         """Restarts an engine."""

@@ -24,7 +24,9 @@ class Served:
     first_at: float = math.nan
     ended_at: float = math.nan
     cached_tokens: int = 0
-    """Prompt tokens found in the engine's cache."""
+    """Prompt tokens found in the cache of the engine that computed the prompt."""
+    prefill_engine: int = -1
+    """Prefill engine that computed the prompt; -1 if the engine did it itself."""
     attempts: int = 1
     """Times that it was sent; more than 1 after a restart of its engine."""
     failed: bool = False
@@ -126,6 +128,8 @@ class RunStatistics:
     """Requests whose engine restarted after a part of their output."""
     retried: int
     """Requests sent again because their engine restarted before their first token."""
+    prefilled_remotely: int
+    """Requests whose prompts were computed by prefill engines."""
     preemptions: int
     regret_ms: float
     """Mean time to first token in ms that the best engine would have saved a request, taken by itself."""
@@ -162,6 +166,7 @@ def run_statistics(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> 
         longest_prefill_tokens=_ratio(peaks.longest_prefill, peaks.arrivals),
         queued=sum(1 for request in served if request.attempts == 1 and request.sent_at > request.arrived_at),
         failed=len(outcome.served) - len(served),
+        prefilled_remotely=sum(1 for request in served if request.prefill_engine >= 0),
         retried=sum(1 for request in served if request.attempts > 1),
         regret_ms=_ratio(math.fsum(regrets), len(regrets)),
         preemptions=outcome.totals.preemptions,

@@ -47,6 +47,7 @@ _BRIEF: Sequence[Figure] = (
 
 _RARE: Sequence[Figure] = (
     ("queued at the Scheduler", lambda f: f.queued, ",.0f"),
+    ("prompts computed by the prefill pool", lambda f: f.prefilled_remotely, ",.0f"),
     ("preemptions", lambda f: f.preemptions, ",.0f"),
     ("sent again after a restart", lambda f: f.retried, ",.0f"),
     ("failed by a restart", lambda f: f.failed, ",.0f"),

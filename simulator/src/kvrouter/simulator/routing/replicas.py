@@ -20,6 +20,7 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.simulator.routing.router import Announcement, Router, pool_of
+from kvrouter.v1.common_pb2 import Stage
 
 HEARTBEAT_S = 1.0
 """Seconds after which a gap shows without a further booking."""
@@ -94,6 +95,8 @@ class Schedulers:
         sharded: bool,
         seed: int,
         calibration_error: float,
+        stage: Stage = Stage.STAGE_WHOLE,
+        first_id: int = 1,
     ) -> None:
         """Starts without bookings.
 
@@ -107,6 +110,8 @@ class Schedulers:
             sharded: Whether requests go to replicas by prompt prefix; otherwise at random.
             seed: Seed of all draws.
             calibration_error: Error of the policy's time model.
+            stage: The stage that is booked.
+            first_id: Worker id of the first engine.
         """
         self._clock = clock
         self._hearing_at: float | None = None
@@ -116,11 +121,12 @@ class Schedulers:
         self._home: dict[int, int] = {}
         self._routers = [
             Router(
-                pool_of(engines, self._now),
+                pool_of(engines, self._now, first_id),
                 events,
                 options,
                 seed=seed + 7919 * place,
                 calibration_error=calibration_error,
+                stage=stage,
             )
             for place in range(count)
         ]
@@ -146,6 +152,10 @@ class Schedulers:
     def next_due(self) -> float:
         """Returns when queued requests must be tried again if nothing happens, seconds."""
         return min(router.next_due() for router in self._routers)
+
+    def tokens_to_transfer(self, number: int) -> int:
+        """Returns the prompt tokens that the rank of a request receives; 0 if it computes the prompt itself."""
+        return self._routers[self._home[number]].tokens_to_transfer(number)
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """Notes the output of a request so far."""

@@ -25,16 +25,15 @@ from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
-_ANYWHERE = WorkerConstraints()
-_STAGE = Stage.STAGE_WHOLE  # read once: an enum lookup goes by name
+_WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE  # read once: an enum lookup goes by name
 
 
-def ranks_of(configs: Sequence[EngineConfig]) -> list[Rank]:
-    """Returns the rank of each engine: worker ids from 1."""
-    return [(number, 0) for number in range(1, len(configs) + 1)]
+def ranks_of(configs: Sequence[EngineConfig], first_id: int = 1) -> list[Rank]:
+    """Returns the rank of each engine: worker ids from ``first_id``."""
+    return [(number, 0) for number in range(first_id, first_id + len(configs))]
 
 
-def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool:
+def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float], first_id: int = 1) -> Pool:
     """Returns a component of these engines. ``clock`` returns virtual seconds."""
     workers = {
         worker_id: WorkerRegistration(
@@ -43,7 +42,7 @@ def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float]) -> Pool
             max_sequences=config.max_sequences,
             ranks=[RankRegistration(dp_rank=dp_rank, incarnation=1, total_blocks=config.num_blocks)],
         )
-        for (worker_id, dp_rank), config in zip(ranks_of(configs), configs, strict=True)
+        for (worker_id, dp_rank), config in zip(ranks_of(configs, first_id), configs, strict=True)
     }
     name = ComponentName("simulator", "workers")
     descriptor = ComponentDescriptor(model="simulated", block_size=configs[0].block_size)
@@ -76,14 +75,27 @@ class Router:
         *,
         seed: int,
         calibration_error: float = 1.0,
+        stage: Stage = _WHOLE,
     ) -> None:
-        """Starts without bookings. At a ``calibration_error`` of 3 the policy expects 3 times the real durations."""
+        """Starts without bookings.
+
+        Args:
+            pool: The engines.
+            events: Feeds the index; None without one.
+            options: Routing options.
+            seed: Seed of the policy's draws.
+            calibration_error: At 3 the policy expects 3 times the real durations.
+            stage: The stage to book. In stage decode, the policy decides who computes each prompt.
+        """
         self.pool = pool
         self.announce: Callable[[Announcement], None] = _announce_to_nobody
         """Called with every booking, its progress and its end."""
         self._calibration_error = calibration_error
         self._events = events
         self._options = options
+        self._stage = stage
+        self._constraints = WorkerConstraints(stage)
+        self._transfers: dict[int, int] = {}
         self._rng = Random(seed)
         self._queued: RequestQueue[int] = RequestQueue()
         self._requests: dict[int, RequestContext] = {}
@@ -91,7 +103,9 @@ class Router:
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
         """Returns the rank for a new request; None if it is queued."""
-        request = RequestContext(self.pool, prompt, _ANYWHERE, self._options)
+        request = RequestContext(
+            self.pool, prompt, self._constraints, self._options, may_prefill_locally=self._stage == _DECODE
+        )
         decision = self._decide(request, now)
         if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
             self._requests[number] = request
@@ -112,6 +126,10 @@ class Router:
         for number, _ in self._queued.release(now, decide_again):
             yield number, self._book(number, self._requests.pop(number), decisions[number])
 
+    def tokens_to_transfer(self, number: int) -> int:
+        """Returns the prompt tokens that the rank of a request receives; 0 if it computes the prompt itself."""
+        return self._transfers.get(number, 0)
+
     def next_due(self) -> float:
         """Returns when queued requests must be tried again if nothing happens, seconds."""
         return self._queued.next_due()
@@ -129,6 +147,8 @@ class Router:
         prompt, prefill_tokens = request.prompt, decision.prefill_tokens
         if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=decision.forecast_ms):
             raise ValueError(f"request {number} is booked already")
+        if decision.is_prefilled_remotely and decision.prefill is not None:
+            self._transfers[number] = decision.prefill.uncached_tokens
         self.announce(Announcement(key, 0, booked=(rank, prompt, prefill_tokens)))
         return rank
 
@@ -166,4 +186,4 @@ class Router:
         return self._events.overlaps(prompt)
 
     def _key(self, number: int) -> Key:
-        return (str(number), self._attempts.get(number, 0), _STAGE)
+        return (str(number), self._attempts.get(number, 0), self._stage)

@@ -91,6 +91,7 @@ class NativeEngine:
             output_stream(request),
             [token for token in request.stop_token_ids if 0 <= token < 1 << 32],
             now,
+            request.received,
         )
 
     def begin_step(self, now: float) -> Step | None:

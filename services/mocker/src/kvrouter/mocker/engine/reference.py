@@ -27,6 +27,9 @@ Blocks become cached, and their events valid, when the step that computes them i
 the same step find them. Of a prompt of n tokens at most (n - 1) div block_size blocks are reused, since the last token
 must be computed to get an output. A completely cached prompt therefore computes its last block again, into a second
 physical copy. The step that ends the prefill gives the first token; decoding begins with the next step.
+
+A request whose blocks were received from a prefill worker is admitted like any other, with blocks for its whole prompt.
+Only its last token is computed, at the cost of decoding one. After a preemption its whole prompt is computed again.
 """
 
 from collections import deque
@@ -104,12 +107,12 @@ class Engine:
         decoding = len(self._decoding)
         prefill_tokens = self._continue_prefill(budget, events)
         preempted = len(self._waiting) - queued
-        reused = 0
+        reused = received = 0
         if not preempted:
-            admitted, reused = self._admit(budget - prefill_tokens, now, events)
+            admitted, reused, received = self._admit(budget - prefill_tokens, now, events)
             prefill_tokens += admitted
         seconds = self.config.time_model.step_seconds(
-            prefill_tokens, sum([s.length for s in self._decoding]), self.config.capacity_tokens
+            prefill_tokens, received + sum([s.length for s in self._decoding]), self.config.capacity_tokens
         )
         self._in_step = True
         return Step(now, seconds / self.config.speed, tuple(events), prefill_tokens, reused, decoding, preempted)
@@ -189,7 +192,7 @@ class Engine:
 
     def load(self) -> Load:
         """Returns the load, with the running step counted as done."""
-        to_prefill = sum(s.length for s in self._waiting)
+        to_prefill = sum(s.length for s in self._waiting if not s.received)
         if self._prefilling is not None:
             to_prefill += self._prefilling.length - self._prefilling.computed
         return Load(
@@ -234,10 +237,13 @@ class Engine:
         self._compute(sequence, chunk, events)
         return chunk
 
-    def _admit(self, budget: int, now: float, events: list[CacheEvent]) -> tuple[int, int]:
-        """Admits waiting requests and schedules their first chunks; returns tokens scheduled and tokens reused."""
+    def _admit(self, budget: int, now: float, events: list[CacheEvent]) -> tuple[int, int, int]:
+        """Admits waiting requests and schedules their first chunks.
+
+        Returns tokens scheduled, tokens reused, and tokens of prompts whose blocks were received.
+        """
         pool, config = self._pool, self.config
-        scheduled = reused = 0
+        scheduled = reused = received = 0
         running = len(self._sequences) - len(self._waiting)
         while self._waiting and scheduled < budget and running < config.max_sequences:
             sequence = self._waiting[0]
@@ -259,10 +265,17 @@ class Engine:
                 sequence.scheduled = True
                 sequence.scheduled_at = now
                 sequence.cached_tokens = sequence.computed
-            chunk = min(budget - scheduled, sequence.length - sequence.computed)
+            missing = sequence.length - sequence.computed
+            if sequence.received:
+                sequence.received = False
+                budget -= 1
+                received += sequence.length
+                self._compute(sequence, missing, events)
+                continue
+            chunk = min(budget - scheduled, missing)
             self._compute(sequence, chunk, events)
             scheduled += chunk
-        return scheduled, reused
+        return scheduled, reused, received
 
     def _compute(self, sequence: Sequence, chunk: int, events: list[CacheEvent]) -> None:
         """Schedules `chunk` more tokens of a prefill, for which there are enough blocks."""

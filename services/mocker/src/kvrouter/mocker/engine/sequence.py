@@ -49,6 +49,7 @@ class Sequence:
         "limit",
         "pieces",
         "prompt_tokens",
+        "received",
         "request",
         "room",
         "scheduled",
@@ -60,6 +61,8 @@ class Sequence:
     def __init__(self, request: EngineRequest, config: EngineConfig, submitted_at: float) -> None:
         self.request = request
         self.submitted_at = submitted_at
+        self.received = request.received
+        """Whether the blocks of its prompt have arrived and are not admitted yet."""
         self.scheduled = False
         self.scheduled_at = submitted_at
         self.cached_tokens = 0

@@ -43,6 +43,8 @@ class EngineRequest:
     """Output tokens that end the request with `stop`. They are part of the output."""
     seed: int | None = None
     """Seed of the output tokens; None to use the request id, so that a replay repeats them."""
+    received: bool = False
+    """Whether the blocks of the prompt arrive from a prefill worker, so that only its last token is computed."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
