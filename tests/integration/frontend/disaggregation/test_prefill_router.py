@@ -1,0 +1,50 @@
+"""A router of its own that only has its prefill workers chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RankStatus, RoutingRequest
+
+from ..gateway import MODEL
+from .fleet import PREFILL, Fleet
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "prefill_router.py"
+
+
+async def status(fleet: Fleet) -> list[RankStatus]:
+    found = await fleet.system.scheduler.get_status(GetStatusRequest(), deadline=Deadline.after(10))
+    return list(found.components[0].ranks)
+
+
+async def test_prefills_count_as_tokens_to_compute_until_they_are_complete(fleet: Fleet) -> None:
+    await fleet.start(2, PREFILL)
+    client, deadline = fleet.system.client, Deadline.after(30)
+    request = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(1000)))
+    booking = BookingKey(request_id="a", stage=Stage.STAGE_PREFILL)
+    await client.best_worker(BestWorkerRequest(request=request, booking=booking), deadline=deadline)
+    loads = [(each.prefill_tokens, each.active_blocks, each.active_requests) for each in await status(fleet)]
+    assert loads == [(1000, 0, 1)]
+    assert (await client.prefill_complete(PrefillCompleteRequest(booking=booking), deadline=deadline)).known
+    loads = [(each.prefill_tokens, each.active_blocks, each.active_requests) for each in await status(fleet)]
+    assert loads == [(0, 0, 1)]
+    assert (await client.release(ReleaseRequest(booking=booking), deadline=deadline)).known
+    await fleet.until_idle()
+
+
+async def test_the_example_books_and_releases_a_prefill(fleet: Fleet) -> None:
+    await fleet.start(2, PREFILL)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(EXAMPLE), fleet.system.target, stdout=asyncio.subprocess.PIPE
+    )
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0
+    assert output.startswith("prefill worker 2 at 127.0.0.1:")
+    assert "booking known: True" in output
+    await fleet.until_idle()
