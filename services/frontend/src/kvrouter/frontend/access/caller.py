@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
@@ -73,11 +71,16 @@ def current_caller() -> Caller | None:
     return _CALLER.get()
 
 
-@contextmanager
-def acting_for(caller: Caller) -> Iterator[None]:
-    """Makes ``caller`` the current one, in tasks that are started meanwhile too."""
-    token = _CALLER.set(caller)
-    try:
-        yield
-    finally:
-        _CALLER.reset(token)
+class acting_for:  # noqa: N801 - used as a function; a generator would take three times as long
+    """Makes ``caller`` the current one while the context lasts, in tasks that are started meanwhile too."""
+
+    __slots__ = ("_caller", "_token")
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._token = _CALLER.set(self._caller)
+
+    def __exit__(self, *_: object) -> None:
+        _CALLER.reset(self._token)

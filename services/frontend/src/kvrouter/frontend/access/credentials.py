@@ -20,12 +20,16 @@ def credential_of(headers: Iterable[tuple[str, str | bytes]]) -> str:
     Raises:
         CredentialRefused: there is none, more than one, one with another scheme, or one that is too long.
     """
-    found = {_value(name.lower(), value) for name, value in headers if name.lower() in HEADERS}
-    if not found:
+    credential = ""
+    for name, value in headers:
+        lower = name.lower()
+        if lower in HEADERS:
+            found = _value(lower, value)
+            if credential and found != credential:
+                raise CredentialRefused(RefusalReason.MALFORMED, detail="expected one credential, received several")
+            credential = found
+    if not credential:
         raise CredentialRefused(RefusalReason.NO_CREDENTIAL)
-    credential = found.pop()
-    if found:
-        raise CredentialRefused(RefusalReason.MALFORMED, detail="expected one credential, received several")
     return credential
 
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import BinaryIO
 
@@ -39,6 +39,21 @@ def shared_file(processes: int) -> Iterator[BinaryIO]:
         yield file
 
 
+class _FileLock:
+    """A lock between processes; within one process it excludes nobody."""
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+
 class LimitTable:
     """The table, as one process sees it."""
 
@@ -58,7 +73,7 @@ class LimitTable:
         self._reals = memory.cast("d")
         self._width = _RUNNING + processes
         self._own = _RUNNING + process
-        self._lock = descriptor if processes > 1 else -1
+        self._locked: AbstractContextManager[object] = _FileLock(descriptor) if processes > 1 else nullcontext()
         self._clock = clock
         self._rows: dict[str, int] = {}
         with self.locked():
@@ -66,17 +81,9 @@ class LimitTable:
                 if self._words[index]:
                     self._words[index] = 0
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[object]:
         """Keeps the other processes away while the context lasts, for microseconds. A process that dies releases it."""
-        if self._lock < 0:
-            yield
-            return
-        fcntl.lockf(self._lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._lock, fcntl.LOCK_UN)
+        return self._locked
 
     def row(self, name: str) -> int:
         """Returns the row of a key or tenant, which is made at its first use."""
@@ -116,7 +123,10 @@ class LimitTable:
 
     def running(self, row: int) -> int:
         """Returns the running requests of all processes."""
-        return sum(self._words[row + _RUNNING : row + self._width])
+        return self._words[row + self._own] if self._width == _RUNNING + 1 else sum(self._row_of_running(row))
+
+    def _row_of_running(self, row: int) -> memoryview[int]:
+        return self._words[row + _RUNNING : row + self._width]
 
     def begin(self, row: int) -> None:
         """Counts a running request of this process."""
