@@ -94,12 +94,12 @@ async def replay_running(command: ReplayCommand, console: Console) -> list[RunSt
 async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnRun:
     run_id = f"replay-{time.time_ns():x}"
     salt = run_id if command.separate_caches else ""
-    before = await event_counts(command.indexer) if command.indexer is not None else None
+    before = await event_counts(command.indexer, command_tls()) if command.indexer is not None else None
     if is_url(address):
         served, result = await _replay_openai(address, command, salt, console)
     else:
         served, result = await _replay_frontend(address, command, run_id, salt, console)
-    after = await event_counts(command.indexer) if command.indexer is not None else None
+    after = await event_counts(command.indexer, command_tls()) if command.indexer is not None else None
     counts = SystemCounts()
     if before is not None and after is not None:
         counts = SystemCounts(after.applied - before.applied, faulty_events(after) - faulty_events(before))

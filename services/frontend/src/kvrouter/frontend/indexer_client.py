@@ -46,7 +46,7 @@ class IndexerClient:
     async def _stub(self, endpoint: str) -> Indexer:
         stub = self._stubs.get(endpoint)
         if stub is None:
-            channel = open_channel(endpoint)
+            channel = open_channel(endpoint, tls=self._directory.tls, role="indexer")
             stub = self._stubs[endpoint] = cast(Indexer, remote(_DESCRIPTOR, channel))
             await self._channels.enter_async_context(channel)
         return stub
