@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.frontend.lifecycle.progress import Progress
@@ -13,7 +14,7 @@ from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import GenerateOutput
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 from prometheus_client import CollectorRegistry
 
 
@@ -22,11 +23,14 @@ class Link:
         self.reported: list[int] = []
         self.prefills = 0
         self.freed: list[int | None] = []
+        self.ended_at_first_token = False
 
-    def prefill_complete(self, _: LiveBooking) -> None:
+    def prefill_complete(self, _: LiveBooking, *, ends: bool) -> None:
         self.prefills += 1
+        self.ended_at_first_token = ends
 
-    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
+    def report_output(self, booking: LiveBooking, output_tokens: int, *, ends: bool) -> None:
+        assert ends == self.ended_at_first_token
         assert booking.fills_block(output_tokens), "a report that the link would drop"
         booking.output_tokens = output_tokens
         self.reported.append(output_tokens)
@@ -70,3 +74,13 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
     assert registry.get_sample_value("kvrouter_frontend_output_tokens_total", {"model": "llama"}) == total
     between = registry.get_sample_value("kvrouter_frontend_inter_token_seconds_count", {"model": "llama"})
     assert between == total - next(filter(None, sizes), 0), "the first piece has no output before it"
+
+
+@pytest.mark.parametrize("finish_reason", [FinishReason.FINISH_REASON_UNSPECIFIED, FinishReason.FINISH_REASON_LENGTH])
+def test_a_first_piece_that_is_the_last_completes_the_prompt_together_with_the_end(finish_reason: FinishReason) -> None:
+    booking = LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 16, 16)
+    link, metrics = Link(), MetricsByModel(CollectorRegistry()).of("llama")
+    progress = Progress(booking, cast(SchedulerLink, link), Received(), metrics, since_ns=0)
+    progress.pass_on(b"", GenerateOutput(token_ids=[1], finish_reason=finish_reason))
+    assert (link.prefills, link.reported) == (1, [1])
+    assert link.ended_at_first_token == (finish_reason == FinishReason.FINISH_REASON_LENGTH)

@@ -400,7 +400,7 @@ async def test_a_connection_that_is_lost_ends_the_session_at_once() -> None:
     assert scheduler.closed[0].opening_number == 1
 
 
-async def test_updates_that_gather_while_others_are_under_way_travel_together() -> None:
+async def test_updates_of_one_step_travel_in_one_call() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
         await link.wait_ready()
@@ -411,7 +411,52 @@ async def test_updates_that_gather_while_others_are_under_way_travel_together() 
             link.free(each, None)
         await until(lambda: len(scheduler.freed) == 3)
     updates = [call for call in scheduler.calls if call.updates]
+    assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 6)]
+
+
+async def test_updates_that_gather_while_others_are_under_way_travel_together() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        scheduler.at_work.clear()
+        first, *others = [booking(name) for name in "abc"]
+        link.keep(first)
+        link.prefill_complete(first)
+        await until(lambda: any(call.updates for call in scheduler.calls))
+        link.free(first, None)
+        for each in others:
+            link.keep(each)
+            link.prefill_complete(each)
+            await asyncio.sleep(0)
+            link.free(each, None)
+        scheduler.at_work.set()
+        await until(lambda: len(scheduler.freed) == 3)
+    updates = [call for call in scheduler.calls if call.updates]
     assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 1), (2, 5)]
+
+
+async def test_the_last_output_of_a_request_is_reported_with_its_free() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        live = booking("a")
+        link.keep(live)
+        link.prefill_complete(live, ends=True)
+        link.report_output(live, 1000, ends=True)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not [call for call in scheduler.calls if call.updates]
+        link.free(live, None)
+        await until(lambda: scheduler.freed)
+    assert [len(call.updates) for call in scheduler.calls if call.updates] == [3]
+
+
+async def test_updates_of_the_step_in_which_a_link_ends_are_sent() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        link.free(booking("a"), None)
+    assert [len(call.updates) for call in scheduler.calls if call.updates] == [1]
 
 
 async def test_a_selection_does_not_overtake_an_earlier_free() -> None:
@@ -419,8 +464,9 @@ async def test_a_selection_does_not_overtake_an_earlier_free() -> None:
     async with linked(scheduler) as link:
         await link.wait_ready()
         scheduler.at_work.clear()
-        for name in "ab":
-            link.free(booking(name), None)
+        link.free(booking("a"), None)
+        await until(lambda: any(call.updates for call in scheduler.calls))
+        link.free(booking("b"), None)
         selecting = asyncio.create_task(link.select(selection(), deadline=Deadline.never()))
         await until(lambda: scheduler.selected)
         assert [len(call.updates) for call in scheduler.calls if call.updates] == [1, 1]
@@ -455,6 +501,7 @@ async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
         link.prefill_complete(live)
         link.free(live, None)
         assert not switched, "it was answered in the same step"
+        await asyncio.sleep(0)
         assert asyncio.all_tasks() == before
-        assert [len(call.updates) for call in scheduler.calls] == [1, 1]
+        assert [len(call.updates) for call in scheduler.calls] == [2]
     assert len(scheduler.closed) == 1

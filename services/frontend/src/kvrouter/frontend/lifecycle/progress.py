@@ -63,7 +63,7 @@ class Progress:
             if self.output_tokens:
                 self._metrics.token_latency.observe((now_ns - self._last_output_ns) / 1e9, tokens)
             else:
-                self._link.prefill_complete(self._booking)
+                self._link.prefill_complete(self._booking, ends=output.finish_reason != 0)
                 waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
                 waited.observe((now_ns - self._since_ns) / 1e9)
                 self._first_output_ns = now_ns
@@ -72,7 +72,7 @@ class Progress:
             if self._kept is not None:
                 self._kept.add(encoded)
             if self.output_tokens > self._room:
-                self._report()
+                self._report(ends=output.finish_reason != 0)
         if self.cached_tokens is None and output.HasField("cached_tokens"):
             self.cached_tokens = output.cached_tokens
             if self._continues:
@@ -95,10 +95,10 @@ class Progress:
         self._count()
         self._link.free(self._booking, self.cached_tokens)
 
-    def _report(self) -> None:
+    def _report(self, *, ends: bool) -> None:
         """Reports that the request needs a further block."""
         booking = self._booking
-        self._link.report_output(booking, self.output_tokens)
+        self._link.report_output(booking, self.output_tokens, ends=ends)
         self._room = self.output_tokens + -(booking.prompt_tokens + self.output_tokens) % booking.block_size
         self._count()
 

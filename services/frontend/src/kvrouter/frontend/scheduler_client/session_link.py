@@ -1,11 +1,12 @@
 """The Frontend's connection to the Scheduler of one component.
 
 A link keeps one session open. Selections are calls that name it; the progress of bookings travels in numbered updates
-(``kvrouter.frontend.scheduler_client.booking_updates``), which wait for nothing: the first one is sent at once, further
-ones together when it is acknowledged, or ahead of the next selection, so that a selection never overtakes an earlier
-free. When the Scheduler goes away or stops answering heartbeats, or when another one becomes the component's, the link
-opens the session at another Scheduler. Selections wait for that up to their deadline and keep their arrival time. A
-call to a Scheduler that has not discovered the workers yet is repeated until it has.
+(``kvrouter.frontend.scheduler_client.booking_updates``), which wait for nothing: those of one step of the event loop
+are sent together at its end, further ones together when these are acknowledged, or ahead of the next selection, so that
+a selection never overtakes an earlier free. When the Scheduler goes away or stops answering heartbeats, or when another
+one becomes the component's, the link opens the session at another Scheduler. Selections wait for that up to their
+deadline and keep their arrival time. A call to a Scheduler that has not discovered the workers yet is repeated until it
+has.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.scheduler_choice import SchedulerChoice
 from kvrouter.frontend.scheduler_client.session import Session
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
+from kvrouter.net import trace_context
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.deadline import Deadline
@@ -103,6 +105,8 @@ class SchedulerLink:
         self._monitor = HeartbeatMonitor()
         self._session: Session | None = None
         """The session, while it is open."""
+        self._sending: asyncio.Handle | None = None
+        """Sends the updates of this step of the event loop."""
         self._open = asyncio.Event()
 
     @property
@@ -212,20 +216,33 @@ class SchedulerLink:
         """Stores a booking until it is freed, to re-assert it at another Scheduler."""
         self._updates.keep(booking)
 
-    def prefill_complete(self, booking: LiveBooking) -> None:
-        """Reports that the prompt is computed. Does not wait."""
+    def prefill_complete(self, booking: LiveBooking, *, ends: bool = False) -> None:
+        """Reports that the prompt is computed. Does not wait.
+
+        Args:
+            booking: The booking.
+            ends: Whether the output is complete, so that ``free`` follows. Both are then sent in one call.
+        """
         update = self._updates.prefill_complete(booking)
         # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
         if self._session is not None:
             self._updates.add(update)
-            self._send()
+            if not ends:
+                self._send()
 
-    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
-        """Reports the number of output tokens if the request needs a further block. Does not wait."""
+    def report_output(self, booking: LiveBooking, output_tokens: int, *, ends: bool = False) -> None:
+        """Reports the number of output tokens if the request needs a further block. Does not wait.
+
+        Args:
+            booking: The booking.
+            output_tokens: Output tokens so far.
+            ends: Whether the output is complete, so that ``free`` follows. Both are then sent in one call.
+        """
         update = self._updates.report_output(booking, output_tokens)
         if update is not None and self._session is not None:
             self._updates.add(update)
-            self._send()
+            if not ends:
+                self._send()
 
     def free(self, booking: LiveBooking, cached_tokens: int | None) -> None:
         """Frees a booking. Does not wait, so that a handler that is being cancelled can call it."""
@@ -236,15 +253,28 @@ class SchedulerLink:
         self._send()
 
     def _send(self) -> None:
-        """Sends updates unless some are under way: then they go together when those are acknowledged."""
+        """Sends updates unless some are under way: then they go together when those are acknowledged.
+
+        They are sent when the current message from a worker is processed, since it may cause updates of many requests.
+        """
         session = self._session
         if session is None:
             return
         if not session.unanswered:
-            self._send_updates(session)
+            if self._sending is None:
+                self._sending = asyncio.get_running_loop().call_soon(self._send_now, context=trace_context.background())
         elif self._updates.overflowed:
             # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
             self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
+
+    def _send_now(self) -> None:
+        if self._sending is None:
+            return
+        self._sending.cancel()
+        self._sending = None
+        session = self._session
+        if session is not None and not session.unanswered:
+            self._send_updates(session)
 
     def _send_updates(self, session: Session) -> None:
         # A Scheduler in this process answers before the next call is made.
@@ -321,6 +351,7 @@ class SchedulerLink:
             causes = "; ".join(str(error) for error in group_error.exceptions if str(error))
             log.warning("session.ended", scheduler=scheduler_id, component_name=str(self._component), cause=causes)
         finally:
+            self._send_now()
             self._end(session, "")
             connection.close_session(self._updates.closing())
             self._monitor = HeartbeatMonitor()
