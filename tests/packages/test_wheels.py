@@ -113,7 +113,7 @@ def test_the_services_run_in_an_empty_environment(wheels: dict[str, Path], tmp_p
     for command in ("kvrouter", "kvrouter-indexer", "kvrouter-scheduler", "kvrouter-frontend"):
         environment.run(str(commands / command), "--help")
     assert not (commands / "kvrouter-mocker").exists()
-    for command in ("demo", "up", "replay", "simulate"):
+    for command in ("demo", "up", "replay", "simulate", "tune"):
         said = environment.run(str(commands / "kvrouter"), command, status=2)
         assert said == f"kvrouter: `kvrouter {command}` {NEEDS_EXTRA}\n"
 

@@ -195,6 +195,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "results": ("engines",),
         "simulation": ("engines", "results", "routing", "workloads"),
         "plan": ("results", "simulation", "workloads"),
+        "tuning": ("results", "simulation", "workloads"),
     },
 }
 """Part → each of its folders and of the modules beside them → those of the same part that it may import."""

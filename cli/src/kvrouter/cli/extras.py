@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import typer
 from kvrouter.cli.errors import MissingExtra
 
-DEVELOPMENT_COMMANDS = ("certs", "demo", "up", "replay", "simulate")
+DEVELOPMENT_COMMANDS = ("certs", "demo", "up", "replay", "simulate", "tune")
 """Commands that need the extra ``devstack``, which is the distribution kvrouter-devstack."""
 
 

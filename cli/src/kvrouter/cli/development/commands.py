@@ -10,6 +10,7 @@ from kvrouter.cli.development.certs import certs_command
 from kvrouter.cli.development.demo import demo_command
 from kvrouter.cli.development.replay import replay_command
 from kvrouter.cli.development.simulate import simulate_command
+from kvrouter.cli.development.tune import tune_command
 from kvrouter.cli.development.up import up_command
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.devtools.system.processes import ProcessDied
@@ -19,13 +20,15 @@ from kvrouter.devtools.traces.reader import TraceError
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Adds certs, demo, up, replay and simulate."""
+    """Adds certs, demo, up, replay, simulate and tune."""
     app.command("certs")(certs_command)
     app.command("demo")(_errors_reported()(demo_command))
     app.command("up")(_errors_reported()(up_command))
     app.command("replay")(_errors_reported()(replay_command))
     short_help = "Run any routing policy on simulated engines."
     app.command("simulate", short_help=short_help)(_errors_reported()(simulate_command))
+    short_help = "Find routing settings for a workload and a fleet, by simulation."
+    app.command("tune", short_help=short_help)(_errors_reported()(tune_command))
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def simulate_command(
     decoding = decode or workers
     count = decoding + (prefill or 0)
     speeds = _numbers("--speed", speed)
-    time_model = _time_model(prefill_ms, decode_ms, budget)
+    time_model = time_model_of(prefill_ms, decode_ms, budget)
     try:
         engines = [
             EngineConfig(
@@ -190,7 +190,7 @@ def simulate_command(
             f"{'--sharding' if sharding else '--sync-lag-ms'} needs several Schedulers: add --schedulers 2 or more"
         )
     plan = Plan(
-        workload=_workload(trace, requests, seed, of_model),
+        workload=workload_of(trace, requests, seed, of_model),
         setting=Setting(
             engines[:decoding],
             prefill_engines=engines[decoding:],
@@ -249,7 +249,13 @@ def _report(plan: Plan, console: Console, json_file: Path | None, picture: Path 
         console.print(f"picture: {picture}", highlight=False)
 
 
-def _workload(trace: str | None, requests: int | None, seed: int, of_model: str | None) -> Workload:
+def workload_of(trace: str | None, requests: int | None, seed: int, of_model: str | None) -> Workload:
+    """Returns a workload as it is named on the command line.
+
+    Raises:
+        WrongUsage: there is no such file or generator.
+        TraceError: the file is not a trace.
+    """
     if trace is not None and trace in GENERATORS:
         if of_model is not None:
             raise WrongUsage(f"--of-model selects from a recording; {trace} is a generated workload")
@@ -292,7 +298,12 @@ def _sync(lag_ms: float | None, loss: float | None, repair_ms: float | None) -> 
     )
 
 
-def _time_model(prefill_ms: str | None, decode_ms: str | None, budget: int) -> TimeModel:
+def time_model_of(prefill_ms: str | None, decode_ms: str | None, budget: int) -> TimeModel:
+    """Returns the time model with the coefficients that are given.
+
+    Raises:
+        WrongUsage: they are malformed, or a step would take no time.
+    """
     names = [field.name for field in fields(TimeModel)]
     given: dict[str, float] = {}
     for option, text, first in (("--prefill-ms", prefill_ms, 0), ("--decode-ms", decode_ms, 3)):

@@ -1,0 +1,164 @@
+"""``kvrouter tune``: finds routing settings for a workload and a fleet in the simulator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvrouter.cli.development.options import OfModel
+from kvrouter.cli.development.simulate import time_model_of, workload_of
+from kvrouter.cli.development.simulated_pools import Decode, Prefill
+from kvrouter.cli.errors import WrongUsage
+from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.runtime.config.files import can_be_written
+from kvrouter.runtime.config.sources import SettingsError, read_all
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.simulator.tuning.candidates import Candidate, candidates
+from kvrouter.simulator.tuning.configuration import toml_of
+from kvrouter.simulator.tuning.search import Standing, TooShort, Tuned, search
+from kvrouter.simulator.tuning.trials import Fleet
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+DEFAULT_SECONDS = 110.0
+_WIDTH = 140
+
+
+def tune_command(
+    trace: Annotated[
+        str | None, typer.Argument(help="Trace, recording, or generated workload; the shipped trace by default.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers of an undivided fleet; 16 by default.")] = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    config: Annotated[Path | None, typer.Option(help="File with the present options of the Scheduler.")] = None,
+    write: Annotated[Path | None, typer.Option(help="File to write the options found to, as TOML.")] = None,
+    splits: Annotated[bool, typer.Option(help="Also try prefill and decode workers.")] = True,
+    load: Annotated[float, typer.Option(min=0.001, help="Arrival rate relative to the workload.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests; fewer if time is short.")] = None,
+    of_model: OfModel = None,
+    budget: Annotated[float, typer.Option(min=1, help="Time limit of the search, in seconds.")] = DEFAULT_SECONDS,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each of the best settings, with other draws.")] = 3,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that run simulations; by default one for each CPU.")
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each worker.")] = 16_384,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
+    batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 8192,
+    sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at the same time on a worker.")] = 256,
+    prefill_ms: Annotated[
+        str | None, typer.Option(help="Coefficients A,B,C: computing n prompt tokens adds A·n² + B·n + C ms to a step.")
+    ] = None,
+    decode_ms: Annotated[
+        str | None,
+        typer.Option(
+            help="Coefficients A,B,C: decoding adds A·p² + B·p + C ms to a step; p is the share of the KV cache read."
+        ),
+    ] = None,
+    slo_ttft_ms: Annotated[
+        float, typer.Option(min=0, help="Objective for the time to first token, in milliseconds.")
+    ] = 2000,
+    slo_itl_ms: Annotated[
+        float, typer.Option(min=0, help="Objective for a request's mean time between tokens, in milliseconds.")
+    ] = 50,
+) -> None:
+    """Find the routing mode, its weight and the ratio of prefill to decode workers for a workload, by simulation."""
+    if write is not None and not can_be_written(write):
+        raise WrongUsage(f"{write} cannot be written")
+    if (prefill is None) != (decode is None):
+        raise WrongUsage("--prefill and --decode belong together: give both, or neither")
+    if prefill is not None and workers is not None:
+        raise WrongUsage("--workers excludes --prefill and --decode: give either")
+    count = (workers or 16) if prefill is None else prefill + (decode or 0)
+    present = Candidate(_present_options(config), prefill or 0)
+    workload = workload_of(trace, requests, 0, of_model).faster(load)
+    try:
+        engine = EngineConfig(
+            num_blocks=blocks,
+            block_size=block_size,
+            max_batched_tokens=batched_tokens,
+            max_sequences=sequences,
+            time_model=time_model_of(prefill_ms, decode_ms, batched_tokens),
+        )
+    except ValueError as error:
+        raise WrongUsage(str(error)) from None
+    longest = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
+    if longest > engine.length_limit:
+        raise WrongUsage(f"a request has {longest} tokens, a worker holds {engine.length_limit}: give it more --blocks")
+    fleet = Fleet([replace(engine, hash_seed=number) for number in range(count)], slo_ttft_ms / 1e3, slo_itl_ms / 1e3)
+    tried = candidates(present, count, splits=splits)
+    try:
+        tuned = search(workload, fleet, tried, seeds=seeds, seconds=budget, processes=processes or os.cpu_count() or 1)
+    except TooShort as error:
+        raise WrongUsage(str(error)) from None
+    console = Console()
+    _show(tuned, workload.name, count, console if console.is_terminal else Console(width=_WIDTH))
+    if write is not None:
+        why = f"{_gain(tuned)} ({workload.name})"
+        write.write_text(toml_of(tuned.best, count, " ".join(why.split())), encoding="utf-8")
+        console.print(f"options: {write}", highlight=False)
+
+
+def _present_options(config: Path | None) -> RoutingOptions:
+    if config is None:
+        return RoutingOptions()
+    try:
+        (settings,) = read_all([SchedulerSettings], ["--config", str(config)], {})
+    except SettingsError as error:
+        raise WrongUsage(f"--config: {error}") from None
+    options: RoutingOptions = settings.routing()
+    if POLICIES[options.mode].needs_worker:
+        raise WrongUsage(f"--config: mode {options.mode} cannot be simulated, since requests name their workers")
+    # Busy thresholds refuse requests, which are not simulated.
+    return replace(options, thresholds=Thresholds())
+
+
+def _show(tuned: Tuned, workload: str, workers: int, console: Console) -> None:
+    first, held_out = tuned.requests
+    console.print(
+        f"{workload}: {len(tuned.tried)} settings of {workers} workers on {first:,} requests,"
+        f" the best on {held_out:,} further ones",
+        highlight=False,
+    )
+    shown = Table(box=box.SIMPLE_HEAD)
+    for name in ("settings", "seeds", "within objectives", "mean TTFT ms"):
+        shown.add_column(name, justify="left" if name == "settings" else "right")
+    for standing in tuned.tried[:8]:
+        _add(shown, standing, "")
+    shown.add_section()
+    _add(shown, tuned.present, "held-out part: present, ")
+    _add(shown, tuned.challenger, "held-out part: ")
+    console.print(shown)
+    console.print(_gain(tuned), highlight=False)
+    if tuned.unfinished:
+        console.print(f"{tuned.unfinished} runs did not end in time: give more --budget", highlight=False)
+
+
+def _add(shown: Table, standing: Standing, before: str) -> None:
+    middle = standing.median
+    shown.add_row(
+        before + standing.candidate.name,
+        str(len(standing.scores)),
+        f"{middle.good_share:.1%}",
+        f"{middle.ttft_ms:,.0f}",
+    )
+
+
+def _gain(tuned: Tuned) -> str:
+    before, after, seeds = tuned.present.median, tuned.challenger.median, len(tuned.present.scores)
+    differences = [
+        other.ttft_ms - own.ttft_ms for own, other in zip(tuned.present.scores, tuned.challenger.scores, strict=True)
+    ]
+    verb = "keep" if tuned.best == tuned.present.candidate else "use"
+    return (
+        f"{verb} {tuned.best.name}: compared with the present settings, {tuned.challenger.candidate.name}"
+        f" has {after.good_share - before.good_share:+.1%} of the requests within their objectives and"
+        f" {min(differences):+,.0f} to {max(differences):+,.0f} ms mean time to first token; better with"
+        f" {tuned.wins} of {seeds} seeds"
+    )

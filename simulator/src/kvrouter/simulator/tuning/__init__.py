@@ -1,0 +1,1 @@
+"""Finds routing settings for a workload and a fleet in the simulator."""

@@ -1,0 +1,35 @@
+"""Writes the settings that were found as a file that the services load."""
+
+from __future__ import annotations
+
+from kvrouter.simulator.tuning.candidates import Candidate
+
+
+def toml_of(candidate: Candidate, workers: int, why: str) -> str:
+    """Returns the file: options of the Scheduler, and the number of workers as a comment.
+
+    Args:
+        candidate: The settings.
+        workers: Workers of the fleet.
+        why: The reason for them, one line.
+    """
+    options, remote = candidate.options, candidate.options.remote_prefill
+    pools = f"{candidate.prefill} prefill and {workers - candidate.prefill} decode workers"
+    lines = [
+        f"# kvrouter tune: {why}",
+        f"# Fleet: {pools if candidate.prefill else f'{workers} workers, not divided'}.",
+        "",
+        "[scheduler]",
+        f'router_mode = "{options.mode}"',
+        f"overlap_score_weight = {float(options.overlap_score_weight)}",
+        f"router_temperature = {float(options.temperature)}",
+    ]
+    if candidate.prefill:
+        lines += [
+            f"remote_prefill_min_tokens = {remote.min_tokens}",
+            f"prefill_us_per_token = {float(remote.prefill_us_per_token)}",
+            f"kv_bytes_per_token = {remote.transfer.bytes_per_token}",
+            f"kv_transfer_gb_per_second = {float(remote.transfer.gigabytes_per_second)}",
+            f"kv_transfer_latency_ms = {float(remote.transfer.latency_ms)}",
+        ]
+    return "\n".join(lines) + "\n"

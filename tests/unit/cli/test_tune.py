@@ -1,0 +1,62 @@
+"""`kvrouter tune` as a person types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvrouter.cli.main import app, main
+from kvrouter.runtime.config.sources import read_all
+from kvrouter.scheduler.settings import SchedulerSettings
+from typer.testing import CliRunner
+
+SMALL = ["tune", "prompts", "--requests", "40", "--workers", "2", "--seeds", "1", "--processes", "1", "--budget", "60"]
+
+
+def test_it_writes_options_that_the_scheduler_loads(tmp_path: Path) -> None:
+    before, after = tmp_path / "before.toml", tmp_path / "after.toml"
+    before.write_text('[scheduler]\nrouter_mode = "round-robin"\nactive_decode_blocks_threshold = 0.5\n')
+    arguments = [*SMALL, "--config", str(before), "--no-splits", "--write", str(after)]
+    shown = CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False).output
+    assert "2 workers on 28 requests, the best on 12 further ones" in shown
+    assert "held-out part: present, round-robin" in shown
+    assert "better with" in shown
+    assert after.read_text().startswith("# kvrouter tune: ")
+    (settings,) = read_all([SchedulerSettings], ["--config", str(after)], {})
+    assert f"{settings.router_mode}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--write", "/no/such/f.toml"], "cannot be written"),
+        (["--config", "/no/such/f.toml"], "cannot read /no/such/f.toml"),
+        (["--prefill", "2"], "belong together"),
+        (["--prefill", "2", "--decode", "2"], "--workers excludes"),
+        (["--blocks", "20"], "give it more --blocks"),
+        (["--requests", "5"], "expected at least 20"),
+        (["--prefill-ms", "1"], "write A,B,C"),
+        (["--batched-tokens", "1"], "max_batched_tokens is 1"),
+        (["--budget", "0"], "--budget"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvrouter", *SMALL, *arguments])
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_mode_that_takes_the_worker_from_the_request_cannot_be_tuned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    present = tmp_path / "present.toml"
+    present.write_text('[scheduler]\nrouter_mode = "direct"\n')
+    monkeypatch.setattr("sys.argv", ["kvrouter", *SMALL, "--config", str(present)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "mode direct cannot be simulated" in capsys.readouterr().err
