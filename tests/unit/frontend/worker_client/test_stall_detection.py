@@ -50,7 +50,7 @@ class Engine:
                 self.detector.first_output(started, ends)
                 self.running.append(started)
             for _ in self.running:
-                self.detector.piece()
+                self.detector.pieces += 1
         self.now = until
 
 

@@ -47,7 +47,8 @@ class Progress:
         self._receiver = receiver
         self._metrics = metrics
         self._since_ns = since_ns
-        self._kept = kept
+        self._keep = None if kept is None else kept.add
+        self._observe_latency = metrics.token_latency.observe
         self._continues = continues
         self._first_output_ns = self._last_output_ns = 0
         self._counted_tokens = 0
@@ -61,17 +62,17 @@ class Progress:
         if tokens:
             now_ns = time.perf_counter_ns()
             if self.output_tokens:
-                self._metrics.token_latency.observe((now_ns - self._last_output_ns) / 1e9, tokens)
+                self._observe_latency((now_ns - self._last_output_ns) / 1e9, tokens)
             else:
                 self._link.prefill_complete(self._booking, ends=output.finish_reason != 0)
                 waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
                 waited.observe((now_ns - self._since_ns) / 1e9)
                 self._first_output_ns = now_ns
             self._last_output_ns = now_ns
-            self.output_tokens += tokens
-            if self._kept is not None:
-                self._kept.add(encoded)
-            if self.output_tokens > self._room:
+            self.output_tokens = output_tokens = self.output_tokens + tokens
+            if self._keep is not None:
+                self._keep(encoded)
+            if output_tokens > self._room:
                 self._report(ends=output.finish_reason != 0)
         if self.cached_tokens is None and output.HasField("cached_tokens"):
             self.cached_tokens = output.cached_tokens

@@ -124,18 +124,21 @@ class WorkerAttempt:
             failure = self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse")
             self._end_failed(failure)
             return
-        if not self._limit.admits(len(output.token_ids)):
+        # Held, because the list of a message is made again for every reader otherwise.
+        token_ids = output.token_ids
+        if not self._limit.admits(len(token_ids)):
             encoded, output = self._limit.cut(WorkerPiece(encoded, output))
-        self._finish_reason = output.finish_reason
+            token_ids = output.token_ids
+        self._finish_reason = finish_reason = output.finish_reason
         if not self._has_output:
-            if output.token_ids:
+            if token_ids:
                 self._has_output = True
                 self._missed_to_leave = 0
                 self._health.responded()
             else:
                 self._wait_for_output()
-        if output.finish_reason in _ENGINE_FAILED:
-            failure = self._note("error", f"ended the request with {FinishReason.Name(output.finish_reason)}")
+        if finish_reason in _ENGINE_FAILED:
+            failure = self._note("error", f"ended the request with {FinishReason.Name(finish_reason)}")
             if not self._has_output:
                 self._end(failure)
             elif self._has_alternative():

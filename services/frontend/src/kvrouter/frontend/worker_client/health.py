@@ -327,11 +327,12 @@ class WorkerCall:
 
     def heard(self) -> None:
         """Records that the worker sent something."""
-        self._worker.heard = True
-        if self._worker.detector is not None:
-            self._worker.detector.piece()
-        if self._worker.missed:
-            self._health.answered(self._worker.endpoint)
+        worker = self._worker
+        worker.heard = True
+        if worker.detector is not None:
+            worker.detector.pieces += 1
+        if worker.missed:
+            self._health.answered(worker.endpoint)
 
     def responded(self) -> None:
         """Records the first output."""

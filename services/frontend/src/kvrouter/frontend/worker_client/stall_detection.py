@@ -54,8 +54,8 @@ class StallDetector:
         self._waiting = 0
         self._backlog_tokens = 0
         """Prompt tokens of requests without output."""
-        self._pieces = 0
-        """Pieces of output in this interval."""
+        self.pieces = 0
+        """Pieces of output in this interval. Whoever receives a piece adds it, without a call for every token."""
         self._usual_rate: float | None = None
         """Usual pieces per second of a request with output."""
         self._seconds_per_token: float | None = None
@@ -76,10 +76,6 @@ class StallDetector:
         self._waiting += 1
         self._backlog_tokens += prompt_tokens
         return MonitoredRequest(prompt_tokens, now, self._backlog_tokens)
-
-    def piece(self) -> None:
-        """Counts a piece of output."""
-        self._pieces += 1
 
     def first_output(self, request: MonitoredRequest, now: float) -> None:
         """Records the first output of a request."""
@@ -106,7 +102,7 @@ class StallDetector:
             True if the worker is stalled, False if it made progress, None if nothing is known. After True the
             observation begins anew.
         """
-        pieces, self._pieces = self._pieces, 0
+        pieces, self.pieces = self.pieces, 0
         generating = min(self._generating_before, self._generating)
         requests = min(self._requests_before, self._generating + self._waiting)
         self._generating_before, self._requests_before = self._generating, self._generating + self._waiting
