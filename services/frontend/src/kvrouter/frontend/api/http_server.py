@@ -38,7 +38,7 @@ from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
-from kvrouter.runtime.tracing import request_span
+from kvrouter.runtime.tracing import is_recording, request_span
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -146,11 +146,12 @@ async def traced(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Traces requests for tokens, in the trace of the client if it has sent its context."""
-    if request.method != "POST" or not request.path.startswith("/v1/"):
+    received = request.headers.get(trace_context.HEADER, "")
+    if not (received or is_recording()) or request.method != "POST" or not request.path.startswith("/v1/"):
         return await handler(request)
     route = request.match_info.route.resource
     name = "POST" if route is None else f"POST {route.canonical}"
-    traceparent = trace_context.checked(request.headers.get(trace_context.HEADER, ""))
+    traceparent = trace_context.checked(received)
     with trace_context.entered(traceparent), request_span(name) as http_span:
         response = await handler(request)
         if http_span.recording:

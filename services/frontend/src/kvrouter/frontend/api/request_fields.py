@@ -36,7 +36,6 @@ _SAMPLING = (
     "seed",
 )
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_STRUCTURED = ("response_format", "structured_outputs", *_GUIDED)
 _CONSTRAINTS = ("worker_id", "dp_rank")
 _UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
 
@@ -153,7 +152,14 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Raises:
             BadRequest: it is malformed, or there are several.
         """
-        if all(getattr(self, name) is None for name in _STRUCTURED):
+        if (
+            self.response_format is None
+            and self.structured_outputs is None
+            and self.guided_json is None
+            and self.guided_regex is None
+            and self.guided_choice is None
+            and self.guided_grammar is None
+        ):
             return None
         return read_structured_output(
             response_format=self.response_format,

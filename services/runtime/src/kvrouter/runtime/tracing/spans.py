@@ -100,6 +100,11 @@ def install(recorder: Recorder | None) -> Recorder | None:
     return before
 
 
+def is_recording() -> bool:
+    """Returns whether spans are recorded."""
+    return _recorder is not None
+
+
 def span(name: str, kind: Kind = Kind.INTERNAL) -> AbstractContextManager[Span]:
     """Returns a span of the current trace for a ``with`` block; outside of a trace, one that is not recorded.
 
