@@ -35,6 +35,10 @@ TYPED_ERRORS: list[errors.KvRouterError] = [
     errors.Unimplemented("not offered"),
     errors.TooLarge("too large"),
     errors.TooMuchUnread("4 MB wait"),
+    errors.Unauthenticated("no key"),
+    errors.PermissionDenied("not your model", field="model", known=["mine"]),
+    errors.RateLimited("too many requests", 1500),
+    errors.Overloaded("too much work", 250),
 ]
 
 
