@@ -32,6 +32,7 @@ class Engine:
 
     options = SimpleNamespace(limits=Limits(1000, 1 << 30))
     may_forward = False
+    access = None
 
     def has_text(self, model: str) -> bool:
         return False
