@@ -13,6 +13,8 @@ from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 _END_OF_BODY = b"0\r\n\r\n"
+_FRAMING_BYTES = len(b"data: \n\n")
+"""What an event adds to its data."""
 
 
 class EventStream(web.StreamResponse):
@@ -54,9 +56,10 @@ class EventStream(web.StreamResponse):
         transport = self._transport
         if transport is None or transport.is_closing():
             return  # aiohttp cancels the handler.
-        text = b"data: %b\n\n" % data
         if self._chunked:
-            text = b"%x\r\n%b\r\n" % (len(text), text)
+            text = b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _FRAMING_BYTES, data)
+        else:
+            text = b"data: %b\n\n" % data
         if not self.begun:
             self.begun = True
             text = self._head() + text
