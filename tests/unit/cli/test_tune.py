@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvrouter.cli.development.discovered_fleet import DiscoveredFleet, fleet_of
+from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.main import app, main
 from kvrouter.runtime.config.sources import read_all
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
 from typer.testing import CliRunner
 
 SMALL = ["tune", "prompts", "--requests", "40", "--workers", "2", "--seeds", "1", "--processes", "1", "--budget", "60"]
@@ -38,6 +42,7 @@ def test_it_writes_options_that_the_scheduler_loads(tmp_path: Path) -> None:
         (["--prefill-ms", "1"], "write A,B,C"),
         (["--batched-tokens", "1"], "max_batched_tokens is 1"),
         (["--budget", "0"], "--budget"),
+        (["--discover"], "--discover excludes --workers"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -60,3 +65,28 @@ def test_a_mode_that_takes_the_worker_from_the_request_cannot_be_tuned(
     with pytest.raises(SystemExit):
         main()
     assert "mode direct cannot be simulated" in capsys.readouterr().err
+
+
+def worker(role: Role, *, ranks: int = 1, model: str = "m", block_size: int = 32) -> WorkerRegistration:
+    registered = [RankRegistration(dp_rank=rank, total_blocks=1000 + rank) for rank in range(ranks)]
+    return WorkerRegistration(model=model, role=role, block_size=block_size, ranks=registered, max_sequences=64)
+
+
+def test_a_running_fleet_is_described_by_its_registrations() -> None:
+    registered = [worker(Role.ROLE_PREFILL), worker(Role.ROLE_DECODE, ranks=3), worker(Role.ROLE_BOTH, model="other")]
+    assert fleet_of(registered, "m") == DiscoveredFleet(1, 3, 1000, 32, 8192, 64)
+    assert fleet_of(registered, "other").prefill == 0
+
+
+@pytest.mark.parametrize(
+    ("registered", "words"),
+    [
+        ([], "no worker is registered"),
+        ([worker(Role.ROLE_PREFILL)], "none that decodes"),
+        ([worker(Role.ROLE_BOTH), worker(Role.ROLE_BOTH, model="other")], "choose by --of-model"),
+        ([worker(Role.ROLE_BOTH), worker(Role.ROLE_BOTH, block_size=16)], "expected one size"),
+    ],
+)
+def test_workers_that_do_not_make_one_fleet_are_refused(registered: list[WorkerRegistration], words: str) -> None:
+    with pytest.raises(WrongUsage, match=words):
+        fleet_of(registered, None)

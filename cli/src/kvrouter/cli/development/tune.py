@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvrouter.cli.component import Etcd
+from kvrouter.cli.development.discovered_fleet import discover_fleet
 from kvrouter.cli.development.options import OfModel
 from kvrouter.cli.development.simulate import time_model_of, workload_of
 from kvrouter.cli.development.simulated_pools import Decode, Prefill
 from kvrouter.cli.errors import WrongUsage
+from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.sources import SettingsError, read_all
@@ -37,6 +40,11 @@ def tune_command(
     workers: Annotated[int | None, typer.Option(min=1, help="Workers of an undivided fleet; 16 by default.")] = None,
     prefill: Prefill = None,
     decode: Decode = None,
+    discover: Annotated[
+        bool, typer.Option("--discover", help="Take the fleet from the workers that are registered in etcd.")
+    ] = False,
+    etcd: Etcd = "127.0.0.1:2379",
+    namespace: Annotated[str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace in etcd.")] = "kvrouter",
     config: Annotated[Path | None, typer.Option(help="File with the present options of the Scheduler.")] = None,
     write: Annotated[Path | None, typer.Option(help="File to write the options found to, as TOML.")] = None,
     splits: Annotated[bool, typer.Option(help="Also try prefill and decode workers.")] = True,
@@ -75,6 +83,14 @@ def tune_command(
         raise WrongUsage("--prefill and --decode belong together: give both, or neither")
     if prefill is not None and workers is not None:
         raise WrongUsage("--workers excludes --prefill and --decode: give either")
+    if discover:
+        if workers is not None or prefill is not None:
+            raise WrongUsage("--discover excludes --workers, --prefill and --decode")
+        found = run_interruptibly(discover_fleet(etcd, namespace, of_model))
+        prefill, decode = (found.prefill, found.others) if found.prefill else (None, None)
+        workers = None if found.prefill else found.others
+        blocks, block_size = found.blocks, found.block_size
+        batched_tokens, sequences = max(found.batched_tokens, found.sequences), found.sequences
     count = (workers or 16) if prefill is None else prefill + (decode or 0)
     present = Candidate(_present_options(config), prefill or 0)
     workload = workload_of(trace, requests, 0, of_model).faster(load)
