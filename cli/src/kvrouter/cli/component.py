@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 from google.protobuf.message import DecodeError
+from kvrouter.cli.component_names import component_name
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
-from kvrouter.v1.names import ComponentName, InvalidName, worker_id_of_key
+from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from rich.console import Console
 
@@ -30,10 +31,7 @@ def forget(
 
     Refused while a worker of the component is registered.
     """
-    try:
-        name = ComponentName.parse(component)
-    except InvalidName as error:
-        raise WrongUsage(str(error)) from None
+    name = component_name(component)
     try:
         descriptor = run_interruptibly(_forget(name, etcd))
     except InvalidEndpoint as error:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar, cast
 
-from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.cli.component_names import named_component
+from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.tls import command_tls
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
@@ -16,7 +17,6 @@ from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Component
-from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
 from rich.console import Console
 
@@ -44,7 +44,7 @@ async def drain(
         WrongUsage: the component's name is invalid.
         CommandFailed: the worker is unknown, no Scheduler answers, or requests still run after the wait.
     """
-    request = DrainWorkerRequest(component=_component(component), worker_id=worker_id)
+    request = DrainWorkerRequest(component=named_component(component), worker_id=worker_id)
     if migrate_after_seconds is not None:
         request.migrate_after_ms = round(migrate_after_seconds * 1000)
     console = Console(highlight=False)
@@ -74,19 +74,11 @@ async def undrain(where: Where, component: str, worker_id: int) -> None:
         WrongUsage: the component's name is invalid.
         CommandFailed: the worker is unknown, or no Scheduler answers.
     """
-    request = UndrainWorkerRequest(component=_component(component), worker_id=worker_id)
+    request = UndrainWorkerRequest(component=named_component(component), worker_id=worker_id)
     async with _schedulers(where) as schedulers:
         answer = await _first(schedulers, lambda each: each.undrain_worker(request, deadline=_soon()))
     outcome = "gets requests again" if answer.was_draining else "was not drained"
     Console(highlight=False).print(f"worker {worker_id} {outcome}")
-
-
-def _component(text: str) -> Component:
-    try:
-        name = ComponentName.parse(text)
-    except InvalidName as error:
-        raise WrongUsage(str(error)) from None
-    return Component(namespace=name.namespace, name=name.name)
 
 
 def _soon() -> Deadline:

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar, cast
 
 import typer
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from kvrouter.cli.component_names import named_component
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.tls import command_tls
@@ -33,7 +34,6 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyRequest,
     VerifyResponse,
 )
-from kvrouter.v1.names import ComponentName, InvalidName
 from rich.console import Console
 from rich.table import Table
 
@@ -61,7 +61,7 @@ def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> 
     """Show transport, lag and snapshot of each component, and cursor, blocks and state of each rank."""
 
     async def show(service: Indexer, deadline: Deadline) -> None:
-        request = GetStatsRequest(component=_component(component)) if component else GetStatsRequest()
+        request = GetStatsRequest(component=named_component(component)) if component else GetStatsRequest()
         answer = await service.get_stats(request, deadline=deadline)
         console = _console()
         bound = f" of at most {answer.max_index_bytes / 1e6:,.0f} MB" if answer.max_index_bytes else ""
@@ -221,18 +221,10 @@ def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], A
         raise CommandFailed(f"{error}{advice}") from None
 
 
-def _component(text: str) -> Component:
-    try:
-        name = ComponentName.parse(text)
-    except InvalidName as error:
-        raise WrongUsage(str(error)) from None
-    return Component(namespace=name.namespace, name=name.name)
-
-
 async def _named(service: Indexer, text: str, deadline: Deadline) -> Component:
     """Returns the named component, or the only one."""
     if text:
-        return _component(text)
+        return named_component(text)
     known = [stats.component for stats in (await service.get_stats(GetStatsRequest(), deadline=deadline)).components]
     if len(known) != 1:
         names = ", ".join(f"{each.namespace}/{each.name}" for each in known) or "none"

@@ -20,6 +20,7 @@ import structlog
 from aiohttp import web
 from kvrouter.mocker.rooms import PrefillRooms, await_prefill
 from kvrouter.mocker.serving.errors import ApiError
+from kvrouter.net.engine_transfers import SGLANG_TRANSFER
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.runtime.kv_transfer import KvTransfer
@@ -31,8 +32,6 @@ log = structlog.get_logger(component="mocker")
 
 FORMAT = "mock-json"
 """Format of the parameters of the sequential style: a JSON object with address, request_id and tokens."""
-CONCURRENT_FORMAT = "sglang-json"
-"""Format of the parameters of the concurrent style, as SGLang's: bootstrap_host, bootstrap_port and bootstrap_room."""
 _PULL_SECONDS = 30.0
 _MAX_CONNECTIONS = 4096
 _HEADER_SECONDS = 10.0
@@ -188,7 +187,7 @@ class Handover:
         """Computes a prompt once its decode worker is in the room."""
         if self._rooms is None:
             raise ApiError(400, "expected no transfer parameters in a prefill without bootstrap rooms")
-        room = _read(params, CONCURRENT_FORMAT)["bootstrap_room"]
+        room = _read(params, SGLANG_TRANSFER)["bootstrap_room"]
         computed = self._computed[request_id] = asyncio.Event()
         try:
             async with self._rooms.prefill(int(room)):
@@ -199,8 +198,8 @@ class Handover:
 
     async def _receive(self, params: TransferParams, tokens: int, start: Start) -> None:
         """Starts a request when its blocks have arrived."""
-        if params.format == CONCURRENT_FORMAT:
-            room = _read(params, CONCURRENT_FORMAT)
+        if params.format == SGLANG_TRANSFER:
+            room = _read(params, SGLANG_TRANSFER)
             await await_prefill(room["bootstrap_host"], room["bootstrap_port"], room["bootstrap_room"])
         else:
             blocks = _read(params, FORMAT)
@@ -228,4 +227,4 @@ def _read(params: TransferParams, expected: str) -> dict[str, Any]:
         raise ApiError(400, f"expected a JSON object with {', '.join(_KEYS[expected])}: {error!r}") from None
 
 
-_KEYS = {FORMAT: ("address", "request_id"), CONCURRENT_FORMAT: ("bootstrap_host", "bootstrap_port", "bootstrap_room")}
+_KEYS = {FORMAT: ("address", "request_id"), SGLANG_TRANSFER: ("bootstrap_host", "bootstrap_port", "bootstrap_room")}

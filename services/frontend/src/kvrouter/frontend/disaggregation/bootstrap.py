@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import secrets
 
+from kvrouter.net.engine_transfers import SGLANG_TRANSFER
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import TransferParams
 
-FORMAT = "sglang-json"
-"""Format of the parameters: a JSON object with bootstrap_host, bootstrap_port and bootstrap_room."""
 _ROOM_BITS = 62
 
 
@@ -31,4 +30,4 @@ def draw_room(worker: WorkerRegistration, rank: Rank) -> TransferParams:
     ranks = max(1, len(worker.ranks))
     room = secrets.randbits(_ROOM_BITS) // ranks * ranks + rank.dp_rank
     payload = {"bootstrap_host": host.strip("[]"), "bootstrap_port": int(port), "bootstrap_room": room}
-    return TransferParams(format=FORMAT, payload=json.dumps(payload).encode())
+    return TransferParams(format=SGLANG_TRANSFER, payload=json.dumps(payload).encode())

@@ -10,17 +10,9 @@ import json
 from typing import Any
 
 import msgspec
+from kvrouter.net.engine_transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
 from kvrouter.v1.worker_pb2 import TransferParams
 
-_VLLM, _SGLANG = "vllm-json", "sglang-json"
-_START_OF_TRANSFER = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 _ONE_TOKEN = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _OF_OUTPUT = ("stream_options", "min_tokens", "min_completion_tokens")
 _NOTHING = b"null"
@@ -63,7 +55,7 @@ def prefill_body(body: bytes, params: TransferParams | None) -> bytes:
     fields |= dict.fromkeys(limits, msgspec.Raw(b"1"))
     fields["stream"] = msgspec.Raw(b"false")
     if params is None:
-        fields["kv_transfer_params"] = msgspec.Raw(json.dumps(_START_OF_TRANSFER).encode())
+        fields["kv_transfer_params"] = msgspec.Raw(json.dumps(START_OF_VLLM_TRANSFER).encode())
     return decode_body(msgspec.json.encode(fields), params)
 
 
@@ -72,7 +64,7 @@ def decode_body(body: bytes, params: TransferParams | None) -> bytes:
     if params is None:
         return body
     payload = params.payload.strip()
-    added = b'"kv_transfer_params":' + payload if params.format == _VLLM else payload[1:-1]
+    added = b'"kv_transfer_params":' + payload if params.format == VLLM_TRANSFER else payload[1:-1]
     start = body.index(b"{") + 1
     return body[:start] + added + b"," + body[start:]
 
@@ -83,4 +75,4 @@ def transfer_params(response: bytes | bytearray) -> TransferParams | None:
         payload = bytes(_RESPONSE.decode(response).kv_transfer_params)
     except _MALFORMED:
         return None
-    return TransferParams(format=_VLLM, payload=payload) if payload not in (b"", _NOTHING) else None
+    return TransferParams(format=VLLM_TRANSFER, payload=payload) if payload not in (b"", _NOTHING) else None

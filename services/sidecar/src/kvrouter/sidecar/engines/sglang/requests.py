@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 from kvrouter.net.engine_salts import engine_salt
+from kvrouter.net.engine_transfers import SGLANG_TRANSFER
 from kvrouter.sidecar.engines.api import EngineCall
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
@@ -30,9 +31,6 @@ from kvrouter.v1.worker_pb2 import (
     TransferParams,
     WorkerServiceGenerateRequest,
 )
-
-TRANSFER_FORMAT = "sglang-json"
-"""Format of transfer parameters: a JSON object with bootstrap_host, bootstrap_port and bootstrap_room."""
 
 _PATH = "/generate"
 _FINISH = {
@@ -106,7 +104,7 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
     if transfer is not None:
         body |= transfer
         if request.stage == Stage.STAGE_PREFILL:
-            early = GenerateOutput(transfer_params=TransferParams(format=TRANSFER_FORMAT, payload=as_json(transfer)))
+            early = GenerateOutput(transfer_params=TransferParams(format=SGLANG_TRANSFER, payload=as_json(transfer)))
     return EngineCall(_PATH, as_json(body), GenerateReader(), engine_id=engine_id, early=early)
 
 
@@ -135,7 +133,7 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
 def _transfer(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> dict[str, Any] | None:
     """Returns where prefill and decode meet. A prefill without parameters draws a room at the engine's own address."""
     if request.HasField("transfer_params"):
-        return transfer_parameters(request, TRANSFER_FORMAT)
+        return transfer_parameters(request, SGLANG_TRANSFER)
     if request.stage != Stage.STAGE_PREFILL or not engine.bootstrap_endpoint:
         return None
     host, _, port = engine.bootstrap_endpoint.rpartition(":")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from kvrouter.net.engine_salts import engine_salt
+from kvrouter.net.engine_transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
 from kvrouter.sidecar.engines.api import EngineCall
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.event_stream import END
@@ -29,18 +30,7 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
 )
 
-TRANSFER_FORMAT = "vllm-json"
-"""Format of transfer parameters: vLLM's kv_transfer_params, a JSON object."""
-
 _PATH = "/v1/completions"
-_START_OF_TRANSFER = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 _FINISH = {
     "stop": FinishReason.FINISH_REASON_STOP,
     "length": FinishReason.FINISH_REASON_LENGTH,
@@ -160,9 +150,9 @@ def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
 
 def _transfer(request: WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
     if not request.HasField("transfer_params"):
-        return dict(_START_OF_TRANSFER) if is_prefill else None
-    parameters = transfer_parameters(request, TRANSFER_FORMAT)
-    return _START_OF_TRANSFER | parameters if is_prefill else parameters
+        return dict(START_OF_VLLM_TRANSFER) if is_prefill else None
+    parameters = transfer_parameters(request, VLLM_TRANSFER)
+    return START_OF_VLLM_TRANSFER | parameters if is_prefill else parameters
 
 
 class CompletionReader:
@@ -205,7 +195,7 @@ class CompletionReader:
                 yield output
         parameters = bytes(answer.kv_transfer_params)
         if self._last is not None and parameters not in _NOTHING:
-            self._last.transfer_params.CopyFrom(TransferParams(format=TRANSFER_FORMAT, payload=parameters))
+            self._last.transfer_params.CopyFrom(TransferParams(format=VLLM_TRANSFER, payload=parameters))
 
     def end(self) -> Iterator[GenerateOutput]:
         """Yields the last output.
