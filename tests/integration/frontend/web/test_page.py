@@ -90,4 +90,10 @@ async def test_data_needs_the_role_admin(nats_url: str, etcd_endpoint: str, name
         assert [(await get(system, f"/ui/{name}"))[0] for name in PAGE_FILES] == [200] * len(PAGE_FILES)
         for path in ("/ui/data/overview", "/ui/data/decisions/1?scheduler=s"):
             assert [(await get(system, path, key))[0] for key in ("", "wrong", keys["client"])] == [401, 401, 403]
-        assert (await get(system, "/ui/data/overview", keys["admin"]))[0] == 200
+        await system.start_worker(1)
+        status, _, data = await get(system, "/ui/data/overview", keys["admin"])
+        assert status == 200
+        assert not any("Frontend" in problem["what"] for problem in data["problems"])
+        frontends = {each["address"]: each["detail"] for each in data["services"] if each["kind"] == "Frontend"}
+        assert frontends.pop("this Frontend") == "0 calls at workers"
+        assert all("asks this Frontend for an API key" in detail for detail in frontends.values())

@@ -123,6 +123,8 @@ def _indexer_line(view: IndexerView) -> Text:
 
 
 def _frontend_line(view: FrontendView) -> Text:
+    if view.asks_for_key:
+        return Text(f"Frontend  at {view.address}  asks for an API key: how it sees the workers is not shown")
     if view.health is None:
         return _away("Frontend", view.address, view.failure)
     calls = sum(each.calls for each in view.health.workers)

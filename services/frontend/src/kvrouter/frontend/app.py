@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -38,11 +39,13 @@ from kvrouter.net.model_files import fetch_files
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.registry_pb2 import ModelFile
 from prometheus_client import CollectorRegistry
@@ -222,7 +225,9 @@ async def serving_http(
     """
     metrics = None if shared is None else shared.metrics
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
-    async with open_page(runtime, service.indexers, service.popular_prefixes) as page:
+    own_health = partial(service.get_worker_health, GetWorkerHealthRequest(), deadline=Deadline.never())
+    guarded = service.access is not None
+    async with open_page(runtime, service.indexers, service.popular_prefixes, own_health if guarded else None) as page:
         api = HttpApi(
             service,
             runtime.registry,

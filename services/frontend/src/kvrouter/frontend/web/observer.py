@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvrouter.frontend.indexer_client import IndexerClient
@@ -17,8 +18,10 @@ from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.overview.hit_rates import HitWindow
 from kvrouter.runtime.overview.services import ServiceQueries
+from kvrouter.runtime.overview.system import FrontendView, System
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 
 _HIT_WINDOW_SECONDS = 60.0
@@ -30,12 +33,30 @@ _PREFIX_QUERY_SECONDS = 0.5
 _ROLES = {Role.ROLE_PREFILL: "prefill", Role.ROLE_DECODE: "decode"}
 
 
+OwnHealth = Callable[[], Awaitable[GetWorkerHealthResponse]]
+
+
 class Observer:
     """The state of the system, for the page. ``run`` must be running."""
 
     def __init__(
-        self, directory: Directory, queries: ServiceQueries, indexers: IndexerClient, prefixes: PopularPrefixes
+        self,
+        directory: Directory,
+        queries: ServiceQueries,
+        indexers: IndexerClient,
+        prefixes: PopularPrefixes,
+        own_health: OwnHealth | None,
     ) -> None:
+        """Creates an observer.
+
+        Args:
+            directory: The components.
+            queries: Queries the services.
+            indexers: The Indexers.
+            prefixes: Counts prefixes.
+            own_health: Set if Frontends ask for a key, which this one has not: returns its own view of the workers.
+        """
+        self._own_health = own_health
         self._directory = directory
         self._queries = queries
         self._indexers = indexers
@@ -51,7 +72,7 @@ class Observer:
         aged_at = time.monotonic()
         try:
             while True:
-                self._history.take(await self._queries.look())
+                self._history.take(await self._queries.look(asks_frontends=False))
                 if time.monotonic() - aged_at >= _AGEING_SECONDS:
                     aged_at = time.monotonic()
                     self._prefixes.age()
@@ -63,7 +84,7 @@ class Observer:
         """Returns the state as JSON, at most a second old. Services that do not answer are named in it."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= _FRESH_SECONDS:
-                system = await self._queries.look()
+                system = await self._look()
                 self._hit_rates.take(system, time.monotonic())
                 self._shown = overview(
                     system,
@@ -78,6 +99,13 @@ class Observer:
                 )
                 self._looked_at = time.monotonic()
             return self._shown
+
+    async def _look(self) -> System:
+        system = await self._queries.look(asks_frontends=self._own_health is None)
+        if self._own_health is None:
+            return system
+        own = FrontendView("this Frontend", await self._own_health())
+        return replace(system, frontends=[own, *system.frontends])
 
     async def decision(self, scheduler: str, decision_id: int) -> dict[str, Any]:
         """Returns a past decision with every candidate.

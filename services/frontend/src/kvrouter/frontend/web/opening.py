@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 from kvrouter.frontend.indexer_client import IndexerClient
-from kvrouter.frontend.web.observer import Observer
+from kvrouter.frontend.web.observer import Observer, OwnHealth
 from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.web.routes import page_routes
 from kvrouter.runtime.discovery.directory import Directory
@@ -18,9 +18,12 @@ from kvrouter.runtime.process.context import Runtime
 
 @asynccontextmanager
 async def open_page(
-    runtime: Runtime, indexers: IndexerClient, prefixes: PopularPrefixes | None
+    runtime: Runtime, indexers: IndexerClient, prefixes: PopularPrefixes | None, own_health: OwnHealth | None
 ) -> AsyncIterator[Sequence[web.RouteDef]]:
-    """Yields the routes of the page, and observes the system meanwhile; no routes if ``prefixes`` is None."""
+    """Yields the routes of the page, and observes the system meanwhile; no routes if ``prefixes`` is None.
+
+    ``own_health`` is set if Frontends ask for a key: it returns this one's own view of the workers.
+    """
     if prefixes is None:
         yield ()
         return
@@ -28,7 +31,7 @@ async def open_page(
     queries = ServiceQueries(
         lambda kind: _addresses(directory, kind), lambda: _note(directory), tls=lambda: runtime.tls
     )
-    observer = Observer(directory, queries, indexers, prefixes)
+    observer = Observer(directory, queries, indexers, prefixes, own_health)
     observing = asyncio.create_task(observer.run(), name="web-page")
     try:
         yield page_routes(observer)

@@ -10,7 +10,7 @@ from kvrouter.frontend.web.history import Point
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
-from kvrouter.runtime.overview.system import System, rank_of
+from kvrouter.runtime.overview.system import FrontendView, System, rank_of
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import RankStats
@@ -152,11 +152,17 @@ def _services(system: System) -> list[Json]:
                 "kind": "Frontend",
                 "address": frontend.address,
                 "name": "",
-                "state": _state(frontend.failure, ready=health is not None),
-                "detail": frontend.failure if health is None else f"{calls:,} calls at workers",
+                "state": _state(frontend.failure, ready=health is not None or frontend.asks_for_key),
+                "detail": _frontend_detail(frontend, calls),
             }
         )
     return found
+
+
+def _frontend_detail(frontend: FrontendView, calls: int) -> str:
+    if frontend.asks_for_key:
+        return "asks this Frontend for an API key: how it sees the workers is not shown"
+    return frontend.failure or f"{calls:,} calls at workers"
 
 
 def _state(failure: str, *, ready: bool) -> str:

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, NotFound
+from kvrouter.runtime.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
@@ -46,15 +46,20 @@ class ServiceQueries:
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def look(self) -> System:
-        """Returns the current state. A service that does not answer is reported and costs at most one deadline."""
+    async def look(self, *, asks_frontends: bool = True) -> System:
+        """Returns the current state. A service that does not answer is reported and costs at most one deadline.
+
+        Frontends that are not asked are listed as if they asked for a key.
+        """
         schedulers, indexers, frontends = map(self._addresses, ("scheduler", "indexer", "frontend"))
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
         scheduler_views, indexer_views, frontend_views = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
-            asyncio.gather(*(self._ask_frontend(address) for address in frontends)),
+            asyncio.gather(*(self._ask_frontend(address) for address in frontends if asks_frontends)),
         )
+        if not asks_frontends:
+            frontend_views = [FrontendView(address, asks_for_key=True) for address in frontends]
         return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self._note())
 
     async def explain(self, scheduler: str, decision_id: int) -> Decision:
@@ -95,6 +100,8 @@ class ServiceQueries:
         try:
             health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
             return FrontendView(address, health)
+        except (Unauthenticated, PermissionDenied):
+            return FrontendView(address, asks_for_key=True)
         except KvRouterError as error:
             return FrontendView(address, failure=_why(error))
 

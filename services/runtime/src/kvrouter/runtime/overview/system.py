@@ -57,6 +57,8 @@ class FrontendView:
     """Its response; None if it did not answer."""
     failure: str = ""
     """Why it did not answer."""
+    asks_for_key: bool = False
+    """Whether it answered that this needs a credential with the role admin."""
 
     def in_state(self, *states: WorkerHealthState) -> int:
         """Returns how many workers are in one of the states."""
