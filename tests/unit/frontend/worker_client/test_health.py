@@ -174,3 +174,4 @@ def test_a_worker_that_comes_back_at_its_address_under_another_id_is_one_worker(
     found.update(components({1: "a:1", 9: "a:1"}))
     miss(found, "a:1", 5)
     assert sorted(found.avoided(POOL)) == [1, 9]
+    assert all(found.why_avoided(POOL).values())

@@ -22,6 +22,7 @@ from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, 
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
 from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 from ..harness import BLOCK, prompt, view, worker
 
@@ -227,10 +228,14 @@ def test_avoided_workers_give_way_only_to_others_that_fit(
 
 def test_a_candidate_that_gave_way_says_why() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
-    constraints = WorkerConstraints(avoided=frozenset({1}))
+    message = RoutingRequest()
+    message.constraints.avoided_worker_ids.append(1)
+    message.constraints.avoided_reasons.append("its requests fail")
+    constraints = WorkerConstraints.of(message, Stage.STAGE_WHOLE)
     found = snapshot(RequestContext(pool, prompt(4), constraints, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(found, found.free)] == [(2, 0)]
-    assert found.excluded([(2, 0)]) == {(1, 0): "the caller avoids this worker, and another one fits"}
+    why = "the caller avoids this worker (its requests fail), and another one fits"
+    assert found.excluded([(2, 0)]) == {(1, 0): why}
     pinned = WorkerConstraints(worker_id=1, avoided=frozenset({1}))
     alone = snapshot(RequestContext(pool, prompt(4), pinned, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(alone, alone.free)] == [(1, 0)]

@@ -411,7 +411,10 @@ class FrontendService:
         component = self._resolve(select.request, request.booking.stage)
         if booking is not None and self.access is not None:
             own_booking(self.access.caller(), select.booking)
-        select.request.constraints.avoided_worker_ids.extend(self._workers.health.avoided(component))
+        avoided = self._workers.health.why_avoided(component)
+        constraints = select.request.constraints
+        constraints.avoided_worker_ids[:] = [*avoided, *constraints.avoided_worker_ids]
+        constraints.avoided_reasons[:] = avoided.values()
         scheduler = self._links.scheduler(component)
         try:
             selection = await scheduler.select_worker(select, deadline=deadline)

@@ -225,13 +225,11 @@ class Generation:
         self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
     ) -> WorkerFailure | None:
         """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
-        avoided = [
-            *self._request.constraints.avoided_worker_ids,
-            *self._workers.health.avoided(self._component),
-            *self._unserved_worker_ids,
-        ]
+        unhealthy = self._workers.health.why_avoided(self._component)
+        avoided = [*unhealthy, *self._request.constraints.avoided_worker_ids, *self._unserved_worker_ids]
         if avoided or failure is not None:
             self._routing.constraints.avoided_worker_ids[:] = avoided
+            self._routing.constraints.avoided_reasons[:] = unhealthy.values()
         try:
             selection, booking = await self._place(attempt, deadline)
         except NoWorkers:

@@ -26,6 +26,15 @@ log = structlog.get_logger(component="frontend")
 _MAX_FAILURE_TEXT = 256
 """Characters of a failure message that are stored."""
 
+_NONE: Mapping[int, str] = {}
+_REASONS = {
+    WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "it does not answer probes",
+    WorkerHealthState.WORKER_HEALTH_STATE_STALLED: "it accepts requests and generates nothing",
+    WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "its requests fail",
+    WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "a trial request decides whether it has recovered",
+}
+"""Why requests avoid a worker."""
+
 _Registered = tuple[ComponentName, WorkerRegistration]
 
 
@@ -132,16 +141,20 @@ class WorkerHealth:
 
     def avoided(self, component: ComponentName) -> list[int]:
         """Returns the ids of a component's unhealthy workers."""
+        return list(self.why_avoided(component))
+
+    def why_avoided(self, component: ComponentName) -> Mapping[int, str]:
+        """Returns the ids of a component's unhealthy workers, each with the reason in English."""
         if not self._unhealthy:
-            return []
+            return _NONE
         now = self._clock()
-        return [
-            registration.worker_id
+        return {
+            registration.worker_id: _REASONS.get(_state(worker, now), "")
             for worker in self._unhealthy.values()
             if not _is_healthy(worker, now)
             for name, registration in worker.registered
             if name == component
-        ]
+        }
 
     def healthy(self, component: ComponentName) -> Iterator[WorkerRegistration]:
         """Yields the registrations of a component's healthy workers."""

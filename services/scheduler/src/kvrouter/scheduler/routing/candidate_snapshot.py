@@ -74,8 +74,11 @@ class CandidateSnapshot(NamedTuple):
 
     def _why_avoided(self, candidate: Candidate, place: int) -> str:
         """Returns why a fitting candidate was avoided; empty if it was not."""
-        gave_way = candidate.rank[0] in self.constraints.avoided and place not in self.fit
-        return "the caller avoids this worker, and another one fits" if gave_way else ""
+        worker_id = candidate.rank[0]
+        if worker_id not in self.constraints.avoided or place in self.fit:
+            return ""
+        reason = self.constraints.avoided_reasons.get(worker_id, "")
+        return f"the caller avoids this worker{f' ({reason})' if reason else ''}, and another one fits"
 
     def refusal(self, component: object) -> KvRouterError:
         """Returns the error to raise if no candidate is left."""

@@ -85,6 +85,8 @@ class WorkerConstraints:
     """Adapter that the worker must serve; empty for the base model."""
     avoided: frozenset[int] = frozenset()
     """Workers to use only if no other fits."""
+    avoided_reasons: Mapping[int, str] = field(default_factory=dict)
+    """Why a worker is avoided, for those whose reason is known."""
 
     @property
     def anywhere(self) -> bool:
@@ -105,6 +107,7 @@ class WorkerConstraints:
             allowed=frozenset(constraints.allowed_worker_ids),
             excluded=frozenset(constraints.excluded_worker_ids),
             avoided=frozenset(constraints.avoided_worker_ids),
+            avoided_reasons=dict(zip(constraints.avoided_worker_ids, constraints.avoided_reasons, strict=False)),
             labels=dict(constraints.required_labels),
             lora_name=lora_name,
         )
