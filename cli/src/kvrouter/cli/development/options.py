@@ -18,6 +18,21 @@ Requests = Annotated[
 Workers = Annotated[int, typer.Option(min=1, help="Number of simulated engines, each a process.")]
 Blocks = Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per KV block.")]
+BatchedTokens = Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Most requests that run at the same time on an engine.")]
+PrefillMs = Annotated[
+    str | None, typer.Option(help="Coefficients A,B,C: computing n prompt tokens adds A·n² + B·n + C ms to a step.")
+]
+DecodeMs = Annotated[
+    str | None,
+    typer.Option(
+        help="Coefficients A,B,C: decoding adds A·p² + B·p + C ms to a step; p is the share of the KV cache read."
+    ),
+]
+SloTtftMs = Annotated[float, typer.Option(min=0, help="Objective for the time to first token, in milliseconds.")]
+SloItlMs = Annotated[
+    float, typer.Option(min=0, help="Objective for a request's mean time between tokens, in milliseconds.")
+]
 OfModel = Annotated[str | None, typer.Option(help="Model whose requests are taken from a recording of several models.")]
 
 

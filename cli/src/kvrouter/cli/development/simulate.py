@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.development.options import OfModel
+from kvrouter.cli.development.options import (
+    BatchedTokens,
+    Blocks,
+    BlockSize,
+    DecodeMs,
+    OfModel,
+    PrefillMs,
+    Sequences,
+    SloItlMs,
+    SloTtftMs,
+)
 from kvrouter.cli.development.simulated_pools import (
     Bandwidth,
     Decode,
@@ -76,19 +86,12 @@ def simulate_command(
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of runs with consecutive seeds, of which medians are shown.")
     ] = 1,
-    blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 16_384,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
-    budget: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 8192,
-    sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at the same time on an engine.")] = 256,
-    prefill_ms: Annotated[
-        str | None, typer.Option(help="Coefficients A,B,C: computing n prompt tokens adds A·n² + B·n + C ms to a step.")
-    ] = None,
-    decode_ms: Annotated[
-        str | None,
-        typer.Option(
-            help="Coefficients A,B,C: decoding adds A·p² + B·p + C ms to a step; p is the share of the KV cache read."
-        ),
-    ] = None,
+    blocks: Blocks = 16_384,
+    block_size: BlockSize = 16,
+    budget: BatchedTokens = 8192,
+    sequences: Sequences = 256,
+    prefill_ms: PrefillMs = None,
+    decode_ms: DecodeMs = None,
     speed: Annotated[
         str, typer.Option(help="Relative speeds, repeated over the engines; 1,0.5 makes every second one half as fast.")
     ] = "1",
@@ -129,10 +132,8 @@ def simulate_command(
             help=f"Delay until a lost message is repaired, in milliseconds; {DEFAULT_SYNC.repair_s * 1e3:g} by default."
         ),
     ] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token, in milliseconds.")] = 2000,
-    slo_itl_ms: Annotated[
-        float, typer.Option(help="Objective for a request's mean time between tokens, in milliseconds.")
-    ] = 50,
+    slo_ttft_ms: SloTtftMs = 2000,
+    slo_itl_ms: SloItlMs = 50,
     regret: Annotated[bool, typer.Option(help="Compare each choice with the best one in hindsight.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all results to, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="File to draw a picture to: .png, .svg or .pdf.")] = None,

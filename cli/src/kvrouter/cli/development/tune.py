@@ -10,7 +10,17 @@ from typing import Annotated
 import typer
 from kvrouter.cli.component import Etcd
 from kvrouter.cli.development.discovered_fleet import discover_fleet
-from kvrouter.cli.development.options import OfModel
+from kvrouter.cli.development.options import (
+    BatchedTokens,
+    Blocks,
+    BlockSize,
+    DecodeMs,
+    OfModel,
+    PrefillMs,
+    Sequences,
+    SloItlMs,
+    SloTtftMs,
+)
 from kvrouter.cli.development.simulate import time_model_of, workload_of
 from kvrouter.cli.development.simulated_pools import Decode, Prefill
 from kvrouter.cli.errors import WrongUsage
@@ -56,25 +66,14 @@ def tune_command(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that run simulations; by default one for each CPU.")
     ] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each worker.")] = 16_384,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
-    batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a step computes.")] = 8192,
-    sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at the same time on a worker.")] = 256,
-    prefill_ms: Annotated[
-        str | None, typer.Option(help="Coefficients A,B,C: computing n prompt tokens adds A·n² + B·n + C ms to a step.")
-    ] = None,
-    decode_ms: Annotated[
-        str | None,
-        typer.Option(
-            help="Coefficients A,B,C: decoding adds A·p² + B·p + C ms to a step; p is the share of the KV cache read."
-        ),
-    ] = None,
-    slo_ttft_ms: Annotated[
-        float, typer.Option(min=0, help="Objective for the time to first token, in milliseconds.")
-    ] = 2000,
-    slo_itl_ms: Annotated[
-        float, typer.Option(min=0, help="Objective for a request's mean time between tokens, in milliseconds.")
-    ] = 50,
+    blocks: Blocks = 16_384,
+    block_size: BlockSize = 16,
+    batched_tokens: BatchedTokens = 8192,
+    sequences: Sequences = 256,
+    prefill_ms: PrefillMs = None,
+    decode_ms: DecodeMs = None,
+    slo_ttft_ms: SloTtftMs = 2000,
+    slo_itl_ms: SloItlMs = 50,
 ) -> None:
     """Find the routing mode, its weight and the ratio of prefill to decode workers for a workload, by simulation."""
     if write is not None and not can_be_written(write):
