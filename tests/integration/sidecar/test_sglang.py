@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.v1.common_pb2 import BlockScope, Role, Stage
 from kvrouter.v1.worker_pb2 import FinishReason, TransferParams
@@ -116,6 +117,29 @@ async def test_the_load_is_the_engines(run: Beside) -> None:
         running.cancel()
         await asyncio.wait({running})
         await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 0])
+
+
+async def test_a_load_that_the_engine_publishes_is_not_asked_for(run: Beside) -> None:
+    load = f"tcp://*:{free_ports(2)[0]}"
+    engine = sglang(dp_size=2, load_publish_endpoint=load, **ENDLESS)
+    async with engine.started(), run(engine.url, load_seconds=3600) as sidecar:
+        await sidecar.ready()
+        await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 0])
+        running = asyncio.create_task(sidecar.generate(PROMPT, max_tokens=ENDLESS_TOKENS, dp_rank=1))
+        await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 1])
+        assert all(each.total_blocks == 1 << 16 for each in sidecar.worker.load_reports())
+        running.cancel()
+        await asyncio.wait({running})
+        await until(lambda: [each.running_requests for each in sidecar.worker.load_reports()] == [0, 0])
+
+
+async def test_the_load_of_an_engine_that_went_away_is_unknown(run: Beside) -> None:
+    engine = sglang(load_publish_endpoint=f"tcp://*:{free_port()}")
+    async with run(engine.url, load_seconds=3600) as sidecar:
+        async with engine.started():
+            await sidecar.ready()
+            await until(lambda: len(sidecar.worker.load_reports()) == 1)
+        await until(lambda: sidecar.worker.load_reports() == [])
 
 
 async def test_a_decode_can_begin_before_its_prefill_has_ended(run: Beside, namespace: str, etcd_endpoint: str) -> None:

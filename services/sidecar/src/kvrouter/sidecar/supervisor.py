@@ -17,6 +17,7 @@ from kvrouter.sidecar.engines.api import EngineApi
 from kvrouter.sidecar.engines.description import EngineDescription, NotDiscovered, describe
 from kvrouter.sidecar.engines.detection import detect
 from kvrouter.sidecar.engines.http import EngineAway, EngineHttp, UnexpectedAnswer
+from kvrouter.sidecar.engines.pushed_load import following
 from kvrouter.sidecar.served_engine import ServedEngine
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
@@ -27,6 +28,8 @@ _NOT_READY = (EngineAway, UnexpectedAnswer, NotDiscovered)
 _NOT_ACCEPTED = (DescriptorMismatch, InvalidConfig, EndpointRefused, ReplayFailed)
 """Reasons why an engine that is described cannot become a worker."""
 _LONGEST_PAUSE_SECONDS = 5.0
+_LEAST_REPORT_SECONDS = 0.05
+"""Shortest time between two reports of a load that the engine publishes at every step."""
 
 
 class EngineSupervisor:
@@ -159,7 +162,12 @@ class EngineSupervisor:
     async def _report_load(
         self, worker: sdk.Worker, engine: ServedEngine, api: EngineApi, known: EngineDescription
     ) -> None:
-        """Reads and reports the load for ever. A load that cannot be read is unknown, not 0."""
+        """Reports the load for ever: as the engine publishes it, or else as it answers when it is asked.
+
+        A load that cannot be read is unknown, not 0.
+        """
+        if known.load_sockets:
+            await self._report_pushed_load(worker, engine, api, known)
         was_known = True
         while True:
             try:
@@ -180,6 +188,24 @@ class EngineSupervisor:
             if engine.loads:
                 await worker.report_load()
             await asyncio.sleep(self.options.settings.load_seconds)
+
+    async def _report_pushed_load(
+        self, worker: sdk.Worker, engine: ServedEngine, api: EngineApi, known: EngineDescription
+    ) -> None:
+        """Reports the load whenever the engine publishes it, for ever. Returns if a socket's address is unusable."""
+        try:
+            async with following(known.load_sockets, lambda payload: api.read_pushed_load(payload, known)) as pushed:
+                while True:
+                    await pushed.changed()
+                    self.counts["unusable_values"] += pushed.take_unusable()
+                    if pushed.take_disconnections():
+                        self._doubted.set()
+                    engine.loads = dict(pushed.loads)
+                    if engine.loads:
+                        await worker.report_load()
+                    await asyncio.sleep(_LEAST_REPORT_SECONDS)
+        except EndpointRefused as error:
+            self._log.warning("sidecar.load_unknown", error=str(error))
 
     async def _discover(self) -> tuple[EngineApi, EngineDescription]:
         """Returns what the engine is, as soon as it is ready and says enough."""

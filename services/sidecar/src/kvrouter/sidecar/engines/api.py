@@ -65,6 +65,14 @@ class EngineApi(Protocol):
         """
         ...
 
+    def read_pushed_load(self, payload: bytes, engine: EngineDescription) -> tuple[int, LoadReport]:
+        """Returns rank and load of a message that the engine published on its sockets for load.
+
+        Raises:
+            MalformedMessage: it is none, or of an engine that publishes no load.
+        """
+        ...
+
     def call(self, request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
         """Returns a request as the engine takes it.
 

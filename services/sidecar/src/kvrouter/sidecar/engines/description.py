@@ -44,6 +44,8 @@ class Discovered:
     """KV blocks by data-parallel rank, 0 if unknown."""
     events: Mapping[int, Endpoints] | None = None
     """Event sockets by rank; empty if the engine publishes none."""
+    load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
+    """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
     max_model_len: int | None = None
     role: RoleOption | None = None
     tokenizer: str | None = None
@@ -87,7 +89,9 @@ class EngineDescription:
     role: RoleOption
     tokenizer: str
     bootstrap_endpoint: str
-    lora_names: tuple[str, ...] = field(compare=False)
+    load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
+    """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
+    lora_names: tuple[str, ...] = field(default=(), compare=False)
     """Adapters come and go while an engine runs, which must not cost it its registration."""
 
     def changes(self, other: EngineDescription) -> dict[str, str]:
@@ -98,6 +102,7 @@ class EngineDescription:
 
 _COMPARED = (
     *("kind", "model", "block_size", "ranks", "events", "max_model_len", "role", "tokenizer", "bootstrap_endpoint"),
+    "load_sockets",
 )
 
 
@@ -144,6 +149,7 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
         role=given.role or found.role or "both",
         tokenizer=given.tokenizer or found.tokenizer or "",
         bootstrap_endpoint=bootstrap,
+        load_sockets=found.load_sockets if set(found.load_sockets) == set(ranks) else {},
         lora_names=found.lora_names,
     )
 

@@ -29,6 +29,14 @@ class SglangApi:
                 raise
         return load.read_metrics(await self._http.get("/metrics"), engine)
 
+    def read_pushed_load(self, payload: bytes, engine: EngineDescription) -> tuple[int, LoadReport]:
+        """Returns rank and load of a LoadStat.
+
+        Raises:
+            MalformedMessage: the message is none.
+        """
+        return load.read_load_stat(payload, engine)
+
     def call(self, request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
         """Returns a request as one to generate."""
         return requests.call(request, engine)

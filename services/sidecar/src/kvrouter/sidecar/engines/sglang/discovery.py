@@ -25,6 +25,9 @@ class KvEvents(msgspec.Struct):
     topic: str | None = None
     block_size: int | None = None
     dp_size: int | None = None
+    load_endpoint_port_base: int | None = None
+    load_endpoint_host: str | None = None
+    load_topic: str | None = None
 
 
 class ServerInfo(msgspec.Struct):
@@ -97,3 +100,7 @@ def take(found: Discovered, info: ServerInfo, host: str) -> None:
     if events.replay_endpoint_port_base:
         replay = at_host(tcp(events.replay_endpoint_host or "*", events.replay_endpoint_port_base), host)
     found.events = {rank: Endpoints.of_rank(live, replay, events.topic or "", rank) for rank in range(ranks)}
+    if events.load_endpoint_port_base:
+        load = at_host(tcp(events.load_endpoint_host or events.endpoint_host, events.load_endpoint_port_base), host)
+        topic = events.load_topic or "load"
+        found.load_sockets = {rank: Endpoints.of_rank(load, "", topic, rank) for rank in range(ranks)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from kvrouter.publisher.adapters.zmq_messages import MalformedMessage
 from kvrouter.sidecar.engines.description import EngineDescription
 from kvrouter.sidecar.engines.metrics_text import rank_of, read_samples
 from kvrouter.v1.events_pb2 import LoadReport
@@ -29,6 +30,37 @@ class Loads(msgspec.Struct):
     """The page ``/v1/loads``."""
 
     loads: list[msgspec.Raw]
+
+
+class LoadStat(msgspec.Struct, array_like=True, tag="LoadStat"):
+    """What the server publishes of a rank when its load changes; later fields are ignored."""
+
+    running: _Count
+    waiting: _Count
+    used_tokens: _Tokens
+    max_tokens: int
+    dp_rank: int
+    waiting_uncached_tokens: _Tokens = 0
+
+
+_LOAD_STAT = msgspec.msgpack.Decoder(LoadStat)
+
+
+def read_load_stat(payload: bytes, engine: EngineDescription) -> tuple[int, LoadReport]:
+    """Returns rank and load of a message of the server's sockets for load.
+
+    Raises:
+        MalformedMessage: it is none, or of an unknown rank.
+    """
+    try:
+        stat = _LOAD_STAT.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedMessage(f"expected a LoadStat: {error}") from None
+    if stat.dp_rank not in engine.ranks:
+        raise MalformedMessage(f"expected one of the ranks {sorted(engine.ranks)}, received {stat.dp_rank}")
+    report = _report(engine, stat.dp_rank, stat.running, stat.waiting, stat.used_tokens)
+    report.prefill_tokens = stat.waiting_uncached_tokens
+    return stat.dp_rank, report
 
 
 def read_loads(page: Loads, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrouter.publisher.adapters.zmq_messages import MalformedMessage
 from kvrouter.sidecar.engines.api import EngineCall
 from kvrouter.sidecar.engines.description import Discovered, EngineDescription
 from kvrouter.sidecar.engines.http import EngineHttp
@@ -23,6 +24,14 @@ class VllmApi:
     async def loads(self, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:
         """Returns the load of each rank, from the server's metrics."""
         return load.read_loads(await self._http.get("/metrics"), engine.ranks)
+
+    def read_pushed_load(self, payload: bytes, engine: EngineDescription) -> tuple[int, LoadReport]:  # noqa: ARG002
+        """Refuses the message: vLLM publishes no load.
+
+        Raises:
+            MalformedMessage: always.
+        """
+        raise MalformedMessage("vLLM publishes no load")
 
     def call(self, request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
         """Returns a request as a completion."""
