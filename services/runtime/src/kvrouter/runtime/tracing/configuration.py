@@ -20,7 +20,7 @@ async def tracing(settings: ServiceSettings, registry: CollectorRegistry) -> Asy
     """Traces requests while the context lasts, if a collector is configured.
 
     Raises:
-        TracingNotInstalled: OpenTelemetry is not installed.
+        TracingNotInstalled: OpenTelemetry is not installed, or another package replaced a part of it.
     """
     metrics = TracingMetrics(registry)
     if not settings.otlp_endpoint:
@@ -31,6 +31,10 @@ async def tracing(settings: ServiceSettings, registry: CollectorRegistry) -> Asy
         from kvrouter.runtime.tracing.recording import recording
     except ModuleNotFoundError as error:
         raise TracingNotInstalled(f"--otlp-endpoint needs {error.name}: install kvrouter[tracing]") from None
+    except ImportError as error:
+        # xds-protos, for the endpoint picker, has an older copy of a file of opentelemetry-proto.
+        advice = "if kvrouter[envoy] is installed too, run pip install --force-reinstall --no-deps opentelemetry-proto"
+        raise TracingNotInstalled(f"--otlp-endpoint: OpenTelemetry is damaged ({error}); {advice}") from None
     # It logs each failed attempt of each export; the log says it once, and metrics count the spans.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     resource = {
