@@ -68,12 +68,14 @@ unit: setup ## tests without servers, import rules among them
 
 # The longest tests come first, and an idle process takes over tests of another: none waits for a long one at the end.
 # Over a thousand tests with real servers: one that lost a race is run again and named, and fails if it fails twice.
+# These tests wait more than they compute, so there are more of them at once than two processors would suggest.
+WORKERS ?= 3
 RERUN := --reruns 1 -rsR
 
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n auto $(RERUN) --dist worksteal -m "not full" tests/faults tests/integration tests/guides
+	$(BIN)/pytest -n $(WORKERS) $(RERUN) --dist worksteal -m "not full" tests/faults tests/integration tests/guides
 
 test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
