@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from kvrouter.frontend.access.key_file import TenantEntry
 
 from ..gateway import MODEL, running_system
@@ -48,6 +49,7 @@ async def test_beyond_the_bound_requests_are_refused_and_the_others_complete(
         assert [await complete(number) for number in range(3)] == [200] * 3
 
 
+@pytest.mark.full
 async def test_a_flooding_tenant_does_not_starve_another(
     nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path
 ) -> None:
