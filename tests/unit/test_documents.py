@@ -48,6 +48,7 @@ FOREIGN = frozenset(
         ),
         *("--example", "--no-default-features", "--release"),
         *("--build-arg", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
+        *("--force-reinstall", "--no-deps"),
     }
 )
 """Options of other programs in commands that documents show."""
