@@ -90,7 +90,7 @@ class Environment:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("versions", ["newest", "lowest"])
+@pytest.mark.parametrize("versions", [pytest.param("newest", marks=pytest.mark.full), "lowest"])
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_runs_in_an_empty_environment(
     name: str, versions: str, wheels: dict[str, Path], tmp_path: Path, nats_url: str, etcd_endpoint: str
