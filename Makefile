@@ -68,9 +68,10 @@ unit: setup ## tests without servers, import rules among them
 
 # The longest tests come first, and an idle process takes over tests of another: none waits for a long one at the end.
 # Over a thousand tests with real servers: one that lost a race is run again and named, and fails if it fails twice.
+# A test that hung is not run again: it would hang without a time limit.
 # These tests wait more than they compute, so there are more of them at once than two processors would suggest.
 WORKERS ?= 3
-RERUN := --reruns 1 -rsR
+RERUN := --reruns 1 --rerun-except 'from pytest-timeout' -rsR
 
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
