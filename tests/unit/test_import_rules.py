@@ -67,7 +67,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "tracing": ("config", "errors", "version"),
         "rpc": ("deadline", "errors", "listening", "telemetry", "tracing"),
         "discovery": ("config", "contracts", "deadline", "errors", "rpc"),
-        "overview": ("contracts", "deadline", "errors", "rpc"),
+        "overview": ("contracts", "deadline", "discovery", "errors", "rpc"),
         "process": ("bounds", "config", "discovery", "listening", "nats_connection", "rpc", "telemetry", "tracing"),
     },
     "publisher": {

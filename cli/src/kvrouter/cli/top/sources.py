@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,9 +12,8 @@ import structlog
 from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.tls import command_tls
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.overview.services import ServiceQueries
+from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
 from kvrouter.runtime.overview.system import System
-from kvrouter.v1.registry_pb2 import ServiceRegistration
 from prometheus_client import CollectorRegistry
 
 _DISCOVERY_SECONDS = 5.0
@@ -50,8 +49,7 @@ class Sources:
         if self._directory is None:
             where = self._where
             return list({"scheduler": where.schedulers, "indexer": where.indexers, "frontend": where.frontends}[kind])
-        # A service that was killed and restarted at its address is registered twice until the first lease expires.
-        return list(dict.fromkeys(each.endpoint for each in _by_id(self._directory.services(kind))))
+        return registered_addresses(self._directory, kind)
 
     @property
     def note(self) -> str:
@@ -95,7 +93,3 @@ async def open_sources(where: Where) -> AsyncIterator[Sources]:
         finally:
             following.cancel()
             await sources.close()
-
-
-def _by_id(services: Mapping[str, ServiceRegistration]) -> list[ServiceRegistration]:
-    return [registration for _, registration in sorted(services.items())]

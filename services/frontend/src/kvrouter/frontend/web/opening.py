@@ -12,7 +12,7 @@ from kvrouter.frontend.web.observer import Observer, OwnHealth
 from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.web.routes import page_routes
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.overview.services import ServiceQueries
+from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
 from kvrouter.runtime.process.context import Runtime
 
 
@@ -29,7 +29,7 @@ async def open_page(
         return
     directory = runtime.directory
     queries = ServiceQueries(
-        lambda kind: _addresses(directory, kind), lambda: _note(directory), tls=lambda: runtime.tls
+        lambda kind: registered_addresses(directory, kind), lambda: _note(directory), tls=lambda: runtime.tls
     )
     observer = Observer(directory, queries, indexers, prefixes, own_health)
     observing = asyncio.create_task(observer.run(), name="web-page")
@@ -38,11 +38,6 @@ async def open_page(
     finally:
         observing.cancel()
         await asyncio.wait([observing])
-
-
-def _addresses(directory: Directory, kind: str) -> list[str]:
-    # A service that was killed and restarted at its address is registered twice until the first lease expires.
-    return list(dict.fromkeys(each.endpoint for _, each in sorted(directory.services(kind).items())))
 
 
 def _note(directory: Directory) -> str:

@@ -12,6 +12,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.rpc import open_channel, remote
@@ -26,6 +27,12 @@ _INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 _CALL_SECONDS = 2.0
 """Deadline of each call, which limits the time of a look."""
 _DECISIONS, _QUEUED = 50, 5
+
+
+def registered_addresses(directory: Directory, kind: str) -> list[str]:
+    """Returns the address, host:port, of every registered ``scheduler``, ``indexer`` or ``frontend``."""
+    # A service that was killed and restarted at its address is registered twice until the first lease expires.
+    return list(dict.fromkeys(each.endpoint for _, each in sorted(directory.services(kind).items())))
 
 
 class ServiceQueries:
