@@ -252,6 +252,31 @@ async def test_a_client_outlives_its_frontend_and_keeps_its_bookings(stack: Stac
         assert await client.free("kept")
 
 
+async def test_bookings_are_made_again_at_a_scheduler_that_was_killed(stack: Stack, prompt: list[int]) -> None:
+    async with Client(stack.frontend, model=MODEL, reconnect_seconds=60) as client:
+        chosen = [await client.best_worker(prompt, request_id=f"request {number}") for number in range(3)]
+        assert await client.mark_prefill_complete("request 0")
+        process = stack.processes["scheduler"]
+
+        async def only_these_count() -> bool:
+            try:
+                return await active_requests(client) == 3
+            except KvRouterError:
+                return False
+
+        await until(only_these_count)
+        os.kill(process.pid, signal.SIGKILL)
+
+        async def another_one_has_them() -> bool:
+            return stack.processes["scheduler"] is not process and await only_these_count()
+
+        await until(another_one_has_them)
+        again = [await client.best_worker(prompt, request_id=f"request {number}") for number in range(3)]
+        assert [each.worker_id for each in again] == [each.worker_id for each in chosen]
+        assert await client.mark_prefill_complete("request 1")
+        assert [await client.free(f"request {number}") for number in range(3)] == [True] * 3
+
+
 async def test_a_client_is_used_in_its_context_and_loop_only(stack: Stack, prompt: list[int]) -> None:
     client = Client(stack.frontend, model=MODEL)
     with pytest.raises(ClientClosed, match="not entered"):

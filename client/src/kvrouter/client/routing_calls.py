@@ -39,8 +39,6 @@ from kvrouter.v1.frontend_pb2 import (
     FindOverlapsRequest,
     ListModelsRequest,
     PotentialLoadsRequest,
-    PrefillCompleteRequest,
-    ReleaseRequest,
 )
 
 MAX_REQUEST_ID_BYTES = 112
@@ -144,16 +142,7 @@ class RoutingCalls(ABC):
                 field="request_id",
                 advice="Pass a shorter text, or None to book nothing.",
             )
-        session = self._bookings(calls)
-        known = session.key(request_id)
-        request.booking.CopyFrom(known or session.book(request_id))
-        request.session_id = session.id
-        try:
-            return best_worker_of((await calls.unary("BestWorker", request, timeout)).selection)
-        except BaseException:
-            if known is None:
-                session.abandon(request_id)
-            raise
+        return best_worker_of(await self._bookings(calls).book(request_id, request, timeout))
 
     async def get_potential_loads(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
@@ -166,22 +155,11 @@ class RoutingCalls(ABC):
 
     async def mark_prefill_complete(self, request_id: str) -> bool:
         """Marks the prefill of a booking made by ``best_worker`` as complete. Returns whether the booking exists."""
-        calls = self._ready()
-        key = self._bookings(calls).key(request_id)
-        if key is None:
-            return False
-        answer = await calls.unary("PrefillComplete", PrefillCompleteRequest(booking=key), self._timeout)
-        return cast(bool, answer.known)
+        return await self._bookings(self._ready()).mark_prefill_complete(request_id, self._timeout)
 
     async def free(self, request_id: str) -> bool:
         """Frees a booking made by ``best_worker``. Returns whether it existed."""
-        calls = self._ready()
-        key = self._bookings(calls).key(request_id)
-        if key is None:
-            return False
-        answer = await calls.unary("Release", ReleaseRequest(booking=key), self._timeout)
-        self._bookings(calls).forget(request_id)
-        return cast(bool, answer.known)
+        return await self._bookings(self._ready()).free(request_id, self._timeout)
 
     async def find_matches_for_request(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
@@ -231,7 +209,7 @@ class RoutingCalls(ABC):
     ) -> None:
         self._closed = True
         if self._session is not None:
-            await self._session.close()
+            await self._session.aclose()
         await self._close()
 
     @abstractmethod

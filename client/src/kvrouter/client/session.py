@@ -6,16 +6,26 @@ import asyncio
 import logging
 import secrets
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 
 from kvrouter.client.calls import Calls
 from kvrouter.client.errors import KvRouterError
-from kvrouter.v1.common_pb2 import BookingKey
-from kvrouter.v1.frontend_pb2 import KeepSessionRequest, ReleaseRequest
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import (
+    BestWorkerRequest,
+    BestWorkerResponse,
+    KeepSessionRequest,
+    PrefillCompleteRequest,
+    ReleaseRequest,
+)
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
+    RetryError,
     retry_if_exception_type,
     retry_if_result,
+    stop_after_delay,
     wait_random_exponential,
 )
 
@@ -23,52 +33,133 @@ log = logging.getLogger("kvrouter.client")
 
 _RELEASE_SECONDS = 5.0
 """Deadline of the releases at the end. Bookings that are left then end with the session."""
+_RESTORE_SECONDS = 5.0
+"""Deadline of each call that restores a booking."""
+_RESTORE_ATTEMPTS_SECONDS = 10.0
+"""Time in which refused restorations are repeated: a Scheduler that has just started may not know every worker yet."""
+_NEVER_BUSY = RoutingOverrides(
+    mode="direct", active_decode_blocks_threshold=1.0, active_prefill_tokens_threshold=(1 << 63) - 1
+)
+"""A booking is restored where it was, however much load that rank has."""
+
+
+@dataclass(eq=False, slots=True)
+class _Booking:
+    """A booking, and what restores it at a Scheduler that lost it."""
+
+    key: BookingKey
+    restoring: BestWorkerRequest | None = field(default=None, repr=False)
+    """The call that makes it again at its rank; None until it is made."""
+    prefill_complete: bool = False
 
 
 class BookingSession:
-    """Keeps a session open from the first booking on. The bookings of a process that dies end with it."""
+    """Keeps a session open from the first booking on. The bookings of a process that dies end with it.
+
+    If a Scheduler loses the session, because it was restarted, its bookings are made there again.
+    """
 
     def __init__(self, calls: Calls, name: str) -> None:
         self.id = secrets.token_hex(16)
         """Id of the session."""
         self._calls = calls
         self._name = name
-        self._keys: dict[str, BookingKey] = {}
+        self._bookings: dict[str, _Booking] = {}
         self._keeping: asyncio.Task[None] | None = None
         self._releasing: set[asyncio.Task[None]] = set()
+        self._restoring: set[asyncio.Task[None]] = set()
 
-    def key(self, request_id: str) -> BookingKey | None:
-        """Returns the key of a live booking; None if there is none."""
-        return self._keys.get(request_id)
+    async def book(
+        self,
+        request_id: str,
+        request: BestWorkerRequest,
+        timeout: float | None,  # noqa: ASYNC109 - gRPC's
+    ) -> SelectWorkerResponse:
+        """Chooses a worker and books the request there; returns the existing booking if there is one.
 
-    def book(self, request_id: str) -> BookingKey:
-        """Returns the key for a booking. A suffix makes it unique, so that an id may be used again."""
+        Args:
+            request_id: The caller's id of the request.
+            request: The call without booking and session.
+            timeout: Deadline, seconds; None for none.
+
+        Raises:
+            KvRouterError: nothing is booked.
+        """
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name="kvrouter session")
-        key = self._keys[request_id] = BookingKey(request_id=f"{request_id}~{secrets.token_hex(7)}")
-        return key
+        known = self._bookings.get(request_id)
+        # The suffix makes the key unique, so that an id may be used again.
+        booking = known or _Booking(BookingKey(request_id=f"{request_id}~{secrets.token_hex(7)}"))
+        self._bookings[request_id] = booking
+        request.booking.CopyFrom(booking.key)
+        request.session_id = self.id
+        try:
+            response: BestWorkerResponse = await self._calls.unary("BestWorker", request, timeout)
+        except BaseException:
+            if known is None:
+                self._abandon(request_id)
+            raise
+        if response.session_opened:
+            self._restore_soon()
+        booking.restoring = _pinned(request, response.selection)
+        return response.selection
 
-    def forget(self, request_id: str) -> BookingKey | None:
-        """Ends a booking here, and returns its key; None if there is none."""
-        return self._keys.pop(request_id, None)
+    async def mark_prefill_complete(self, request_id: str, timeout: float | None) -> bool:  # noqa: ASYNC109 - gRPC's
+        """Marks the prefill of a booking as complete. Returns whether the booking exists.
 
-    def abandon(self, request_id: str) -> None:
-        """Releases a booking in the background, because the call that makes it failed with an unknown outcome."""
-        key = self.forget(request_id)
-        if key is not None:
-            task = asyncio.create_task(self._release(key))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+        Raises:
+            KvRouterError: the call failed.
+        """
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return False
+        booking.prefill_complete = True
+        answer = await self._calls.unary("PrefillComplete", PrefillCompleteRequest(booking=booking.key), timeout)
+        if answer.known:
+            return True
+        try:
+            await self._restore(request_id, booking)
+        except KvRouterError:
+            return False
+        return self._bookings.get(request_id) is booking
 
-    async def close(self) -> None:
+    async def free(self, request_id: str, timeout: float | None) -> bool:  # noqa: ASYNC109 - gRPC's
+        """Frees a booking. Returns whether it existed.
+
+        Raises:
+            KvRouterError: the call failed.
+        """
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return False
+        answer = await self._calls.unary("Release", ReleaseRequest(booking=booking.key), timeout)
+        self._bookings.pop(request_id, None)
+        return bool(answer.known)
+
+    async def aclose(self) -> None:
         """Releases all bookings and ends the session."""
-        for request_id in list(self._keys):
-            self.abandon(request_id)
+        for restoring in self._restoring:
+            restoring.cancel()
+        if self._restoring:
+            await asyncio.wait(self._restoring)
+        for request_id in list(self._bookings):
+            self._abandon(request_id)
         if self._releasing:
             await asyncio.wait(self._releasing)
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
+
+    def _abandon(self, request_id: str) -> None:
+        """Releases a booking in the background, because the call that makes it failed with an unknown outcome."""
+        booking = self._bookings.pop(request_id, None)
+        if booking is not None:
+            self._release_soon(booking.key)
+
+    def _release_soon(self, key: BookingKey) -> None:
+        task = asyncio.create_task(self._release(key))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
 
     async def _release(self, key: BookingKey) -> None:
         with suppress(KvRouterError):
@@ -87,4 +178,62 @@ class BookingSession:
             with attempt:
                 async with aclosing(self._calls.stream("KeepSession", request, None)) as opened:
                     async for _ in opened:
-                        pass
+                        self._restore_soon()
+
+    def _restore_soon(self) -> None:
+        """Makes all bookings again in the background, since a Scheduler opened the session that may have lost them."""
+        made = {request_id: booking for request_id, booking in self._bookings.items() if booking.restoring is not None}
+        if made:
+            task = asyncio.create_task(self._restore_all(made), name="kvrouter restored bookings")
+            self._restoring.add(task)
+            task.add_done_callback(self._restoring.discard)
+
+    async def _restore_all(self, lost: dict[str, _Booking]) -> None:
+        """Makes bookings again. Those that their Scheduler has are not changed."""
+
+        async def restore() -> KvRouterError | None:
+            failure = None
+            for request_id, booking in list(lost.items()):
+                try:
+                    if self._bookings.get(request_id) is booking:
+                        await self._restore(request_id, booking)
+                    del lost[request_id]
+                except KvRouterError as error:
+                    failure = error
+            return failure
+
+        retrying = AsyncRetrying(
+            retry=retry_if_result(lambda failure: failure is not None),
+            wait=wait_random_exponential(multiplier=0.1, max=1),
+            stop=stop_after_delay(_RESTORE_ATTEMPTS_SECONDS),
+        )
+        try:
+            await retrying(restore)
+        except RetryError as given_up:
+            failure = given_up.last_attempt.result()
+            log.warning("%d bookings cannot be restored at their Scheduler: %s", len(lost), failure)
+
+    async def _restore(self, request_id: str, booking: _Booking) -> None:
+        """Makes a booking at its rank, unless its Scheduler has it, and marks its prefill if that is complete.
+
+        Raises:
+            KvRouterError: it cannot be booked there.
+        """
+        if booking.restoring is not None:
+            await self._calls.unary("BestWorker", booking.restoring, _RESTORE_SECONDS)
+        if booking.prefill_complete:
+            await self._calls.unary("PrefillComplete", PrefillCompleteRequest(booking=booking.key), _RESTORE_SECONDS)
+        if self._bookings.get(request_id) is not booking:
+            # It was freed meanwhile, at a Scheduler that did not have it.
+            self._release_soon(booking.key)
+
+
+def _pinned(request: BestWorkerRequest, selection: SelectWorkerResponse) -> BestWorkerRequest:
+    """Returns the call that makes a booking again at the rank that was selected."""
+    pinned = BestWorkerRequest()
+    pinned.CopyFrom(request)
+    pinned.request.component.CopyFrom(selection.component)
+    rank = selection.rank
+    pinned.request.constraints.CopyFrom(RoutingConstraints(worker_id=rank.worker_id, dp_rank=rank.dp_rank))
+    pinned.request.overrides.CopyFrom(_NEVER_BUSY)
+    return pinned

@@ -57,7 +57,10 @@ async def open_session(scheduler: Scheduler, session_id: str, client_name: str =
 async def kept_session(
     request: KeepSessionRequest, schedulers: Callable[[], list[Scheduler]]
 ) -> AsyncGenerator[OpenSessionResponse, None]:
-    """Keeps a session open at every live Scheduler until the generator is closed. Yields one response, when it is open.
+    """Keeps a session open at every live Scheduler until the generator is closed.
+
+    Yields a response when it is open, and again after a Scheduler opened it that did not know it, such as one that was
+    restarted and has lost its bookings.
 
     Args:
         request: Names the session.
@@ -74,12 +77,14 @@ async def kept_session(
             f"client_name is longer than {_MAX_NAME_BYTES} bytes", field="client_name", advice="Send a shorter name."
         )
 
-    async def heartbeat(scheduler: Scheduler) -> None:
+    async def heartbeat(scheduler: Scheduler) -> OpenSessionResponse | None:
+        """Returns the response of the opening if the Scheduler did not know the session; otherwise None."""
         update = UpdateBookingsRequest(session_id=at_scheduler)
         try:
             await _answer(scheduler.update_bookings(update, deadline=Deadline.after(_CALL_SECONDS)))
         except SessionLost:
-            await open_session(scheduler, session_id, name)
+            return await open_session(scheduler, session_id, name)
+        return None
 
     async def close(scheduler: Scheduler) -> None:
         closing = CloseSessionRequest(session_id=at_scheduler)
@@ -92,7 +97,9 @@ async def kept_session(
         yield opened[0]
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
-            await _at_each(schedulers(), heartbeat)
+            opened_again = filter(None, await _at_each(schedulers(), heartbeat))
+            if response := next(opened_again, None):
+                yield response
     finally:
         await _at_each(schedulers(), close)
 

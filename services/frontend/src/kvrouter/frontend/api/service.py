@@ -422,6 +422,7 @@ class FrontendService:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
             await open_session(scheduler, self._own_session(request.session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
+            return BestWorkerResponse(selection=selection, session_opened=True)
         return BestWorkerResponse(selection=selection)
 
     async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
@@ -488,7 +489,7 @@ class FrontendService:
         *,
         deadline: Deadline,  # noqa: ARG002 - it lasts as long as the call
     ) -> AsyncGenerator[KeepSessionResponse, None]:
-        """Keeps a client's session open until the call ends. Yields one response, when it is open.
+        """Keeps a client's session open until the call ends. Yields a response each time that a Scheduler opened it.
 
         Raises:
             BadRequest, DependencyAway.
