@@ -53,8 +53,6 @@ async def test_a_changed_chat_template_replaces_the_old_one(system: System, dire
     assert "replaced" in (await (await chat(system)).json())["error"]["message"]
 
 
-# Its end crashes or hangs the interpreter in about one of ten runs; the cause is not known yet.
-@pytest.mark.full
 async def test_the_files_survive_the_loss_of_the_descriptor(system: System, directory: Path) -> None:
     worker = await system.start_worker(1, tokenizer=str(directory))
     await until(lambda: system.frontend.has_text(MODEL))

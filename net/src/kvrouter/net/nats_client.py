@@ -9,8 +9,10 @@ and the stream that come with each event took longer than to apply the event.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from kvrouter.net.nats_access import NatsAccess
 from nats.aio.client import Client
@@ -20,6 +22,8 @@ from nats.errors import SecureConnRequiredError
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
+
+_T = TypeVar("_T")
 
 
 class TolerantClient(Client):
@@ -35,6 +39,14 @@ class TolerantClient(Client):
         """Certificates for the next connection, which may have been renewed since the last one."""
         context = None if self._access is None else self._access.ssl_context()
         return super().ssl_context if context is None else context
+
+    async def request(self, *args: Any, **kwargs: Any) -> Msg:
+        """Sends a request and returns the reply, as ``Client.request`` does."""
+        return await _or_cancelled(super().request(*args, **kwargs))
+
+    async def flush(self, *args: Any, **kwargs: Any) -> None:
+        """Waits until the server has what was sent, as ``Client.flush`` does."""
+        await _or_cancelled(super().flush(*args, **kwargs))
 
     def _connect_command(self) -> bytes:
         # The library would send the password in plain text to a server that does not ask for TLS.
@@ -65,3 +77,17 @@ class TolerantClient(Client):
 
 def _escaped(raw: bytes) -> bytes:
     return raw if raw.isascii() else raw.decode(errors="backslashreplace").encode()
+
+
+async def _or_cancelled(awaitable: Awaitable[_T]) -> _T:
+    """Awaits a call of the library, and raises CancelledError if this task was cancelled meanwhile.
+
+    The library uses ``asyncio.wait_for``, which before Python 3.12 forgets a cancellation that comes together with the
+    reply. A task that calls NATS in a loop would then run on and be waited for forever.
+    """
+    task = asyncio.current_task()
+    earlier = task.cancelling() if task else 0
+    result = await awaitable
+    if task and task.cancelling() > earlier:
+        raise asyncio.CancelledError
+    return result
