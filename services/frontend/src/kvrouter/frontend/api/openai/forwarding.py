@@ -12,9 +12,9 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from kvrouter.frontend.api.completions import routing_headers
+from kvrouter.frontend.api.openai.reported_usage import Usage, UsageReader
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
 from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
@@ -48,28 +48,8 @@ _LENGTH = frozenset({"content-length"})
 _STREAM_TYPE = "text/event-stream"
 _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
-_MAX_USAGE_BYTES = 16 << 20
-"""Maximum size of a response that is read for its usage."""
-
-
-_END_BYTES = 64 << 10
-"""End of a stream that is read for its usage."""
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Body(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_BODY = msgspec.json.Decoder(_Body)
+_MAX_PREFILL_BYTES = 16 << 20
+"""Maximum size of the response of a prefill engine."""
 
 
 def generate_request(body: RoutedBody, request_id: str) -> FrontendServiceGenerateRequest:
@@ -230,8 +210,8 @@ class ForwardedRequest:
         kept = bytearray()
         async for chunk in answer.content.iter_any():
             kept += chunk
-            if len(kept) > _MAX_USAGE_BYTES:
-                raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_USAGE_BYTES} bytes")
+            if len(kept) > _MAX_PREFILL_BYTES:
+                raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
         if answer.status != HTTPStatus.OK:
             raise DependencyAway(f"its OpenAI API answers {answer.status}: {kept[:256].decode(errors='replace')}")
         output = GenerateOutput(token_ids=[0], finish_reason=FinishReason.FINISH_REASON_LENGTH)
@@ -244,23 +224,20 @@ class ForwardedRequest:
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         is_stream = answer.content_type == _STREAM_TYPE
         remover = UsageRemover() if is_stream and self._removes_usage else None
-        kept = bytearray()
+        reader = UsageReader(is_stream=is_stream)
         async for chunk in answer.content.iter_any():
             if self.response is None:
                 self.response = await self._begin(answer)
             if passed := chunk if remover is None else remover.remove(chunk):
                 await self.response.write(passed)
-            kept += chunk
+            reader.take(chunk)
             if is_stream:
                 receiver.on_response(_piece(tokens=chunk.count(b"data: ") or 1))
-                del kept[:-_END_BYTES]
-            else:
-                del kept[_MAX_USAGE_BYTES:]
         if self.response is None:
             self.response = await self._begin(answer)
         if remover is not None and (rest := remover.rest()):
             await self.response.write(rest)
-        usage = _usage_of_stream(kept) if is_stream else _usage_of(kept)
+        usage = reader.usage()
         receiver.on_response(_piece(tokens=0 if is_stream else _tokens_of(usage), usage=usage, ends=True))
         receiver.on_end()
 
@@ -279,36 +256,17 @@ async def _refusal(answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
     return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
 
 
-def _piece(*, tokens: int, usage: _Usage | None = None, ends: bool = False) -> bytes:
+def _piece(*, tokens: int, usage: Usage | None = None, ends: bool = False) -> bytes:
     output = GenerateOutput(token_ids=bytes(tokens))
-    if usage is not None and usage.prompt_tokens_details is not None:
-        cached = usage.prompt_tokens_details.cached_tokens
-        if cached is not None:
-            output.cached_tokens = max(0, cached)
+    if usage is not None and usage.cached_tokens is not None:
+        output.cached_tokens = usage.cached_tokens
     if ends:
         output.finish_reason = FinishReason.FINISH_REASON_STOP
     return WorkerServiceGenerateResponse(output=output).SerializeToString()
 
 
-def _tokens_of(usage: _Usage | None) -> int:
+def _tokens_of(usage: Usage | None) -> int:
     return min(max(1, (usage.completion_tokens or 1) if usage is not None else 1), 1 << 20)
-
-
-def _usage_of(body: bytes | bytearray) -> _Usage | None:
-    try:
-        return _BODY.decode(body).usage
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _usage_of_stream(end: bytes | bytearray) -> _Usage | None:
-    """Returns the usage in the last events of a stream; None if there is none."""
-    for line in reversed(bytes(end).split(b"\n")):
-        if line.startswith(b"data: {"):
-            usage = _usage_of(line[len(b"data: ") :])
-            if usage is not None:
-                return usage
-    return None
 
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:

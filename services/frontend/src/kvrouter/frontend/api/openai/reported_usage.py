@@ -1,0 +1,67 @@
+"""Reads the usage that an engine reports in its response, as the bytes pass by."""
+
+from __future__ import annotations
+
+import msgspec
+
+_MAX_BODY_BYTES = 16 << 20
+"""Maximum size of a whole response that is read for its usage."""
+_END_BYTES = 64 << 10
+"""End of a stream that is read for its usage."""
+_EVENT = b"data: {"
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """What an engine reports of a request."""
+
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine found in its cache; None if it does not report them."""
+        details = self.prompt_tokens_details
+        return None if details is None or details.cached_tokens is None else max(0, details.cached_tokens)
+
+
+class _Body(msgspec.Struct):
+    usage: Usage | None = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+class UsageReader:
+    """Keeps the bytes of a response that may have the usage: the last ones of a stream, all of another response."""
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self._is_stream = is_stream
+        self._kept = bytearray()
+
+    def take(self, chunk: bytes) -> None:
+        """Receives the next bytes."""
+        self._kept += chunk
+        if self._is_stream:
+            del self._kept[:-_END_BYTES]
+        else:
+            del self._kept[_MAX_BODY_BYTES:]
+
+    def usage(self) -> Usage | None:
+        """Returns the usage in the bytes so far; None if there is none, or if they are compressed or too many."""
+        if not self._is_stream:
+            return _usage_of(self._kept)
+        for line in reversed(bytes(self._kept).split(b"\n")):
+            if line.startswith(_EVENT) and (usage := _usage_of(line[len(b"data: ") :])) is not None:
+                return usage
+        return None
+
+
+def _usage_of(body: bytes | bytearray) -> Usage | None:
+    try:
+        return _BODY.decode(body).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
