@@ -140,6 +140,18 @@ async def test_a_body_and_its_response_pass_unchanged(system: System, stack: Asy
     await system.until_idle()
 
 
+async def test_a_rank_that_the_client_names_serves_it(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    for rank in ("0", "1", "1", "0"):
+        response, _ = await post(system, chat(), **{"x-data-parallel-rank": rank})
+        assert response.headers["x-kvrouter-worker"] == f"1:{rank}"
+        assert engine.headers[-1]["x-data-parallel-rank"] == rank
+    response, received = await post(system, chat(), **{"x-data-parallel-rank": "first"})
+    assert (response.status, json.loads(received)["error"]["param"]) == (400, "x-data-parallel-rank")
+    assert len(engine.bodies) == 4
+    await system.until_idle()
+
+
 async def test_a_stream_passes_unchanged(system: System, stack: AsyncExitStack) -> None:
     await start_engine(system, stack, 1)
     response, received = await post(system, chat(stream=True))

@@ -31,7 +31,7 @@ from kvrouter.frontend.api.openai.tenant_body import permitted
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
-from kvrouter.frontend.api.request_fields import with_headers
+from kvrouter.frontend.api.request_fields import requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
@@ -318,6 +318,7 @@ class HttpApi:
         view = self._frontend.forwards_to(routed.model)
         if view is None or self._session is None:
             return None
+        routed = replace(routed, dp_rank=requested_rank(request.headers))
         routed, passed = permitted(self._frontend.access, routed, body)
         routed = await routed.tokenized(self._frontend.texts, view.descriptor.model, max_prompt_tokens=limit)
         forwarded = ForwardedRequest(

@@ -19,6 +19,9 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 UInt64 = Annotated[int, msgspec.Meta(ge=0)]
 """``check_uint64`` checks the upper bound, which msgspec cannot."""
 
+RANK_HEADER = "x-data-parallel-rank"
+"""Header by which vLLM runs a request on a certain data-parallel rank."""
+
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""
 MAX_TOP_LOGPROBS = 20
@@ -206,16 +209,28 @@ def with_headers(fields: _F, headers: Mapping[str, str]) -> _F:
     request_id = headers.get("x-request-id")
     if request_id and not fields.request_id:
         changes["request_id"] = request_id
-    rank = headers.get("x-data-parallel-rank")
+    rank = requested_rank(headers)
     if rank is not None and fields.dp_rank is None:
-        if not (rank.isascii() and rank.isdigit() and int(rank) < 1 << 32):
-            raise BadRequest(
-                f"x-data-parallel-rank: expected a number of 32 bits, received {rank[:32]!r}",
-                field="x-data-parallel-rank",
-                advice="Send the number of a rank, from 0.",
-            )
-        changes["dp_rank"] = int(rank)
+        changes["dp_rank"] = rank
     return msgspec.structs.replace(fields, **changes) if changes else fields
+
+
+def requested_rank(headers: Mapping[str, str]) -> int | None:
+    """Returns the data-parallel rank that a client names as for vLLM, in ``x-data-parallel-rank``; None for any.
+
+    Raises:
+        BadRequest: it is not a number.
+    """
+    rank = headers.get(RANK_HEADER)
+    if rank is None:
+        return None
+    if not (rank.isascii() and rank.isdigit() and int(rank) < 1 << 32):
+        raise BadRequest(
+            f"{RANK_HEADER}: expected a number of 32 bits, received {rank[:32]!r}",
+            field=RANK_HEADER,
+            advice="Send the number of a rank, from 0.",
+        )
+    return int(rank)
 
 
 def check_top_logprobs(number: int, field: str) -> None:

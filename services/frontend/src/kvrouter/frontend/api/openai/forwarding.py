@@ -18,6 +18,7 @@ from kvrouter.frontend.api.openai.reported_usage import Usage, UsageReader
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
 from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
+from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
@@ -38,7 +39,7 @@ from kvrouter.v1.worker_pb2 import (
 _NOT_FORWARDED = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
-        *("transfer-encoding", "host", "content-length", "content-encoding", "expect", "x-data-parallel-rank"),
+        *("transfer-encoding", "host", "content-length", "content-encoding", "expect", RANK_HEADER),
         trace_context.HEADER,
     }
 )
@@ -60,6 +61,8 @@ def generate_request(body: RoutedBody, request_id: str) -> FrontendServiceGenera
         request.scope.cache_salt = body.cache_salt
     if body.tenant:
         request.scope.tenant = body.tenant
+    if body.dp_rank is not None:
+        request.constraints.dp_rank = body.dp_rank
     return request
 
 
@@ -186,7 +189,7 @@ class ForwardedRequest:
             return
         headers = _without(self._request.headers, self._not_forwarded)
         if len(worker.ranks) > 1:
-            headers["x-data-parallel-rank"] = str(dp_rank)
+            headers[RANK_HEADER] = str(dp_rank)
         if self._removes_usage:
             headers = _without(headers, _ENCODING)  # A compressed stream could not be read.
         if traceparent := trace_context.current():

@@ -88,6 +88,8 @@ class RoutedBody:
     tenant: str = ""
     """Tenant whose cache is isolated; empty for none."""
     priority: int = 0
+    dp_rank: int | None = None
+    """Data-parallel rank that the client names in a header; None for any."""
 
     @property
     def prompt_tokens(self) -> int:
