@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kvrouter.frontend.api.validation import Limits, check_request, component_of_model, describe_models
+from kvrouter.frontend.api.validation import Limits, check_request, describe_models, pools_of_model
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides, Stage
@@ -41,17 +41,17 @@ def request(**fields: Any) -> FrontendServiceGenerateRequest:
 
 def test_the_error_for_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(UnknownModel) as caught:
-        component_of_model("x", by_name(view("a", "m"), view("b", "n"), view("c", "dead", workers=0)))
+        pools_of_model("x", by_name(view("a", "m"), view("b", "n"), view("c", "dead", workers=0)))
     assert list(caught.value.info.known_values) == ["m", "n"]
 
 
 def test_prefill_workers_alone_do_not_serve_a_model() -> None:
     with pytest.raises(UnknownModel):
-        component_of_model("m", by_name(view("a", "m", role=Role.ROLE_PREFILL)))
+        pools_of_model("m", by_name(view("a", "m", role=Role.ROLE_PREFILL)))
 
 
 def test_of_two_components_the_larger_serves() -> None:
-    assert component_of_model("m", by_name(view("a", "m"), view("b", "m", workers=2))).name.name == "b"
+    assert pools_of_model("m", by_name(view("a", "m"), view("b", "m", workers=2)))[0].name.name == "b"
 
 
 def test_models_are_described_in_order() -> None:
@@ -104,5 +104,5 @@ def test_the_models_length_bounds_prompt_and_output() -> None:
 
 def test_the_prefill_stage_of_a_model_has_a_component_of_its_own() -> None:
     components = by_name(view("decode", "m", role=Role.ROLE_DECODE), view("prefill", "m", role=Role.ROLE_PREFILL))
-    assert component_of_model("m", components, Stage.STAGE_PREFILL).name.name == "prefill"
-    assert component_of_model("m", components, Stage.STAGE_DECODE).name.name == "decode"
+    assert pools_of_model("m", components, Stage.STAGE_PREFILL)[0].name.name == "prefill"
+    assert pools_of_model("m", components, Stage.STAGE_DECODE)[0].name.name == "decode"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,8 +19,9 @@ from kvrouter.frontend.api.validation import (
     Limits,
     check_request,
     check_routing,
-    component_of_model,
     describe_models,
+    fitting_pools,
+    pools_of_model,
     resolve_model,
 )
 from kvrouter.frontend.client_sessions import kept_session, open_session, scheduler_session_id
@@ -30,10 +31,12 @@ from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
 from kvrouter.frontend.lifecycle.continuation import why_not
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
+from kvrouter.frontend.lifecycle.request_pools import RequestPools
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, take_prompt
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
@@ -133,6 +136,7 @@ class FrontendService:
         self._forwarding_of: object = None
         self._forwarding: set[ComponentName] = set()
         self._links = links
+        self._pool_choice = PoolChoice(links)
         self._workers = workers
         self._metrics = metrics
         self._recorder = recorder
@@ -272,11 +276,15 @@ class FrontendService:
         try:
             if self.access is not None:
                 self.access.enforce(lambda caller: check_generation(caller, request), "Generate")
-            view, lora_name = self.resolve(request.model)
-            known_model = view.descriptor.model
+            views, lora_name = self._serving(request.model)
+            known_model = views[0].descriptor.model
             if lora_name:
                 request.model = known_model
                 request.scope.lora_name = lora_name
+            view, pools = views[0], None
+            if len(views) > 1:
+                pools = self._pools_of(request, tokens, lora_name or known_model, through)
+                view = await pools.cheapest(prompt, deadline)
             if through is None:
                 check_request(request, tokens, view, self.options.limits)
             if self.access is not None:
@@ -291,6 +299,7 @@ class FrontendService:
                 self._metrics,
                 self._budget(request, forwarded=through is not None),
                 self._prefill_stage(request, view, through),
+                pools,
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
@@ -352,8 +361,45 @@ class FrontendService:
             return None
         return self._disaggregation.stage(request, view, through or self._workers)
 
+    def _pools_of(
+        self, request: FrontendServiceGenerateRequest, tokens: int, model: str, through: Workers | None
+    ) -> RequestPools:
+        """Returns the pools that can serve a request, of which there are several now.
+
+        Args:
+            request: The request.
+            tokens: Tokens of its prompt.
+            model: Its model or LoRA adapter.
+            through: Starts the attempts at workers with an OpenAI API; None for any worker.
+        """
+
+        def views() -> Sequence[ComponentView]:
+            found, _ = resolve_model(model, self._directory.components)
+            if through is not None and self.may_forward:
+                found = [view for view in found if view.name in self._forwarding] or found
+            return fitting_pools(request, tokens, found)
+
+        return RequestPools(
+            request,
+            views,
+            self._pool_choice,
+            self._workers.health,
+            lambda view: self._prefill_stage(request, view, through),
+        )
+
     def resolve(self, model: str) -> tuple[ComponentView, str]:
         """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+        Of several components it is the one with the most live workers: all of a model share what texts need.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        views, lora_name = self._serving(model)
+        return views[0], lora_name
+
+    def _serving(self, model: str) -> tuple[list[ComponentView], str]:
+        """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
 
         Raises:
             UnknownModel: no component serves it.
@@ -382,9 +428,11 @@ class FrontendService:
         return bool(self._forwarding)
 
     def forwards_to(self, model: str) -> ComponentView | None:
-        """Returns the component of a model or adapter if all its workers have an OpenAI API of their own; else None."""
-        view, _ = self.resolve(model)
-        return view if self.may_forward and view.name in self._forwarding else None
+        """Returns the largest component of a model whose workers all have an OpenAI API, if there is one."""
+        views, _ = self._serving(model)
+        if not self.may_forward:
+            return None
+        return next((view for view in views if view.name in self._forwarding), None)
 
     @property
     def worker_client(self) -> WorkerClient:
@@ -408,7 +456,7 @@ class FrontendService:
         select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
         if request.session_id:
             select.session_id = scheduler_session_id(self._own_session(request.session_id))
-        component = self._resolve(select.request, request.booking.stage)
+        component = await self._resolve_pool(select.request, request.booking.stage, deadline)
         if booking is not None and self.access is not None:
             own_booking(self.access.caller(), select.booking)
         avoided = self._workers.health.why_avoided(component)
@@ -601,7 +649,25 @@ class FrontendService:
             access.grant(0, "SchedulerCall").end()
 
     def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
-        return component_of_model(model, self._directory.components, stage)
+        return pools_of_model(model, self._directory.components, stage)[0]
+
+    async def _resolve_pool(self, request: RoutingRequest, stage: Stage, deadline: Deadline) -> ComponentName:
+        """Does the same as ``_resolve``, but of several components of the model takes the one where it costs least."""
+        is_named = request.HasField("component")
+        name = self._resolve(request, stage)
+        views = [] if is_named else pools_of_model(request.model, self._directory.components, stage)
+        if len(views) <= 1:
+            return name
+
+        def routing(view: ComponentView) -> RoutingRequest:
+            routed = RoutingRequest()
+            routed.CopyFrom(request)
+            routed.component.CopyFrom(view.descriptor.component)
+            return routed
+
+        view = (await self._pool_choice.cheapest_first(views, routing, deadline))[0]
+        request.component.CopyFrom(view.descriptor.component)
+        return view.name
 
     def _resolve(self, request: RoutingRequest, stage: Stage) -> ComponentName:
         """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
@@ -35,10 +36,10 @@ class Limits:
     """Maximum number of tokens to generate."""
 
 
-def component_of_model(
+def pools_of_model(
     model: str, components: Mapping[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
-) -> ComponentView:
-    """Returns the component that serves a model in a stage: that with the most live workers, if there are several.
+) -> list[ComponentView]:
+    """Returns the components that serve a model in a stage, at least one, that with the most live workers first.
 
     Raises:
         UnknownModel: no component serves the model.
@@ -48,21 +49,29 @@ def component_of_model(
     if not serving:
         known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
         raise UnknownModel(model, sorted(known))
-    return max(serving, key=lambda view: (len(view.workers), str(view.name)))
+    return _largest_first(serving)
 
 
 def _serves(view: ComponentView, unfit: Role) -> bool:
     return view.descriptor.role != unfit
 
 
-def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[ComponentView, str]:
-    """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+def _largest_first(views: list[ComponentView]) -> list[ComponentView]:
+    if len(views) > 1:
+        views.sort(key=lambda view: (len(view.workers), str(view.name)), reverse=True)
+    return views
+
+
+def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[list[ComponentView], str]:
+    """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+    There is at least one component. That with the most live workers is the first.
 
     Raises:
         UnknownModel: no component serves it.
     """
     try:
-        return component_of_model(model, components), ""
+        return pools_of_model(model, components), ""
     except UnknownModel:
         serving = [
             view
@@ -72,7 +81,27 @@ def resolve_model(model: str, components: Mapping[ComponentName, ComponentView])
         ]
         if not serving:
             raise
-    return max(serving, key=lambda view: (len(view.workers), str(view.name))), model
+    return _largest_first(serving), model
+
+
+def fitting_pools(
+    request: FrontendServiceGenerateRequest, tokens: int, views: Sequence[ComponentView]
+) -> Sequence[ComponentView]:
+    """Returns the pools that can run a request of that many prompt tokens; all of them if none can.
+
+    A pool can if a worker of it satisfies the request's constraints, and prompt and output keep its limit.
+    """
+    lora_name, is_constrained = request.scope.lora_name, request.sampling_options.HasField("structured_output")
+    longest = tokens + request.stop_conditions.max_tokens
+    return [
+        view
+        for view in views
+        if longest <= (view.descriptor.max_model_len or longest)
+        and any(
+            can_take(worker, request.constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
+            for worker in view.workers.values()
+        )
+    ] or views
 
 
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
@@ -130,8 +159,7 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
     if request.HasField("overrides"):
         check_overrides(request.overrides)
     if request.sampling_options.HasField("structured_output"):
-        able = structured_workers(view)
-        request.constraints.excluded_worker_ids.extend(view.workers.keys() - able)
+        structured_workers(view)
 
 
 def structured_workers(view: ComponentView, field: str = "sampling_options.structured_output") -> list[int]:

@@ -14,7 +14,7 @@ class PrefillPools(NamedTuple):
     """The prefill pools that can compute prompts for a decode pool."""
 
     views: tuple[ComponentView, ...]
-    """The pools with live workers, the one with most workers first."""
+    """The pools with live workers, in order of name."""
     why_none: str = ""
     """Why there is none, in English; empty if there is one."""
 
@@ -51,4 +51,4 @@ def prefill_pools(
     ]
     if not live:
         return PrefillPools((), f"no prefill worker of {model} can serve the request")
-    return PrefillPools(tuple(sorted(live, key=lambda view: (-len(view.workers), str(view.name)))))
+    return PrefillPools(tuple(sorted(live, key=lambda view: str(view.name))))

@@ -18,6 +18,7 @@ from kvrouter.frontend.disaggregation.prefill_attempt import PrefillAttempt, Pre
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.worker_client.client import Workers
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
@@ -44,6 +45,7 @@ class Disaggregation:
         self._directory = directory
         self._links = links
         self._metrics = metrics
+        self._choice = PoolChoice(links)
 
     def stage(
         self, request: FrontendServiceGenerateRequest, view: ComponentView, workers: Workers
@@ -51,7 +53,9 @@ class Disaggregation:
         """Returns the prefill stage of a request; None if its component is not disaggregated."""
         if not is_disaggregated(view):
             return None
-        return PrefillStage(request, view, self._directory, self._links, workers, self._metrics, self.abandoned)
+        return PrefillStage(
+            request, view, self._directory, self._links, self._choice, workers, self._metrics, self.abandoned
+        )
 
 
 class PrefillStage:
@@ -63,6 +67,7 @@ class PrefillStage:
         view: ComponentView,
         directory: Directory,
         links: SchedulerLinks,
+        choice: PoolChoice,
         workers: Workers,
         metrics: FrontendMetrics,
         abandoned: AbandonedPrefills,
@@ -78,6 +83,7 @@ class PrefillStage:
         self._view = view
         self._directory = directory
         self._links = links
+        self._choice = choice
         self._workers = workers
         self._metrics = metrics
         self._abandoned = abandoned
@@ -96,13 +102,21 @@ class PrefillStage:
         """The rank that computes the prompt; None if the decode worker does."""
         return None if self._running is None else self._running.booking.rank
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether a prefill worker can be used now."""
+        return self._failures < MAX_FAILURES and bool(self._find_pools().views)
+
     def begin(self) -> bool:
         """Returns whether a prefill worker can be used in the attempt that begins."""
         self.reason, self.params, self.spent_ns = "", None, 0
         if self._failures >= MAX_FAILURES:
             return self._fall_back("failed", self._last_failure)
-        self._pools = prefill_pools(self._view, self._directory.components.values(), self._workers.can_prefill)
+        self._pools = self._find_pools()
         return bool(self._pools.views) or self._fall_back("absent", self._pools.why_none)
+
+    def _find_pools(self) -> PrefillPools:
+        return prefill_pools(self._view, self._directory.components.values(), self._workers.can_prefill)
 
     def skip(self, reason: str) -> None:
         """Notes that the Scheduler leaves the prompt to the decode worker."""
@@ -131,7 +145,10 @@ class PrefillStage:
         """
         began = time.perf_counter_ns()
         outcome, why = "failed", ""
-        for view in self._pools.views:
+        views = await self._choice.cheapest_first(
+            self._pools.views, lambda view: self._routing(view, routing), deadline
+        )
+        for view in views:
             while self._failures < MAX_FAILURES:
                 try:
                     self.params = await self._attempt(view, request, prompt, routing, hashes, deadline)

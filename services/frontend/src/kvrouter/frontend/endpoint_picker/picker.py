@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
@@ -19,6 +20,7 @@ from kvrouter.frontend.api.validation import Limits, resolve_model
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.runtime.deadline import Deadline
@@ -38,6 +40,69 @@ _RANK_HEADER = "x-data-parallel-rank"
 """Header by which vLLM runs a request on a certain data-parallel rank."""
 
 
+class _Offer(NamedTuple):
+    """A pool that serves the model of a request."""
+
+    view: ComponentView
+    endpoints: Mapping[int, str]
+    """Addresses of the OpenAI APIs of its workers that the gateway allows, host:port."""
+    routing: RoutingRequest
+    """The request as the pool's Scheduler receives it."""
+    hashes: bytes
+    """Hashes of its prompt in the pool's blocks."""
+
+    @classmethod
+    def of(
+        cls,
+        view: ComponentView,
+        body: RoutedBody,
+        lora_name: str,
+        allowed: Collection[str] | None,
+        health: WorkerHealth,
+    ) -> _Offer:
+        """Returns what a pool offers to a request; ``allowed`` as in ``Picker.pick``."""
+        endpoints = {
+            worker.worker_id: endpoint
+            for worker in view.workers.values()
+            if (endpoint := endpoint_of(worker)) and (allowed is None or endpoint in allowed)
+        }
+        block_size = view.descriptor.block_size
+        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, body.tenant), [])
+        routing = RoutingRequest(
+            model=view.descriptor.model,
+            component=view.descriptor.component,
+            local_hashes=local_hashes_message(hashes),
+            prompt_tokens=body.prompt_tokens,
+            block_size=block_size,
+            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt, tenant=body.tenant),
+            constraints=RoutingConstraints(
+                allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
+                avoided_worker_ids=health.avoided(view.name),
+            ),
+            priority=body.priority,
+            max_output_tokens=body.max_output_tokens,
+        )
+        return cls(view, endpoints, routing, hashes)
+
+    def takes(self, body: RoutedBody) -> bool:
+        """Returns whether the pool's workers take prompts of that length."""
+        longest = self.view.descriptor.max_model_len
+        return not (body.is_tokenized and longest and body.prompt_tokens >= longest)
+
+    def check(self, body: RoutedBody) -> None:
+        """Checks that the pool can serve the request.
+
+        Raises:
+            PromptTooLong: the prompt is too long for its workers.
+            NoWorkers: none of its workers has an OpenAI API that the gateway allows.
+        """
+        if not self.takes(body):
+            raise PromptTooLong(body.prompt_tokens, self.view.descriptor.max_model_len - 1)
+        if not self.endpoints:
+            allowed = ", or none that the gateway allows"
+            raise NoWorkers(f"no worker of model {self.view.descriptor.model!r} has an OpenAI endpoint{allowed}")
+
+
 class Picker:
     """Picks for all requests of a gateway."""
 
@@ -55,6 +120,7 @@ class Picker:
         self._texts = texts
         self._directory = directory
         self._links = links
+        self._choice = PoolChoice(links)
         self._health = health
 
     @property
@@ -72,7 +138,7 @@ class Picker:
         if self._access is not None:
             routed, passed = permitted(self._access, routed, body, caller)
             body = bytearray(passed)
-        model = self._view(routed.model)[0].descriptor.model
+        model = resolve_model(routed.model, self._directory.components)[0][0].descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens), body
 
     async def pick(
@@ -95,51 +161,28 @@ class Picker:
             KvRouterError: the model is unknown, every eligible worker is busy, none is eligible, or no Scheduler
                 answers.
         """
-        view, lora_name = self._view(body.model)
-        self._check(body, view)
-        endpoints = {
-            worker.worker_id: endpoint
-            for worker in view.workers.values()
-            if (endpoint := endpoint_of(worker)) and (allowed is None or endpoint in allowed)
-        }
-        if not endpoints:
-            raise NoWorkers(
-                f"no worker of model {view.descriptor.model!r} has an OpenAI endpoint"
-                + ("" if allowed is None else " among those that the gateway allows")
+        views, lora_name = resolve_model(body.model, self._directory.components)
+        offers = [_Offer.of(view, body, lora_name, allowed, self._health) for view in views]
+        able = [offer for offer in offers if offer.endpoints] or [offers[0]]
+        able = [offer for offer in able if offer.takes(body)] or [able[0]]
+        if len(able) > 1:
+            routing = {offer.view.name: offer.routing for offer in able}
+            order = await self._choice.cheapest_first(
+                [offer.view for offer in able], lambda view: routing[view.name], deadline
             )
-        return await self._book(body, view, lora_name, endpoints, request_id, deadline)
+            able = [offer for offer in able if offer.view.name == order[0].name]
+        offer = able[0]
+        offer.check(body)
+        return await self._book(offer, body, request_id, deadline)
 
-    async def _book(
-        self,
-        body: RoutedBody,
-        view: ComponentView,
-        lora_name: str,
-        endpoints: Mapping[int, str],
-        request_id: str,
-        deadline: Deadline,
-    ) -> Pick:
-        block_size = view.descriptor.block_size
-        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, body.tenant), [])
+    async def _book(self, offer: _Offer, body: RoutedBody, request_id: str, deadline: Deadline) -> Pick:
+        view, endpoints, routing, hashes = offer.view, offer.endpoints, offer.routing, offer.hashes
         link = self._links.link(view.name, hashes)
-        routing = RoutingRequest(
-            model=view.descriptor.model,
-            component=view.descriptor.component,
-            local_hashes=local_hashes_message(hashes),
-            prompt_tokens=body.prompt_tokens,
-            block_size=block_size,
-            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt, tenant=body.tenant),
-            constraints=RoutingConstraints(
-                allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
-                avoided_worker_ids=self._health.avoided(view.name),
-            ),
-            priority=body.priority,
-            max_output_tokens=body.max_output_tokens,
-        )
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
         key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
         select = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=time.time_ns())
         selection = await link.select(select, deadline=deadline)
-        booking = LiveBooking.of(key, selection, hashes, body.prompt_tokens, block_size)
+        booking = LiveBooking.of(key, selection, hashes, body.prompt_tokens, routing.block_size)
         link.keep(booking)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
@@ -178,15 +221,6 @@ class Picker:
         except KvRouterError as error:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
             return pick
-
-    def _view(self, model: str) -> tuple[ComponentView, str]:
-        """Returns the component of a model or LoRA adapter, and the adapter's name, or an empty one."""
-        return resolve_model(model, self._directory.components)
-
-    def _check(self, body: RoutedBody, view: ComponentView) -> None:
-        longest = view.descriptor.max_model_len
-        if body.is_tokenized and longest and body.prompt_tokens >= longest:
-            raise PromptTooLong(body.prompt_tokens, longest - 1)
 
     def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:
         healthy = [worker.worker_id for worker in self._health.healthy(name)]

@@ -21,6 +21,7 @@ from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
+from kvrouter.frontend.lifecycle.request_pools import RequestPools
 from kvrouter.frontend.lifecycle.routing_request import routing_request
 from kvrouter.frontend.lifecycle.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -33,7 +34,7 @@ from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.frontend.worker_client.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import KvRouterError, NoWorkers
+from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
@@ -41,6 +42,7 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     RoutingInfo,
 )
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
@@ -57,6 +59,10 @@ BOOKED_ID_MARK = "~"
 id, but the key of a freed booking cannot be booked again."""
 
 
+class _PoolRefuses(Exception):
+    """The pool of an attempt has no worker for it, and there is another pool."""
+
+
 class Generation:
     """One request. Call ``run`` once."""
 
@@ -70,18 +76,20 @@ class Generation:
         metrics: FrontendMetrics,
         budget: AttemptBudget,
         prefill: PrefillStage | None = None,
+        pools: RequestPools | None = None,
     ) -> None:
         """Starts nothing yet.
 
         Args:
             request: The request, without token ids.
             prompt: The prompt, a packed buffer.
-            view: The component that serves it.
+            view: The component of the first attempt.
             links: Links to the Schedulers.
             workers: Starts the attempts.
             metrics: The Frontend's metrics.
             budget: Limits the attempts.
             prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
+            pools: Every component that serves the model; None if there is only one.
         """
         self._request = request
         self._prompt = prompt
@@ -92,6 +100,10 @@ class Generation:
         self._model_metrics = metrics.models.of(view.descriptor.model)
         self._budget = budget
         self._prefill = prefill
+        self._links = links
+        self._pools = pools
+        self._refused: set[ComponentName] = set()
+        """Components that had no worker for the next attempt."""
         self._unserved_worker_ids: list[int] = []
         """Decode workers that failed the request before output, perhaps since their prefill worker had failed."""
         self._arrived_ns = time.perf_counter_ns()
@@ -117,6 +129,8 @@ class Generation:
         """Hashes of the prompt of the next attempt."""
         self._link = links.link(view.name, self._local_hashes, request.conversation_id)
         self._routing = routing_request(request, view, self._hashes, self._prompt_tokens)
+        self._excluded = list(self._routing.constraints.excluded_worker_ids)
+        """Workers of the pool that no attempt may use."""
         self._stop = request.stop_conditions
         """Stop conditions of the next attempt."""
 
@@ -157,10 +171,14 @@ class Generation:
     async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
+            if self._pools is not None and (failure is not None or self._refused):
+                await self._choose_pool(self._pools, deadline)
             try:
                 failure = await self._attempt(attempt, receiver, deadline, failure)
             except PrefillLost:
                 continue  # The next attempt uses another prefill worker, or none.
+            except _PoolRefuses:
+                continue
             if failure is None:
                 return
             with_output = self._attempt_has_output
@@ -171,7 +189,7 @@ class Generation:
             excluded = self._routing.constraints.excluded_worker_ids
             if with_output:
                 self._continue(failure, attempt)
-                excluded[:] = self._request.constraints.excluded_worker_ids
+                excluded[:] = self._excluded
             else:
                 self._metrics.retries.inc()
                 log.warning(
@@ -187,6 +205,28 @@ class Generation:
             elif not failure.is_silent:
                 excluded.append(failure.worker_id)
             self._budget.failed(failure, with_output=with_output)
+
+    async def _choose_pool(self, pools: RequestPools, deadline: Deadline) -> None:
+        """Turns to the pool in which the next attempt costs least."""
+        view = await pools.cheapest(self._prompt, deadline, refused=self._refused, current=self._routing)
+        if view.name == self._component:
+            return
+        log.info(
+            "request.changes_pool",
+            request_id=self._request_id,
+            left=str(self._component),
+            component_name=str(view.name),
+        )
+        self._component, self._block_size = view.name, view.descriptor.block_size
+        own_prompt = self._prompt[: self._prompt_tokens * TOKEN_BYTES]
+        self._local_hashes = hash_prompt(own_prompt, self._request, self._block_size)
+        self._hashes = hash_prompt(self._prompt, self._request, self._block_size, known=self._local_hashes)
+        self._link = self._links.link(view.name, self._local_hashes, self._request.conversation_id)
+        self._routing = routing_request(self._request, view, self._hashes, len(self._prompt) // TOKEN_BYTES)
+        self._routing.max_output_tokens = self._stop.max_tokens
+        self._excluded = list(self._routing.constraints.excluded_worker_ids)
+        self._prefill = pools.prefill_stage(view)
+        self._unserved_worker_ids.clear()
 
     @property
     def _attempt_has_output(self) -> bool:
@@ -232,13 +272,19 @@ class Generation:
             self._routing.constraints.avoided_reasons[:] = unhealthy.values()
         try:
             selection, booking = await self._place(attempt, deadline)
-        except NoWorkers:
+        except (NoWorkers, AllBusy, UnknownComponent) as error:
+            self._refused.add(self._component)
+            if self._pools is not None and self._pools.others(self._refused):
+                raise _PoolRefuses from None
+            if not isinstance(error, NoWorkers):
+                raise error if failure is None else self._after(failure, error) from None
             if failure is None:
                 raise
             why = "no other worker is eligible for the request"
             raise failure.as_error(why, has_output=self._output_tokens > 0) from None
         except KvRouterError as error:
             raise error if failure is None else self._after(failure, error) from None
+        self._refused.clear()
         self._endpoint = selection.endpoint
         continues = self._output_tokens > 0
         self._progress = progress = Progress(
@@ -319,6 +365,7 @@ class Generation:
         routing = RoutingInfo(
             request_id=self._request_id,
             rank=selection.rank,
+            component=selection.component,
             attempt=booking.key.attempt,
             predicted_overlap_blocks=selection.overlap_blocks,
             prompt_blocks=selection.prompt_blocks,
@@ -372,10 +419,12 @@ class Generation:
 
     def _has_alternative(self, worker_id: int) -> bool:
         """Returns whether another healthy worker could take the request in a further attempt."""
-        return self._budget.allows(with_output=self._attempt_has_output) and any(
+        if not self._budget.allows(with_output=self._attempt_has_output):
+            return False
+        return any(
             worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
             for worker in self._workers.health.healthy(self._component)
-        )
+        ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._component))
 
     def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
         request = self._request

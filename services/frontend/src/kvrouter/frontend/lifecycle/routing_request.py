@@ -28,4 +28,7 @@ def routing_request(
         routing.overrides.CopyFrom(request.overrides)
     if request.HasField("constraints"):
         routing.constraints.CopyFrom(request.constraints)
+    if request.sampling_options.HasField("structured_output"):
+        unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
+        routing.constraints.excluded_worker_ids.extend(unable)
     return routing

@@ -15,13 +15,14 @@ import structlog
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     AllBusy,
+    BadRequest,
     DeadlineExceeded,
     KvRouterError,
     NoWorkers,
 )
 from kvrouter.runtime.tracing import current_span
 from kvrouter.scheduler.api.repeated_selections import RepeatedSelections
-from kvrouter.scheduler.api.selection_response import selection_response
+from kvrouter.scheduler.api.selection_response import comparison_response, selection_response
 from kvrouter.scheduler.api.span_attributes import of_decision
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.leases import BookingLeases
@@ -109,6 +110,8 @@ class Selector:
         Raises:
             KvRouterError: the request is refused, or no rank can take it.
         """
+        if request.compares:
+            return await self._compare(request, deadline)
         started = time.perf_counter()
         code, mode, queued_seconds = "OK", "", 0.0
         try:
@@ -152,8 +155,8 @@ class Selector:
         """Returns a snapshot of every candidate at this moment."""
         return snapshot(context, overlaps, now=self._clock())
 
-    def decide(self, context: RequestContext, overlaps: Overlaps) -> Decision:
-        """Decides from the current state.
+    def decide(self, context: RequestContext, overlaps: Overlaps, *, is_recorded: bool = True) -> Decision:
+        """Decides from the current state. ``is_recorded``: whether Explain may show a refusal.
 
         Raises:
             KvRouterError: the request cannot be booked any more, or no rank can take it.
@@ -172,7 +175,8 @@ class Selector:
         )
         if decision.verdict is None:
             refusal = decision.snapshot.refusal(pool.name)
-            self._record(decision._replace(explanation=Explanation(str(refusal))))
+            if is_recorded:
+                self._record(decision._replace(explanation=Explanation(str(refusal))))
             raise refusal.untraced()
         return decision
 
@@ -210,6 +214,22 @@ class Selector:
             conversation=context.conversation,
         )
         return self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms)
+
+    async def _compare(self, request: SelectWorkerRequest, deadline: Deadline) -> SelectWorkerResponse:
+        """Returns the choice and its cost for a caller that compares components.
+
+        Raises:
+            KvRouterError: the request is refused, or no rank can take it.
+        """
+        if request.HasField("booking"):
+            raise BadRequest(
+                "compares: a comparison books nothing", field="booking", advice="Leave booking or compares out."
+            )
+        context = self.reader.read(request.request, None)
+        self._check(context)
+        overlaps = await self.overlaps(context, deadline, needed=context.options.queries_indexer)
+        decision = self.decide(context, overlaps, is_recorded=False)
+        return comparison_response(decision, overlaps, self._affinity.rank(context.pool.name, context.conversation))
 
     async def _select(
         self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline

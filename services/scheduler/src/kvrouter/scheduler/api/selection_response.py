@@ -7,6 +7,7 @@ from functools import lru_cache
 from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.policies.interface import Wait
 from kvrouter.scheduler.routing.decision import Decision, prefill_message
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
@@ -31,6 +32,24 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     if (prefill := prefill_message(decision.prefill)) is not None:
         response.prefill.CopyFrom(prefill)
     overlaps.write_cursor(candidate.rank, response)
+    return response
+
+
+def comparison_response(decision: Decision, overlaps: Overlaps, conversation_rank: Rank | None) -> SelectWorkerResponse:
+    """Returns the response for a caller that compares components.
+
+    Args:
+        decision: The decision in this component.
+        overlaps: The overlaps from which it was made.
+        conversation_rank: Rank of the conversation's previous request; None without one.
+    """
+    response = selection_response(decision, overlaps)
+    costs = decision.explanation.costs
+    if len(costs) and decision.verdict is not None and decision.context is not None:
+        tokens = decision.context.block_size if decision.explanation.counts_blocks else 1
+        response.cost = float(costs[decision.verdict.index]) * tokens
+    response.would_queue = isinstance(decision.verdict, Wait)
+    response.keeps_conversation = conversation_rank is not None and decision.rank == conversation_rank
     return response
 
 

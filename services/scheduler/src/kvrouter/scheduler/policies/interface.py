@@ -110,6 +110,8 @@ class Explanation(NamedTuple):
     """Columns of the cost's terms, by name."""
     formula: Callable[[int], str] = _unexplained
     """Renders the cost of the candidate at an index. Called only on demand."""
+    counts_blocks: bool = False
+    """Whether the unit of the costs is a block, so that they depend on the component's block size."""
 
 
 @dataclass(frozen=True, slots=True)

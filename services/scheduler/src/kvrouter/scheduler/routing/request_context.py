@@ -81,7 +81,8 @@ class RequestReader:
 
         Args:
             request: The request.
-            stage: The stage to book; None for prefill at a component of prefill workers, else for the whole request.
+            stage: The stage to book; None for prefill at a component of prefill workers, for decode at one of decode
+                workers if the request may be prefilled locally, and else for the whole request.
             booking: The requested booking.
             needs_worker: Whether to refuse a request without a worker in a mode that takes the worker from the request.
 
@@ -90,7 +91,7 @@ class RequestReader:
         """
         pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
         if stage is None:
-            stage = Stage.STAGE_PREFILL if pool.role == Role.ROLE_PREFILL else Stage.STAGE_WHOLE
+            stage = _stage_at(pool.role, may_prefill_locally=request.may_prefill_locally)
         in_force = self._options
         if (thresholds := self._thresholds.of(pool.model)) != in_force.thresholds:
             in_force = replace(in_force, thresholds=thresholds)
@@ -120,6 +121,13 @@ class RequestReader:
             ignored_overrides(request.overrides, options.mode),
             request.may_prefill_locally and stage == Stage.STAGE_DECODE,
         )
+
+
+def _stage_at(role: Role, *, may_prefill_locally: bool) -> Stage:
+    """Returns the stage of a request that names none, by the role of its component's workers."""
+    if role == Role.ROLE_PREFILL:
+        return Stage.STAGE_PREFILL
+    return Stage.STAGE_DECODE if role == Role.ROLE_DECODE and may_prefill_locally else Stage.STAGE_WHOLE
 
 
 def lease_seconds(lease_ms: int) -> float:

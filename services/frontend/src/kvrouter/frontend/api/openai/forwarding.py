@@ -87,10 +87,10 @@ class ForwardedRequest:
         Args:
             request: The client's request.
             body: Its body.
-            view: The workers.
+            view: The largest pool of workers.
             session: Connections to their OpenAI APIs.
             workers: Health and metrics of the workers.
-            worker_at: Returns the worker with an address, for prefill workers.
+            worker_at: Returns the worker with an address, in any pool.
             routed_on_load: Whether its prompt was not tokenized.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
             hidden_headers: Headers of the client that no engine gets, in lower case.
@@ -160,7 +160,9 @@ class ForwardedRequest:
             stays_a_probe=stays_a_probe,
         )
         is_prefill = request.stage == Stage.STAGE_PREFILL
-        worker = self._worker_at(endpoint) if is_prefill else self._view.workers.get(worker_id)
+        worker = None if is_prefill else self._view.workers.get(worker_id)
+        if worker is None or worker.endpoint != endpoint:
+            worker = self._worker_at(endpoint)  # It is in another pool.
         params = request.transfer_params if request.HasField("transfer_params") else None
         body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on

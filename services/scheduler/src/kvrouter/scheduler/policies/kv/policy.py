@@ -62,7 +62,7 @@ class Rule:
         else:
             index = draw_lowest(costs, rng)
             reason = "lowest cost"
-        return Choice(index, Explanation(reason, costs, terms, formula))
+        return Choice(index, Explanation(reason, costs, terms, formula, counts_blocks=True))
 
 
 def softmax_weights(costs: Amounts, temperature: float) -> Amounts:

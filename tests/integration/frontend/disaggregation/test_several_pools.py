@@ -1,0 +1,151 @@
+"""Several decode pools of one model, which come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import AllBusy
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import BestWorkerRequest
+from kvrouter.v1.indexer_pb2 import TokenIds
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest
+from kvrouter.v1.worker_pb2 import StopConditions
+
+from ....hostile_worker import aborts, piece
+from ..gateway import MODEL
+from .fleet import DECODE, PREFILL, Fleet, running_fleet
+
+A, B = "decode-a", "decode-b"
+
+
+@pytest.fixture
+async def fleet(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[Fleet]:
+    async with running_fleet(nats_url, etcd_endpoint, namespace, router_mode="forecast") as running:
+        yield running
+
+
+@pytest.mark.parametrize("mode", ["forecast", "kv"])
+async def test_a_request_goes_to_the_pool_that_holds_its_prompt(fleet: Fleet, mode: str) -> None:
+    await fleet.start(1, DECODE, component=A)
+    await fleet.start(2, DECODE, component=A)
+    await fleet.start(3, DECODE, component=B, block_size=32)
+    pinned = await fleet.serve(320, constraints=RoutingConstraints(worker_id=3))
+    assert pinned.routing[0].component.name == B
+    again = [await fleet.serve(320 + more, overrides=RoutingOverrides(mode=mode)) for more in (10, 20, 30)]
+    assert [each.routing[0].rank.worker_id for each in again] == [3, 3, 3]
+    assert again[-1].routing[0].predicted_overlap_blocks == 10
+    await fleet.until_idle()
+
+
+async def test_load_is_shared_among_the_pools(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A)
+    await fleet.start(2, DECODE, component=B)
+    used = []
+    for number in range(4):
+        request = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(1000 * number, 1000 * number + 200)))
+        booked = BestWorkerRequest(request=request, booking=BookingKey(request_id=str(number)))
+        answer = await fleet.system.client.best_worker(booked, deadline=Deadline.after(10))
+        used.append(answer.selection.component.name)
+    assert sorted(used[:2]) == sorted(used[2:]) == [A, B]
+
+
+async def test_comparing_pools_leaves_no_trace_in_the_decisions(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A)
+    await fleet.start(2, DECODE, component=B)
+    for _ in range(3):
+        await fleet.serve()
+    status = await fleet.system.scheduler.get_status(GetStatusRequest(decisions=100), deadline=Deadline.after(10))
+    assert len([each for each in status.decisions if each.request_id]) == len(status.decisions) == 3
+
+
+async def test_pools_come_and_go_in_any_order(fleet: Fleet) -> None:
+    await fleet.start(1, PREFILL, component="prefill-a")
+    await fleet.start(2, DECODE, component=A)
+    assert (await fleet.serve()).routing[0].component.name == A
+    await fleet.start(3, DECODE, component=B)
+    await fleet.stop(2)
+    alone = await fleet.serve(first=1000)
+    assert (alone.routing[0].component.name, alone.prefill) == (B, 1)
+    await fleet.start(4, PREFILL, component="prefill-b")
+    await fleet.stop(1)
+    assert (await fleet.serve(first=2000)).prefill == 4
+    await fleet.start(2, DECODE, component=A)
+    await fleet.stop(3)
+    last = await fleet.serve(first=3000)
+    assert (last.routing[0].component.name, last.prefill) == (A, 4)
+    await fleet.until_idle()
+
+
+async def test_a_request_of_a_failed_pool_continues_in_another_one(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A, block_size=32)
+    await fleet.start(2, DECODE, component=B)
+
+    async def breaks(context: object) -> None:
+        await context.write(piece(7, 8))  # type: ignore[attr-defined]
+        await aborts(grpc.StatusCode.UNAVAILABLE)(context)
+
+    async with fleet.hostile(3, B, breaks) as worker:
+        await fleet.stop(2)
+        served = await fleet.serve_until_called(worker)
+        assert (served.tokens[:2], len(served.tokens)) == ([7, 8], 4)
+        assert [each.component.name for each in served.routing] == [B, A]
+        await fleet.until_idle()
+
+
+async def test_a_pool_whose_workers_are_busy_leaves_requests_to_the_others(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A, num_blocks=64)
+    await fleet.start(2, DECODE, component=B)
+    held = asyncio.create_task(
+        fleet.serve(600, constraints=RoutingConstraints(worker_id=1), stop_conditions=StopConditions(max_tokens=200))
+    )
+    await _until_bookings(fleet, 1)
+    full = RoutingOverrides(active_decode_blocks_threshold=0.3)
+    assert (await fleet.serve(first=5000, overrides=full)).routing[0].component.name == B
+    nothing = RoutingOverrides(active_decode_blocks_threshold=0.0)
+    other = asyncio.create_task(
+        fleet.serve(600, constraints=RoutingConstraints(worker_id=2), stop_conditions=StopConditions(max_tokens=200))
+    )
+    await _until_bookings(fleet, 2)
+    with pytest.raises(AllBusy):
+        await fleet.serve(first=7000, overrides=nothing)
+    held.cancel()
+    other.cancel()
+    await asyncio.wait([held, other])
+    await fleet.until_idle()
+
+
+async def test_a_prompt_goes_to_the_pool_whose_workers_take_its_length(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A, max_model_len=128)
+    await fleet.start(2, DECODE, component=A, max_model_len=128)
+    await fleet.start(3, DECODE, component=B, max_model_len=2048)
+    assert (await fleet.serve(1000)).routing[0].rank.worker_id == 3
+
+
+async def test_labels_choose_the_pool(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A, labels={"zone": "a"})
+    await fleet.start(2, DECODE, component=B, labels={"zone": "b"})
+    for number, (zone, worker_id) in enumerate([("a", 1), ("b", 2), ("a", 1), ("b", 2)]):
+        labels = RoutingConstraints(required_labels={"zone": zone})
+        served = await fleet.serve(first=1000 * number, constraints=labels)
+        assert served.routing[0].rank.worker_id == worker_id
+
+
+async def test_best_worker_compares_the_pools_of_a_model(fleet: Fleet) -> None:
+    await fleet.start(1, DECODE, component=A)
+    await fleet.start(2, DECODE, component=B)
+    await fleet.serve(320, constraints=RoutingConstraints(worker_id=2))
+    request = BestWorkerRequest(request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(320))))
+    for _ in range(4):
+        answer = await fleet.system.client.best_worker(request, deadline=Deadline.after(10))
+        assert answer.selection.rank.worker_id == 2
+        assert answer.selection.overlap_blocks == 20
+
+
+async def _until_bookings(fleet: Fleet, bookings: int) -> None:
+    async with asyncio.timeout(30):
+        while await fleet.bookings() != bookings:
+            await asyncio.sleep(0.01)
