@@ -1,7 +1,10 @@
-"""A NATS client that survives messages with undecodable subjects and headers.
+"""A NATS client that survives refusals, and messages with undecodable subjects and headers.
 
-The client library decodes both in its read loop and stops reading if that fails. The connection then receives nothing
-until its pings time out, and a redelivered stream message stops it again.
+The client library gives a connection up for good when a server ends it with an error, such as after a change of its
+password. This one connects again.
+
+The library decodes subjects and headers in its read loop and stops reading if that fails. The connection then receives
+nothing until its pings time out, and a redelivered stream message stops it again.
 
 Of headers it parses only those that begin with a status of the server. kvrouter reads no others, and to parse the id
 and the stream that come with each event took longer than to apply the event.
@@ -17,11 +20,25 @@ from typing import Any, TypeVar
 from kvrouter.net.nats_access import NatsAccess
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import SecureConnRequiredError
+from nats.errors import Error, SecureConnRequiredError
 
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
+_REFUSALS = ("authorization violation", "authentication")
+"""What errors of a server contain that refuses an identity or no longer admits it."""
+_OPERATIONS = ("permissions violation", "stale connection")
+"""What errors contain that the library handles itself."""
+
+
+class NatsRefused(Error):
+    """NATS does not admit this process."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"NATS refused the identity of this process: {reason.strip()}; check --nats-user, --nats-password-file,"
+            " --nats-token-file, --nats-nkey-file or --nats-credentials-file, and the accounts of the server"
+        )
 
 _T = TypeVar("_T")
 
@@ -52,8 +69,27 @@ class TolerantClient(Client):
         # The library would send the password in plain text to a server that does not ask for TLS.
         if self._access is not None and self._access.encrypted and not self._server_info.get("tls_required"):
             raise SecureConnRequiredError
+        if self._nkeys_seed:
+            # The library would show the first key forever, with signatures of the newest one.
+            self._setup_nkeys_seed_connect()
         command: bytes = super()._connect_command()
         return command
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except Error as error:
+            if _is_refusal(str(error)):
+                raise _typed(str(error)) from None
+            raise
+
+    async def _process_err(self, err_msg: str) -> None:
+        if any(text in err_msg for text in _OPERATIONS):
+            await super()._process_err(err_msg)
+            return
+        error = _typed(err_msg)
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         if headers is None or not headers.startswith(_STATUS_LINE):
@@ -73,6 +109,15 @@ class TolerantClient(Client):
             headers.pop(_STATUS, None)
         message: Any = super()._build_message(sid, _escaped(subject), _escaped(reply), data, headers)
         return message  # type: ignore[no-any-return]
+
+
+def _is_refusal(reason: str) -> bool:
+    return any(text in reason.lower() for text in _REFUSALS)
+
+
+def _typed(reason: str) -> Error:
+    bare = reason.removeprefix("nats: ").strip("'")
+    return NatsRefused(bare) if _is_refusal(reason) else Error(f"nats: {bare}")
 
 
 def _escaped(raw: bytes) -> bytes:

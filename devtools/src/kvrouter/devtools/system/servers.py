@@ -190,15 +190,29 @@ class NatsServer(ServerProcess):
     name = "nats-server"
 
     def __init__(
-        self, directory: Path, *, binary: str | None = None, port: int = 0, credentials: Credentials | None = None
+        self,
+        directory: Path,
+        *,
+        binary: str | None = None,
+        port: int = 0,
+        credentials: Credentials | None = None,
+        settings: str = "",
     ) -> None:
-        """Stores data and log in ``directory``; with ``credentials`` it requires TLS and knows their accounts only.
+        """Stores data and log in ``directory``.
+
+        Args:
+            directory: The folder.
+            binary: The server's path; by default where it is found.
+            port: Port for clients; 0 chooses a free one at the first start.
+            credentials: If given, it requires TLS and knows their accounts only.
+            settings: Further lines of its configuration.
 
         Raises:
             BinaryMissing: the binary is not installed.
         """
         super().__init__(directory, binary=binary, port=port)
         self._credentials = credentials
+        self._settings = settings
         self._server_name = f"kvrouter-{uuid.uuid4().hex}"
 
     @property
@@ -210,12 +224,13 @@ class NatsServer(ServerProcess):
         config = self.directory / "nats-server.conf"
         # Streams reserve their maximum size when they are created; tests reserve far more than they use.
         config.write_text(
+            f"server_name: {self._server_name}\n"
             f"jetstream {{ store_dir: {json.dumps(str(self.directory / 'data'))}, max_file_store: 1TB }}\n"
             + self._security()
+            + self._settings
         )
         return [
-            *("--addr", "127.0.0.1", "--port", str(self.port), "--server_name", self._server_name),
-            *("--config", str(config)),
+            *("--addr", "127.0.0.1", "--port", str(self.port), "--config", str(config)),
         ]
 
     def _security(self) -> str:
