@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Version of this header. A library refuses programs that were compiled against another one. */
-#define KVR_HEADER_VERSION 1
+#define KVR_HEADER_VERSION 2
 
 /* Why a function failed. */
 typedef enum kvr_status {
@@ -163,6 +163,33 @@ typedef struct kvr_config {
     uint64_t buffer_events;
     /* Bytes of encoded events stored per rank, at least 512 KiB; by default 32 MiB. */
     uint64_t buffer_bytes;
+    /* Security, as docs/guides/security.md describes it. Files are PEM; those with a secret must have mode 0600 or
+     * 0640. All of them are read again when they change or at the next connection, so that they can be renewed. */
+    /* The worker's certificate with the intermediate ones, and its unencrypted key. They turn TLS on for the port of
+     * the worker, and are shown to etcd and NATS. */
+    const char *tls_cert_file;
+    const char *tls_key_file;
+    /* Authorities of the certificates of others. */
+    const char *tls_ca_file;
+    /* Whether callers must present a certificate of these authorities. */
+    bool tls_client_auth;
+    /* If set, a caller's certificate must contain its role in this domain, such as frontend.kvrouter.internal: a role
+     * of frontend, scheduler, indexer or admin. Needs tls_client_auth. */
+    const char *tls_peer_domain;
+    /* etcd with https:// before its endpoints, and with users. By default the authorities are those of tls_ca_file,
+     * and if that is not set, the system's. */
+    const char *etcd_ca_file;
+    const char *etcd_user;
+    const char *etcd_password_file;
+    /* NATS with tls:// URLs, and at most one of: user and password, a token, the seed of an NKEY, credentials
+     * (.creds). Authorities as for etcd. The prefix of reply subjects is what the account may subscribe to. */
+    const char *nats_ca_file;
+    const char *nats_user;
+    const char *nats_password_file;
+    const char *nats_token_file;
+    const char *nats_nkey_file;
+    const char *nats_credentials_file;
+    const char *nats_inbox_prefix;
     /* Takes log events; by default warnings and errors go to standard error. */
     kvr_log_function log;
     void *log_context;
@@ -392,6 +419,10 @@ typedef struct kvr_info {
     bool registered;
     /* Running requests. */
     uint64_t requests;
+    /* Connections that were refused because they were not encrypted or showed no valid certificate. */
+    uint64_t refused_connections;
+    /* Calls that were refused because of the role in the caller's certificate. */
+    uint64_t refused_calls;
 } kvr_info;
 
 kvr_status kvr_get_info(kvr_worker *worker, kvr_info *info);

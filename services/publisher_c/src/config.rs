@@ -8,6 +8,7 @@ use crate::contract::{
 };
 use crate::error::{Error, Status};
 use crate::names::ComponentName;
+use crate::security::access::{EtcdAccess, NatsAccess, TlsOptions};
 
 /// Identifier of the hash algorithm and seed of local hashes; the only scheme so far.
 pub const HASH_SCHEME: &str = "xxh3-1337";
@@ -21,8 +22,9 @@ pub struct Config {
     pub worker_id: u64,
     /// Rank → KV blocks in its device memory, 0 if unknown.
     pub ranks: BTreeMap<u32, u64>,
-    pub etcd: Vec<String>,
-    pub nats: Vec<String>,
+    pub etcd: EtcdAccess,
+    pub nats: NatsAccess,
+    pub tls: TlsOptions,
     pub bind: String,
     pub advertise: String,
     pub transport: Transport,
@@ -67,7 +69,9 @@ impl Config {
             let bind = &self.bind;
             return refuse(format!("bind: {bind:?} is a wildcard: set advertise to an address that others can reach"));
         }
-        Ok(())
+        self.tls.check()?;
+        self.etcd.check()?;
+        self.nats.check()
     }
 
     /// Returns the address under which others reach the WorkerService that listens on `port`.

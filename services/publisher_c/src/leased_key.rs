@@ -52,7 +52,7 @@ impl LeasedKey {
         let mut failures = 0;
         let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         loop {
-            let kept = match connect(&self.config.etcd).await {
+            let kept = match connect(&self.config).await {
                 Ok(mut client) => self.keep(&mut client, &mut lease, &mut failures).await,
                 Err(error) => Err(error),
             };
@@ -64,7 +64,7 @@ impl LeasedKey {
                 }
                 Err(EtcdError::Away(reason)) => {
                     if failures == 0 {
-                        let endpoints = self.config.etcd.join(",");
+                        let endpoints = self.config.etcd.endpoints.join(",");
                         self.log.warning("etcd.unreachable", format_args!("endpoints={endpoints} error={reason}"));
                         backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
                     }

@@ -15,6 +15,7 @@ mod rank;
 mod refusal;
 mod registration;
 mod requests;
+mod security;
 mod sender;
 mod server;
 mod threads;

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use etcd_client::{Client, Compare, CompareOp, ConnectOptions, Txn, TxnOp};
+use etcd_client::{Certificate, Client, Compare, CompareOp, ConnectOptions, Identity, TlsOptions, Txn, TxnOp};
 use prost::Message;
+use tonic::Code;
 
 use crate::config::{Config, unix_ns};
 use crate::contract::{ComponentDescriptor, IncarnationRecord, Role, WorkerRegistration};
 use crate::error::{Error, Status};
+use crate::security::secret_files::{read_secret, read_secret_line};
 
 const CALL: Duration = Duration::from_secs(3);
 /// Nanoseconds since 1970, in the year 2262. No worker begins a higher incarnation, so a higher value is invalid.
@@ -23,18 +25,59 @@ pub enum EtcdError {
 
 impl From<etcd_client::Error> for EtcdError {
     fn from(error: etcd_client::Error) -> Self {
-        Self::Away(error.to_string())
+        // The error of a handshake is behind the one of the transport.
+        let mut text = error.to_string();
+        let mut cause = std::error::Error::source(&error);
+        while let Some(next) = cause {
+            text = format!("{text}: {next}");
+            cause = next.source();
+        }
+        Self::Away(text)
     }
 }
 
-/// Connects to etcd. Calls time out after 3 s.
-pub async fn connect(endpoints: &[String]) -> Result<Client, EtcdError> {
-    let options = ConnectOptions::new()
+/// Connects to etcd with the newest content of the files. Calls time out after 3 s.
+pub async fn connect(config: &Config) -> Result<Client, EtcdError> {
+    let away = |error: Error| EtcdError::Away(error.message);
+    let access = &config.etcd;
+    let mut options = ConnectOptions::new()
         .with_timeout(CALL)
         .with_connect_timeout(CALL)
         .with_keep_alive(Duration::from_secs(10), Duration::from_secs(5))
         .with_keep_alive_while_idle(true);
-    Ok(Client::connect(endpoints, Some(options)).await?)
+    if access.is_encrypted() {
+        options = options.with_tls(encryption(config).map_err(away)?);
+    }
+    if !access.user.is_empty() {
+        let password = read_secret_line(&access.password_file).map_err(away)?;
+        options = options.with_user(access.user.clone(), password).with_auto_token_refresh(true);
+    }
+    Client::connect(&access.endpoints, Some(options)).await.map_err(|error| match error {
+        etcd_client::Error::GRpcStatus(status)
+            if [Code::InvalidArgument, Code::FailedPrecondition].contains(&status.code()) =>
+        {
+            let (user, reason) = (&access.user, status.message());
+            EtcdError::Away(format!("etcd refused user {user:?}: {reason}; check the user and its password file"))
+        }
+        error => error.into(),
+    })
+}
+
+/// Returns the authorities of etcd, and the worker's own certificate.
+fn encryption(config: &Config) -> Result<TlsOptions, Error> {
+    let read = |path: &str| {
+        std::fs::read(path).map_err(|error| Error::new(Status::InvalidArgument, format!("{path}: {error}")))
+    };
+    let mut options = TlsOptions::new();
+    options = match config.etcd.ca_file.as_str() {
+        "" => options.with_native_roots(),
+        path => options.ca_certificate(Certificate::from_pem(read(path)?)),
+    };
+    if config.tls.serves() {
+        let (chain, key) = (read(&config.tls.cert_file)?, read_secret(&config.tls.key_file)?);
+        options = options.identity(Identity::from_pem(chain, key));
+    }
+    Ok(options)
 }
 
 /// A key's value, with the revision of its last change and its lease (0 for none).

@@ -1,19 +1,22 @@
 //! Sends encoded batches over JetStream or Core NATS.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::jetstream::context::{Context, ContextBuilder, CreateStreamErrorKind, PublishErrorKind};
 use async_nats::jetstream::message::PublishMessage;
 use async_nats::jetstream::stream::{Config as StreamConfig, DiscardPolicy, RetentionPolicy, StorageType};
-use async_nats::{Client, ConnectOptions, Event, ServerAddr, jetstream};
+use async_nats::{AuthError, Client, ConnectOptions, Event, ServerAddr, jetstream};
 use bytes::Bytes;
 
 use crate::contract::Transport as Kind;
 use crate::error::{Error, Status};
 use crate::log::Log;
 use crate::names::ComponentName;
+use crate::security::access::{NatsAccess, TlsOptions};
+use crate::security::nats_login;
 
 const ACK: Duration = Duration::from_secs(2);
 const HEADERS_BYTES: usize = 1024;
@@ -35,16 +38,18 @@ pub enum SendError {
 }
 
 /// Connects to NATS, now or as soon as it can be reached, and again whenever the connection is lost.
-pub async fn connect(urls: &[String], name: String, log: Arc<Log>) -> Result<Client, Error> {
+pub async fn connect(access: &NatsAccess, tls: &TlsOptions, name: String, log: Arc<Log>) -> Result<Client, Error> {
+    let urls = &access.urls;
     let invalid = |error: &dyn std::fmt::Display| {
         Error::new(
             Status::InvalidArgument,
-            format!("nats: expected URLs such as nats://127.0.0.1:4222, received {urls:?}: {error}"),
+            format!("nats: expected URLs such as nats://127.0.0.1:4222, received {}: {error}", without_users(urls)),
         )
     };
     let servers: Vec<ServerAddr> =
         urls.iter().map(|url| url.parse()).collect::<Result<_, _>>().map_err(|error| invalid(&error))?;
-    ConnectOptions::new()
+    let is_away = AtomicBool::new(false);
+    identified(access, tls)
         .name(name)
         .retry_on_initial_connect()
         .max_reconnects(None)
@@ -52,9 +57,17 @@ pub async fn connect(urls: &[String], name: String, log: Arc<Log>) -> Result<Cli
         .reconnect_delay_callback(|attempts| Duration::from_millis((100 << attempts.min(4)).min(1000)))
         .event_callback(move |event| {
             match event {
-                Event::Connected => log.info("nats.connected", format_args!("")),
+                Event::Connected => {
+                    is_away.store(false, Ordering::Relaxed);
+                    log.info("nats.connected", format_args!(""));
+                }
                 Event::Disconnected => log.warning("nats.disconnected", format_args!("")),
                 Event::ServerError(error) => log.warning("nats.error", format_args!("error={error}")),
+                // One for each attempt to connect: the first one is logged.
+                Event::ClientError(error) if !is_away.swap(true, Ordering::Relaxed) => {
+                    let advice = "check its address, the authorities of its certificate, and the user of this worker";
+                    log.warning("nats.unreachable", format_args!("error={error} advice={advice:?}"));
+                }
                 _ => {}
             }
             async {}
@@ -62,6 +75,39 @@ pub async fn connect(urls: &[String], name: String, log: Arc<Log>) -> Result<Cli
         .connect(servers)
         .await
         .map_err(|error| invalid(&error))
+}
+
+/// Returns options with the worker's identity. All files are read again at each connection.
+fn identified(access: &NatsAccess, tls: &TlsOptions) -> ConnectOptions {
+    let mut options = if access.logs_in() {
+        let access = access.clone();
+        ConnectOptions::with_auth_callback(move |nonce| {
+            let answer = nats_login::answer(&access, &nonce).map_err(AuthError::new);
+            async { answer }
+        })
+    } else {
+        ConnectOptions::new()
+    };
+    options = options.require_tls(access.is_encrypted());
+    if !access.ca_file.is_empty() {
+        options = options.add_root_certificates(access.ca_file.clone().into());
+    }
+    if tls.serves() {
+        options = options.add_client_certificate(tls.cert_file.clone().into(), tls.key_file.clone().into());
+    }
+    if !access.inbox_prefix.is_empty() {
+        options = options.custom_inbox_prefix(&access.inbox_prefix);
+    }
+    options
+}
+
+/// Returns the URLs without users and passwords, for messages.
+fn without_users(urls: &[String]) -> String {
+    let bare = |url: &String| match url.rsplit_once('@') {
+        Some((head, host)) => format!("{}{host}", head.split_inclusive("://").next().unwrap_or_default()),
+        None => url.clone(),
+    };
+    urls.iter().map(bare).collect::<Vec<_>>().join(",")
 }
 
 /// Sends one encoded batch at a time.

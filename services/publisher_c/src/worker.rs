@@ -1,6 +1,8 @@
 //! A registered worker: its tasks, and how they start and stop.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -10,6 +12,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::{oneshot, watch};
 use tokio::task::{AbortHandle, JoinHandle};
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::server::TcpIncoming;
 use tonic_health::server::HealthReporter;
 
@@ -24,6 +27,9 @@ use crate::log::Log;
 use crate::rank::Rank;
 use crate::registration::{EtcdError, begin_incarnation, connect, join_component};
 use crate::requests::Requests;
+use crate::security::callers::CallerCheck;
+use crate::security::certificates::ServerCertificates;
+use crate::security::listener::{Refused, encrypted};
 use crate::sender::BatchSender;
 use crate::server::Server;
 use crate::threads;
@@ -42,6 +48,9 @@ pub struct Worker {
     pub endpoint: String,
     pub ranks: BTreeMap<u32, Arc<Rank>>,
     pub requests: Arc<Requests>,
+    /// Connections without a valid handshake, and calls of roles that have no business here.
+    pub refused_connections: Arc<Refused>,
+    pub refused_calls: Arc<Refused>,
     loads: Arc<Loads>,
     registration: Mutex<WorkerRegistration>,
     desired: watch::Sender<Option<Vec<u8>>>,
@@ -97,6 +106,8 @@ impl Worker {
             endpoint: parts.endpoint,
             ranks: parts.ranks,
             requests: parts.requests,
+            refused_connections: parts.refused_connections,
+            refused_calls: parts.refused_calls,
             loads: parts.loads,
             registration: Mutex::new(parts.registration),
             desired: parts.desired,
@@ -251,6 +262,8 @@ struct Parts {
     endpoint: String,
     ranks: BTreeMap<u32, Arc<Rank>>,
     requests: Arc<Requests>,
+    refused_connections: Arc<Refused>,
+    refused_calls: Arc<Refused>,
     loads: Arc<Loads>,
     registration: WorkerRegistration,
     desired: watch::Sender<Option<Vec<u8>>>,
@@ -278,15 +291,26 @@ impl Parts {
         let service = WorkerServiceServer::new(service)
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(usize::MAX);
+        let (refused_connections, refused_calls) = (Arc::new(Refused::default()), Arc::new(Refused::default()));
+        let service =
+            InterceptedService::new(service, CallerCheck::new(&config.tls, refused_calls.clone(), log.clone()));
         let (end_serving, end) = oneshot::channel();
-        let serving = tonic::transport::Server::builder()
+        let router = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(KEEPALIVE))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
             .add_service(health_service)
-            .add_service(service)
-            .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), async {
-                let _ = end.await; // also if the worker is dropped
-            });
+            .add_service(service);
+        let end = async {
+            let _ = end.await; // also if the worker is dropped
+        };
+        let serving: Pin<Box<dyn Future<Output = _> + Send>> = if config.tls.serves() {
+            let certificates = ServerCertificates::read(config.tls.clone(), log.clone())?;
+            let connections = encrypted(listener, certificates, refused_connections.clone(), log.clone());
+            Box::pin(router.serve_with_incoming_shutdown(connections, end))
+        } else {
+            warn_if_exposed(&config.bind, &log);
+            Box::pin(router.serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), end))
+        };
         let serving_log = log.clone();
         let serving = tokio::spawn(async move {
             if let Err(error) = serving.await {
@@ -295,7 +319,7 @@ impl Parts {
         });
 
         let name = format!("kvrouter-worker-{:016x}", config.worker_id);
-        let client = transport::connect(&config.nats, name, log.clone()).await?;
+        let client = transport::connect(&config.nats, &config.tls, name, log.clone()).await?;
         let transport = Transport::new(client, kind, &config.component, log.clone());
         let mut others =
             vec![tokio::spawn(report_loads(config.clone(), loads.clone(), transport.clone())).abort_handle()];
@@ -340,6 +364,8 @@ impl Parts {
             endpoint,
             ranks,
             requests,
+            refused_connections,
+            refused_calls,
             loads,
             registration,
             desired,
@@ -347,6 +373,17 @@ impl Parts {
             failure,
             tasks,
         })
+    }
+}
+
+/// Warns if the worker listens without TLS on an address that other machines reach.
+fn warn_if_exposed(bind: &str, log: &Log) {
+    let host = bind.rsplit_once(':').map_or(bind, |(host, _)| host).trim_matches(['[', ']']);
+    let is_loopback = host.parse::<IpAddr>().map_or(host == "localhost", |address| address.is_loopback());
+    if !is_loopback {
+        let advice = "everybody who reaches this port can read and change what passes: set tls_cert_file, \
+                      tls_key_file and tls_client_auth, or bind to loopback";
+        log.warning("listener.exposed", format_args!("address={bind} advice={advice:?}"));
     }
 }
 
@@ -367,7 +404,7 @@ async fn settle(config: &Config, log: &Log, waits_for: &Mutex<String>) -> Result
     let mut is_first = true;
     loop {
         let settled = async {
-            let mut client = connect(&config.etcd).await?;
+            let mut client = connect(config).await?;
             let descriptor = join_component(&mut client, config).await?;
             let kind = match (config.transport, descriptor.default_transport()) {
                 (Kind::Unspecified, Kind::Unspecified) => Kind::Durable,
@@ -381,7 +418,7 @@ async fn settle(config: &Config, log: &Log, waits_for: &Mutex<String>) -> Result
             Err(EtcdError::Fatal(error)) => return Err(error),
             Err(EtcdError::Away(reason)) => {
                 if std::mem::take(&mut is_first) {
-                    let endpoints = config.etcd.join(",");
+                    let endpoints = config.etcd.endpoints.join(",");
                     log.warning("etcd.waiting", format_args!("endpoints={endpoints} error={reason}"));
                 }
                 *waits_for.lock().unwrap_or_else(PoisonError::into_inner) = reason;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from kvrouter.mocker.engine.types import CacheEvent, Removed, Stored
 from kvrouter.v1.common_pb2 import Transport
@@ -45,11 +47,20 @@ class DrivenWorker:
         buffer_events: int = 0,
         lease_ttl_seconds: int = 2,
         model: str = "m",
+        component: str = str(COMPONENT),
+        options: Mapping[str, object] = MappingProxyType({}),
+        log: Path | None = None,
     ) -> None:
-        arguments = (str(COMPONENT), worker_id, etcd, nats, transport, buffer_events, lease_ttl_seconds, model)
-        self._process = subprocess.Popen(
-            [program, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        arguments = (component, worker_id, etcd, nats, transport, buffer_events, lease_ttl_seconds, model)
+        named = [f"{name}={value}" for name, value in options.items()]
+        with open(log or os.devnull, "wb") as errors:
+            self._process = subprocess.Popen(
+                [program, *map(str, arguments), *named],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors if log else None,
+                text=True,
+            )
 
     @property
     def pid(self) -> int:

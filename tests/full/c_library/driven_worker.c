@@ -1,5 +1,5 @@
 /* A worker that does what it reads on standard input, one command per line, and answers each with a line:
- * the status, then numbers, then the error. */
+ * the status, then numbers, then the error. Arguments after the fixed ones are options of security, name=value. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,8 +48,38 @@ static kvr_status obey(kvr_worker *worker, char *line) {
     return kvr_check(worker);
 }
 
+static const char **text_option(kvr_config *config, const char *name) {
+    struct {
+        const char *name, **field;
+    } known[] = {
+        {"tls_cert_file", &config->tls_cert_file},
+        {"tls_key_file", &config->tls_key_file},
+        {"tls_ca_file", &config->tls_ca_file},
+        {"tls_peer_domain", &config->tls_peer_domain},
+        {"etcd_ca_file", &config->etcd_ca_file},
+        {"etcd_user", &config->etcd_user},
+        {"etcd_password_file", &config->etcd_password_file},
+        {"nats_ca_file", &config->nats_ca_file},
+        {"nats_user", &config->nats_user},
+        {"nats_password_file", &config->nats_password_file},
+        {"nats_token_file", &config->nats_token_file},
+        {"nats_nkey_file", &config->nats_nkey_file},
+        {"nats_credentials_file", &config->nats_credentials_file},
+        {"nats_inbox_prefix", &config->nats_inbox_prefix},
+    };
+    for (size_t at = 0; at < sizeof known / sizeof *known; at++)
+        if (strcmp(known[at].name, name) == 0) return known[at].field;
+    return NULL;
+}
+
+static void note(void *context, kvr_log_level level, const char *event, const char *details) {
+    (void)context;
+    (void)level;
+    fprintf(stderr, "%s %s\n", event, details);
+}
+
 int main(int argc, char **argv) {
-    if (argc != 9) return 64;
+    if (argc < 9) return 64;
     kvr_config config = kvr_config_init();
     config.component = argv[1];
     config.model = "m";
@@ -64,9 +94,25 @@ int main(int argc, char **argv) {
     config.heartbeat_ms = 300;
     config.flush_ms = 300;
     config.load_report_ms = 50;
+    config.log = note;
+    uint32_t timeout_ms = 60000;
+    for (int at = 9; at < argc; at++) {
+        char *value = strchr(argv[at], '=');
+        if (value == NULL) return 64;
+        *value++ = 0;
+        if (strcmp(argv[at], "tls_client_auth") == 0) {
+            config.tls_client_auth = atoi(value) != 0;
+        } else if (strcmp(argv[at], "timeout_ms") == 0) {
+            timeout_ms = (uint32_t)atoi(value);
+        } else {
+            const char **field = text_option(&config, argv[at]);
+            if (field == NULL) return 64;
+            *field = value;
+        }
+    }
 
     kvr_worker *worker = NULL;
-    kvr_status status = kvr_open(&config, 60000, &worker);
+    kvr_status status = kvr_open(&config, timeout_ms, &worker);
     printf("%d 0 0 0 0 0 %s\n", status, status == KVR_OK ? "" : kvr_last_error());
     fflush(stdout);
     if (status != KVR_OK) return 1;
@@ -77,9 +123,15 @@ int main(int argc, char **argv) {
         kvr_info info;
         kvr_rank_stats stats;
         if (kvr_get_info(worker, &info) != KVR_OK || kvr_get_rank_stats(worker, 0, &stats) != KVR_OK) return 2;
-        printf("%d %" PRIu64 " %" PRIu64 " %d %" PRIu64 " %" PRIu64 " %s\n", status, info.incarnation,
-               stats.next_event_id, info.registered, stats.events_dropped, stats.retries,
-               status == KVR_OK ? "" : kvr_last_error());
+        const char *error = status == KVR_OK ? "" : kvr_last_error();
+        if (strncmp(line, "refused", 7) == 0) {
+            printf("%d %" PRIu64 " %" PRIu64 " 0 0 0\n", status, info.refused_connections, info.refused_calls);
+        } else if (strncmp(line, "where", 5) == 0) {
+            printf("%d 0 0 0 0 0 %s\n", status, info.endpoint);
+        } else {
+            printf("%d %" PRIu64 " %" PRIu64 " %d %" PRIu64 " %" PRIu64 " %s\n", status, info.incarnation,
+                   stats.next_event_id, info.registered, stats.events_dropped, stats.retries, error);
+        }
         fflush(stdout);
     }
     kvr_close(worker);

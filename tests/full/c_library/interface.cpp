@@ -51,7 +51,7 @@ int main(int, char **argv) {
     refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "model: expected UTF-8");
     config.model = "m";
     config.header_version = 99;
-    refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "header_version: expected 1, received 99");
+    refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "header_version: expected 2, received 99");
     config.header_version = KVR_HEADER_VERSION;
     config.bind = "0.0.0.0:0";
     refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "wildcard");

@@ -11,6 +11,7 @@ use crate::contract::{CopyCounting, Role, Transport};
 use crate::error::{Error, Status};
 use crate::log::Log;
 use crate::names::ComponentName;
+use crate::security::access::{EtcdAccess, NatsAccess, TlsOptions};
 
 /// Returns the configuration with defaults filled in.
 ///
@@ -30,6 +31,7 @@ pub unsafe fn read(given: &types::Config) -> Result<Config, Error> {
     let string = |pointer, name, default: &str| -> Result<String, Error> {
         Ok(unsafe { text(pointer, name) }?.filter(|text| !text.is_empty()).unwrap_or(default).to_owned())
     };
+    let set = |pointer, name| string(pointer, name, "");
     let names =
         |text: String| text.split(',').map(|each| each.trim().to_owned()).filter(|each| !each.is_empty()).collect();
     let mut ranks = BTreeMap::new();
@@ -52,14 +54,38 @@ pub unsafe fn read(given: &types::Config) -> Result<Config, Error> {
         .iter()
         .map(|name| Ok(unsafe { required_text(*name, "lora_names") }?.into()))
         .collect::<Result<_, Error>>()?;
+    let tls = TlsOptions {
+        cert_file: set(given.tls_cert_file, "tls_cert_file")?,
+        key_file: set(given.tls_key_file, "tls_key_file")?,
+        ca_file: set(given.tls_ca_file, "tls_ca_file")?,
+        client_auth: given.tls_client_auth != 0,
+        peer_domain: set(given.tls_peer_domain, "tls_peer_domain")?,
+    };
+    let etcd = EtcdAccess {
+        endpoints: names(string(given.etcd, "etcd", "127.0.0.1:2379")?),
+        ca_file: string(given.etcd_ca_file, "etcd_ca_file", &tls.ca_file)?,
+        user: set(given.etcd_user, "etcd_user")?,
+        password_file: set(given.etcd_password_file, "etcd_password_file")?,
+    };
+    let nats = NatsAccess {
+        urls: names(string(given.nats, "nats", "nats://127.0.0.1:4222")?),
+        ca_file: string(given.nats_ca_file, "nats_ca_file", &tls.ca_file)?,
+        user: set(given.nats_user, "nats_user")?,
+        password_file: set(given.nats_password_file, "nats_password_file")?,
+        token_file: set(given.nats_token_file, "nats_token_file")?,
+        nkey_file: set(given.nats_nkey_file, "nats_nkey_file")?,
+        credentials_file: set(given.nats_credentials_file, "nats_credentials_file")?,
+        inbox_prefix: set(given.nats_inbox_prefix, "nats_inbox_prefix")?,
+    };
     Ok(Config {
         component: ComponentName::parse(unsafe { required_text(given.component, "component") }?)?,
         model: string(given.model, "model", "")?,
         block_size: given.block_size,
         worker_id: if given.worker_id == 0 { random_id()? } else { given.worker_id },
         ranks,
-        etcd: names(string(given.etcd, "etcd", "127.0.0.1:2379")?),
-        nats: names(string(given.nats, "nats", "nats://127.0.0.1:4222")?),
+        etcd,
+        nats,
+        tls,
         bind: string(given.bind, "bind", "127.0.0.1:0")?,
         advertise: string(given.advertise, "advertise", "")?,
         transport: known(given.transport, Transport::try_from(given.transport), "transport")?,

@@ -331,6 +331,8 @@ pub unsafe extern "C" fn kvr_get_info(worker: *mut Handle, info: *mut types::Inf
             endpoint: endpoint.as_ptr(),
             registered: worker.registered().into(),
             requests: worker.requests.running() as u64,
+            refused_connections: worker.refused_connections.total(),
+            refused_calls: worker.refused_calls.total(),
         };
         write_to(info, value, "info")
     })

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_void};
 
 /// Version of the header that the library was built with.
-pub const HEADER_VERSION: u32 = 1;
+pub const HEADER_VERSION: u32 = 2;
 
 pub type LogFunction = Option<unsafe extern "C" fn(*mut c_void, i32, *const c_char, *const c_char)>;
 
@@ -50,6 +50,21 @@ pub struct Config {
     pub flush_ms: u32,
     pub buffer_events: u64,
     pub buffer_bytes: u64,
+    pub tls_cert_file: *const c_char,
+    pub tls_key_file: *const c_char,
+    pub tls_ca_file: *const c_char,
+    pub tls_client_auth: u8,
+    pub tls_peer_domain: *const c_char,
+    pub etcd_ca_file: *const c_char,
+    pub etcd_user: *const c_char,
+    pub etcd_password_file: *const c_char,
+    pub nats_ca_file: *const c_char,
+    pub nats_user: *const c_char,
+    pub nats_password_file: *const c_char,
+    pub nats_token_file: *const c_char,
+    pub nats_nkey_file: *const c_char,
+    pub nats_credentials_file: *const c_char,
+    pub nats_inbox_prefix: *const c_char,
     pub log: LogFunction,
     pub log_context: *mut c_void,
 }
@@ -138,6 +153,8 @@ pub struct Info {
     pub endpoint: *const c_char,
     pub registered: u8,
     pub requests: u64,
+    pub refused_connections: u64,
+    pub refused_calls: u64,
 }
 
 #[repr(C)]
