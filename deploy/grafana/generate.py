@@ -34,6 +34,11 @@ def _rate(metric: str, by: str) -> dict[str, str]:
     return {f"{{{{{by}}}}}": f"sum by ({by}) (rate({metric}[$__rate_interval]))"}
 
 
+def _by_rank(metric: str) -> dict[str, str]:
+    by = "component, worker_id, dp_rank"
+    return {"{{component}} {{worker_id}}:{{dp_rank}}": f"max by ({by}) ({metric})"}
+
+
 _TOKENS = "sum by (model) (rate(kvrouter_frontend_{}_tokens_total[$__rate_interval]))"
 _PROMPT = _TOKENS.format("prompt")
 
@@ -105,17 +110,17 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Active blocks",
             "short",
-            {"{{worker_id}}:{{dp_rank}}": "max by (worker_id, dp_rank) (kvrouter_scheduler_active_blocks)"},
+            _by_rank("kvrouter_scheduler_active_blocks"),
         ),
         Panel(
             "Prompt tokens to compute",
             "short",
-            {"{{worker_id}}:{{dp_rank}}": "max by (worker_id, dp_rank) (kvrouter_scheduler_prefill_tokens)"},
+            _by_rank("kvrouter_scheduler_prefill_tokens"),
         ),
         Panel(
             "Requests",
             "short",
-            {"{{worker_id}}:{{dp_rank}}": "max by (worker_id, dp_rank) (kvrouter_scheduler_active_requests)"},
+            _by_rank("kvrouter_scheduler_active_requests"),
         ),
     ],
     "Index": [

@@ -26,6 +26,7 @@ from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
 from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
+from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from kvrouter.runtime.telemetry.tls import TlsMetrics
@@ -66,6 +67,7 @@ def page() -> str:
 def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     """Heading → a registry with the metrics of that part, as its services register them."""
     every = new_registry()
+    readiness_gauge(every)
     NatsMetrics(every)
     Directory("127.0.0.1:1", "kvrouter", every)
     StaticDiscovery(MagicMock(components=()), "kvrouter", every)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
@@ -13,6 +14,7 @@ from kvrouter.net.grpc_options import MAX_CALLS
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import Guard, RpcServer, add_service, open_server
+from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import serving_ops
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.registry_pb2 import ServiceRegistration
@@ -69,7 +71,9 @@ async def host(
         settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls, checks_callers=checks_callers
     )
     bounds_of(runtime.registry).add("grpc_calls", lambda: server.ordinary_calls, MAX_CALLS)
+    readiness = readiness_gauge(runtime.registry)
     for service in services:
+        readiness.labels(service.kind).set_function(partial(server.health.is_ready, service.descriptor.full_name))
         add_service(server, service.descriptor, service.implementation, limits=service.limits, guard=service.guard)
     async with serving_ops(
         settings.http_bind,

@@ -6,9 +6,17 @@ from collections.abc import Iterable, Mapping
 
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio
+from prometheus_client import CollectorRegistry, Gauge
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def readiness_gauge(registry: CollectorRegistry) -> Gauge:
+    """Returns the gauge of the readiness of each service of a process, with the label `service`."""
+    return Gauge(
+        "kvrouter_ready", "1 while the service is ready, as probes see it, otherwise 0.", ["service"], registry=registry
+    )
 
 
 class HealthBoard:
@@ -42,6 +50,10 @@ class HealthBoard:
     def services(self) -> Mapping[str, bool]:
         """Readiness by service."""
         return {name: ready and not self._draining for name, ready in self._ready.items()}
+
+    def is_ready(self, service: str) -> bool:
+        """Returns whether a service is ready."""
+        return self._ready.get(service, False) and not self._draining
 
     @property
     def ready(self) -> bool:
