@@ -1,34 +1,44 @@
-"""The shipped alert rules in a real Prometheus that scrapes a running system, whose parts are then broken."""
+"""The shipped alert rules in a real Prometheus that scrapes running systems, whose parts are then broken.
+
+The last test sees to it that every rule is provoked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
 import pytest
-from kvrouter.devtools.system.ports import free_port, free_ports
-from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import connect
-from kvrouter.v1.names import service_key
+from kvrouter.v1.names import ComponentName, service_key
+
+from ...faults import full_disk
+from ...faults.full_disk import NatsOnSmallDisk
+from ...integration.frontend.access.keys import Keys
+from ...raw_nats import raw_nats
+from .monitored import MODEL, SHIPPED, Monitored
 
 pytestmark = pytest.mark.timeout(290)
 
-SHIPPED = Path(__file__).parents[3] / "deploy/prometheus"
-MODEL = "mock-model"
-KINDS = ("indexer", "scheduler", "frontend")
-_CONFIGURATION = """\
-global: {scrape_interval: 500ms, evaluation_interval: 500ms}
-rule_files: [kvrouter.rules.yml]
-scrape_configs:
+DISK_BYTES = 32 << 20
+FREES_NOTHING = """
+from kvrouter.frontend.scheduler_client.booking_updates import BookingUpdates
+BookingUpdates.free = lambda *_: None
+"""
+KEEPS_STATE_TO_ITSELF = """
+from kvrouter.scheduler.replication.nats_channel import SyncChannel
+async def ignore(*_): pass
+SyncChannel._take_request = ignore
 """
 
 
@@ -44,122 +54,189 @@ def test_promtool_accepts_the_rules_and_provokes_each_alert(prometheus_bin: Path
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-class System:
-    """Running services with a Prometheus that scrapes them."""
-
-    def __init__(self, stack: AsyncExitStack, directory: Path, nats: NatsServer, etcd: EtcdServer) -> None:
-        self.stack, self.directory, self.nats, self.etcd = stack, directory, nats, etcd
-        self.processes: dict[str, ManagedProcess] = {}
-        self.ports = dict(zip((*KINDS, "mocker", "http", "prometheus"), free_ports(6), strict=True))
-        self.session = aiohttp.ClientSession()
-
-    async def start(self, name: str, *command: str) -> None:
-        process = await ManagedProcess.start(Command(name, command, dict(os.environ)), self.directory)
-        self.processes[name] = process
-
-        async def end() -> None:
-            process.kill()
-            await process.stop(20)
-
-        self.stack.push_async_callback(end)
-
-    async def request(self) -> int:
-        """Sends a request and returns its status; 0 if the Frontend does not listen."""
-        body = {"model": MODEL, "prompt": list(range(40)), "max_tokens": 1}
-        try:
-            async with self.session.post(f"http://127.0.0.1:{self.ports['http']}/v1/completions", json=body) as answer:
-                await answer.read()
-                return answer.status
-        except aiohttp.ClientError:
-            return 0
-
-    async def query(self, query: str) -> list[dict[str, str]]:
-        """Returns the labels of each result of a query; nothing while Prometheus starts."""
-        try:
-            url = f"http://127.0.0.1:{self.ports['prometheus']}/api/v1/query"
-            async with self.session.get(url, params={"query": query}) as answer:
-                return [each["metric"] for each in (await answer.json())["data"]["result"]]
-        except aiohttp.ClientError:
-            return []
-
-    async def firing(self) -> set[str]:
-        return {each["alertname"] for each in await self.query('ALERTS{alertstate="firing"}')}
-
-    async def until_firing(self, *alerts: str, requests: bool = False) -> None:
-        """Waits until all of the alerts fire; meanwhile sends requests, if asked to."""
-        seen: set[str] = set()
-        try:
-            async with asyncio.timeout(60):
-                while not seen.issuperset(alerts):
-                    if requests:
-                        await self.request()
-                    await asyncio.sleep(0.2)
-                    seen |= await self.firing()
-        except TimeoutError:
-            raise AssertionError(f"expected {alerts} to fire, only these fired: {sorted(seen)}") from None
-
-
 @pytest.fixture
-async def system(
+async def monitored(
     tmp_path: Path, own_nats: NatsServer, own_etcd: EtcdServer, namespace: str, prometheus_bin: Path
-) -> AsyncIterator[System]:
+) -> AsyncIterator[Monitored]:
     async with AsyncExitStack() as stack:
-        started = System(stack, tmp_path, own_nats, own_etcd)
-        stack.push_async_callback(started.session.close)
-        where = ("--namespace", namespace, "--nats", own_nats.url, "--etcd", own_etcd.endpoint)
-        own = {
-            "indexer": (),
-            "scheduler": ("--router-mode", "kv"),
-            "frontend": (
-                *("--port", str(started.ports["http"]), "--request-timeout-seconds", "1"),
-                *("--record", str(tmp_path / "traffic.jsonl"), "--record-max-bytes", "4096"),
-                *("--otlp-endpoint", f"http://127.0.0.1:{free_port()}"),
-            ),
-            "mocker": ("--clock-factor", "50"),
-        }
-        for name, options in own.items():
-            ops = ("--http-bind", f"127.0.0.1:{started.ports[name]}")
-            await started.start(name, sys.executable, "-m", f"kvrouter.{name}", *where, *ops, *options)
-        shutil.copy(SHIPPED / "kvrouter.rules.yml", tmp_path)
-        # Waiting times are for the sake of people, not of this test.
-        rules = tmp_path / "kvrouter.rules.yml"
-        lines = rules.read_text(encoding="utf-8").splitlines(keepends=True)
-        rules.write_text("".join(line for line in lines if not line.startswith("        for:")), encoding="utf-8")
-        jobs = "".join(
-            f'  - {{job_name: kvrouter-{kind}, static_configs: [{{targets: ["127.0.0.1:{started.ports[kind]}"]}}]}}\n'
-            for kind in KINDS
-        )
-        (tmp_path / "prometheus.yml").write_text(_CONFIGURATION + jobs, encoding="utf-8")
-        await started.start(
-            "prometheus",
-            str(prometheus_bin / "prometheus"),
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'tsdb'}",
-            f"--web.listen-address=127.0.0.1:{started.ports['prometheus']}",
-        )
+        started = Monitored(stack, tmp_path, own_nats, own_etcd, namespace)
+        await started.open_prometheus(prometheus_bin)
         yield started
 
 
-async def test_faults_of_a_running_system_raise_their_alerts(system: System, namespace: str) -> None:
-    async with asyncio.timeout(60):
-        while await system.request() != 200 or len(await system.query("up == 1")) < len(KINDS):
-            await asyncio.sleep(0.1)
+async def test_lost_parts_of_a_system_raise_alerts(monitored: Monitored, tmp_path: Path) -> None:
+    await monitored.start("indexer")
+    await monitored.start("scheduler", "--router-mode", "kv")
+    recording = ("--record", str(tmp_path / "traffic.jsonl"), "--record-max-bytes", "4096")
+    collector = ("--otlp-endpoint", f"http://127.0.0.1:{free_port()}")
+    await monitored.start("frontend", "--request-timeout-seconds", "1", *recording, *collector)
+    await monitored.start("mocker", "--clock-factor", "50", "--heartbeat-seconds", "1")
+    await monitored.until_served()
     # There is no collector, and a recording of 4 KiB is soon full.
-    await system.until_firing("KvrouterTracesLost", "KvrouterBoundNearlyFull", requests=True)
+    await monitored.until_firing("KvrouterTracesLost", "KvrouterBoundNearlyFull", meanwhile=monitored.request)
 
-    async with connect(system.etcd.endpoint) as etcd:
-        await etcd.put(service_key(namespace, "frontend", "garbage").encode(), b"\xff\xff\xff")
-    await system.until_firing("KvrouterUndecodableEntries")
+    async with connect(monitored.etcd.endpoint) as etcd:
+        await etcd.put(service_key(monitored.namespace, "frontend", "garbage").encode(), b"\xff\xff\xff")
+    await monitored.until_firing("KvrouterUndecodableEntries")
 
-    system.processes["indexer"].kill()
-    await system.until_firing("KvrouterProcessDown", "KvrouterRoutedOnLoadAlone", requests=True)
+    monitored.signal("mocker", signal.SIGSTOP)
+    await monitored.until_firing(
+        "KvrouterWorkersUnhealthy", "KvrouterRequestsFail", "KvrouterRanksSilent", meanwhile=monitored.request
+    )
+    monitored.signal("mocker", signal.SIGCONT)
 
-    os.kill(system.processes["mocker"].pid, signal.SIGSTOP)
-    await system.until_firing("KvrouterWorkersUnhealthy", "KvrouterRequestsFail", requests=True)
+    monitored.processes["indexer"].kill()
+    await monitored.until_firing("KvrouterProcessDown", "KvrouterRoutedOnLoadAlone", meanwhile=monitored.request)
 
     quiet = {"KvrouterNatsDisconnected", "KvrouterRegistrationsOutdated", "KvrouterListedWorkersMissing"}
-    assert not quiet & await system.firing()
-    await system.nats.kill()
-    await system.until_firing("KvrouterNatsDisconnected")
-    await system.etcd.kill()
-    await system.until_firing("KvrouterRegistrationsOutdated")
+    assert not quiet & await monitored.firing()
+    await monitored.nats.kill()
+    await monitored.start("indexer", name="without-nats")
+    await monitored.until_firing("KvrouterNatsDisconnected", "KvrouterNotReady")
+    await monitored.etcd.kill()
+    await monitored.until_firing("KvrouterRegistrationsOutdated")
+
+
+async def test_a_slow_engine_raises_alerts(monitored: Monitored) -> None:
+    await monitored.start("scheduler", "--router-mode", "forecast", "--overload-lag-ms", "20")
+    await monitored.start("frontend", "--worker-stall-seconds", "0")
+    # One prompt fills the cache, and its prefill takes half a minute.
+    await monitored.start("mocker", "--clock-factor", "0.0005", "--num-blocks", "4", "--max-sequences", "1")
+    requests = [asyncio.create_task(monitored.request(max_tokens=4)) for _ in range(4)]
+    try:
+        monitored.signal("scheduler", signal.SIGSTOP)
+        await asyncio.sleep(3)
+        monitored.signal("scheduler", signal.SIGCONT)
+        await monitored.until_firing("KvrouterSchedulerOverloaded")
+        await monitored.until_firing("KvrouterFirstTokenSlow", "KvrouterQueueStuck")
+    finally:
+        for each in requests:
+            each.cancel()
+        await asyncio.wait(requests)
+
+
+async def test_a_faulty_index_raises_alerts(
+    tmp_path: Path, own_etcd: EtcdServer, namespace: str, prometheus_bin: Path
+) -> None:
+    if reason := full_disk.unavailable():
+        pytest.skip(reason)
+    nats = NatsOnSmallDisk(tmp_path / "nats", DISK_BYTES)
+    await nats.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(nats.kill)
+        monitored = Monitored(stack, tmp_path, nats, own_etcd, namespace)
+        await monitored.open_prometheus(prometheus_bin)
+        await _break_the_index(monitored, nats)
+
+
+async def _break_the_index(monitored: Monitored, nats: NatsOnSmallDisk) -> None:
+    workers, silent = ComponentName(monitored.namespace, "workers"), ComponentName(monitored.namespace, "silent")
+    live = ComponentName(monitored.namespace, "live")
+    await monitored.start("indexer")
+    await monitored.start("indexer", "--max-index-blocks", "1", name="small")
+    await monitored.start("scheduler", "--router-mode", "kv")
+    await monitored.start("frontend")
+    await monitored.start("mocker", "--clock-factor", "50", "--worker-id", "1", "--heartbeat-seconds", "60")
+    # Its cache events are off, so each hit surprises the Scheduler.
+    off = ("--no-events", "--component", silent.name, "--model", "surprising", "--clock-factor", "50")
+    await monitored.start("mocker", *off, name="without-events")
+    core = ("--transport", "core-nats", "--component", live.name, "--model", "live")
+    await monitored.start("mocker", *core, name="live")
+    await monitored.until_served()
+
+    async def surprise() -> None:
+        await monitored.request(model="surprising")
+
+    number = iter(range(1 << 20))
+
+    async def store() -> None:
+        await monitored.request(prompt=[next(number)] * 64)
+
+    await monitored.until_firing("KvrouterPredictionsOff", meanwhile=surprise)
+    await monitored.until_firing("KvrouterIndexEvicts", meanwhile=store)
+
+    async with raw_nats(nats.url) as client:
+        client.publish(workers.events_subject(1, 0).encode(), b"\xff\xff\xff")
+        await client.flush()
+        await monitored.until_firing("KvrouterEventsFaulty")
+
+        monitored.signal("indexer", signal.SIGSTOP)
+        await store()
+        stored = time.monotonic()
+        for _ in range(20_000):
+            client.publish(live.live_subject(7, 0).encode(), b"x")
+        await client.flush()
+        await asyncio.sleep(max(0.0, stored + 6 - time.monotonic()))
+        monitored.signal("mocker", signal.SIGSTOP)
+        monitored.signal("indexer", signal.SIGCONT)
+        await monitored.until_firing("KvrouterEventsLag", "KvrouterNatsDropsMessages")
+        monitored.signal("mocker", signal.SIGCONT)
+
+    await monitored.start("mocker", "--component", "beating", "--heartbeat-seconds", "1", name="beating")
+    beating = 'kvrouter_indexer_ranks{process="indexer",component="beating"} == 1'
+    await monitored.until(lambda: monitored.query(beating), "the heartbeats of a rank")
+    nats.fill()
+    await monitored.until_firing("KvrouterStreamStopped")
+
+
+async def test_faults_of_single_processes_raise_alerts(monitored: Monitored, tmp_path: Path) -> None:
+    await monitored.start("scheduler", "--router-mode", "kv", "--replica-sync", defect=KEEPS_STATE_TO_ITSELF)
+    await monitored.start("mocker", "--clock-factor", "50")
+    await monitored.start("frontend", defect=FREES_NOTHING)
+    await monitored.until_served()
+
+    keys = Keys(tmp_path / "keys.json")
+    keys.add("known")
+    keys.write()
+    keys.path.chmod(0o600)
+    guarded = ("--api-keys", str(keys.path), "--processes", "2")
+    await monitored.start("frontend", *guarded, name="guarded")
+    listed = ("--static-workers", f"127.0.0.1:{free_port()}", "--static-model", MODEL)
+    await monitored.start("scheduler", "--router-mode", "random", *listed, name="listed", where=False)
+    engine = (
+        "--kv-events",
+        f"tcp://127.0.0.1:{free_port()}",
+        "--block-size",
+        "16",
+        "--component",
+        "relayed",
+        "--model",
+        "relayed",
+    )
+    await monitored.start("relay", *engine)
+    await monitored.until_firing("KvrouterBookingsLeak", "KvrouterListedWorkersMissing", "KvrouterEngineAway")
+
+    async def guess() -> None:
+        await asyncio.gather(*(monitored.request("guarded", key="kvr_guess.wrong") for _ in range(50)))
+
+    await monitored.until_firing("KvrouterAccessRefused", meanwhile=guess)
+    keys.path.write_text("{", encoding="utf-8")
+    await monitored.until_firing("KvrouterApiKeysRejected")
+
+    os.kill(_a_child_of(monitored.processes["guarded"].pid), signal.SIGKILL)
+    await monitored.until_firing("KvrouterFrontendProcessesRestart")
+
+    await monitored.start("scheduler", "--router-mode", "kv", "--replica-sync", name="other")
+    await monitored.until_firing("KvrouterReplicasDisagree")
+
+    scheduler = await _certified(monitored.directory)
+    await monitored.start("scheduler", "--router-mode", "kv", *scheduler, name="certified", scheme="https")
+    await monitored.until_firing("KvrouterCertificateExpires")
+
+
+async def _certified(directory: Path) -> tuple[str, ...]:
+    """Makes certificates that expire soon and returns the options of a Scheduler with one of them."""
+    command = [str(Path(sys.executable).with_name("kvrouter")), "certs", str(directory / "certs"), "--days", "2"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    made = directory / "certs"
+    return ("--tls-cert-file", str(made / "scheduler.crt"), "--tls-key-file", str(made / "scheduler.key"))
+
+
+def _a_child_of(parent: int) -> int:
+    return int(Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii").split()[0])
+
+
+def test_every_alert_is_provoked() -> None:
+    rules = (SHIPPED / "kvrouter.rules.yml").read_text(encoding="utf-8")
+    provoked = set(re.findall(r'"(Kvrouter\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    assert set(re.findall(r"- alert: (\w+)", rules)) - provoked == set()
