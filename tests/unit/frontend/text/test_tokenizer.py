@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_the_cache_stays_within_its_memory() -> None:
 
 
 def test_pieces_are_cut_between_words_and_before_special_tokens() -> None:
-    cutter = Cutter(at_words=True, before=["<|im_start|>"])
+    cutter = Cutter(after="abcdefghijklmnopqrstuvwxyz", before=["<|im_start|>"])
     text = "word " * 100 + "<|im_start|>" + "1234567890" * 60 + "<|im_start|>rest"
     pieces = cutter.pieces(text)
     assert "".join(pieces) == text
@@ -153,3 +154,31 @@ def test_a_prompt_that_must_be_over_the_limit_is_refused_before_it_is_tokenized(
 def test_a_tokenizer_that_cannot_be_loaded_is_reported(definition: bytes) -> None:
     with pytest.raises(InvalidTokenizer, match=r"tokenizer\.json"):
         ModelTokenizer(definition, cache_bytes=1 << 20)
+
+
+def test_words_of_a_new_text_are_tokenized_once(model_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    assert tokenizer._words is not None
+    for text in ("the red fox sees the dog. a", "a dog (red) sees 12 foxes, a") * 4:
+        tokenizer.encode(text, special_tokens=False, limit=LIMIT)
+    expected = tokenizer.encode_whole("a fox sees (red) foxes, the dog. the fox")
+    tokenized: list[str] = []
+    encode = tokenizer._words._encode
+
+    def recorded(texts: Sequence[str]) -> Sequence[bytes]:
+        tokenized.extend(texts)
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer._words, "_encode", recorded)
+    assert tokenizer.encode("a fox sees (red) foxes, the dog. the fox", special_tokens=False, limit=LIMIT) == expected
+    # The first word has no space before it.
+    assert tokenized == ["a"]
+
+
+def test_the_words_that_are_kept_are_bounded(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 16)
+    assert tokenizer._words is not None
+    for number in range(200):
+        tokenizer.encode(f"a word{number}", special_tokens=False, limit=LIMIT)
+        tokenizer.encode("a known", special_tokens=False, limit=LIMIT)
+        assert len(tokenizer._words) <= (1 << 16) // 8 // 384

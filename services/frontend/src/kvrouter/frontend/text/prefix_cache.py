@@ -21,16 +21,21 @@ _OVERHEAD_BYTES = 256
 class Cutter:
     """Cuts texts into pieces."""
 
-    def __init__(self, *, at_words: bool, before: Iterable[str]) -> None:
+    def __init__(self, *, after: str, before: Iterable[str]) -> None:
         """Compiles the rule.
 
         Args:
-            at_words: Whether to cut between a letter or digit and a space with a letter after it, all of them ASCII.
+            after: Characters after which to cut, where a space and a printable ASCII character follow; may be empty.
             before: Special tokens before which to cut.
         """
         places = [rf"(?={re.escape(token)})" for token in before]
-        if at_words:
-            places.insert(0, r"(?<=[A-Za-z0-9])(?= [A-Za-z])")
+        self.gap: re.Pattern[str] | None = None
+        """Matches the space after each such cut; None if ``after`` is empty."""
+        if after:
+            between = rf"(?<=[{re.escape(after)}])(?= [!-~])"
+            places.insert(0, between)
+            # The same places, but the search jumps from space to space.
+            self.gap = re.compile(rf" (?=[!-~])(?<=[{re.escape(after)}] )")
         self._place = re.compile("|".join(places)) if places else None
 
     def pieces(self, text: str) -> list[str]:

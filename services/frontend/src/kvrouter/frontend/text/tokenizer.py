@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache
+from kvrouter.frontend.text.word_cache import WordCache
 from kvrouter.runtime.errors import PromptTooLong
 from tokenizers import Tokenizer
 
+# The threads of the library would take the event loop's core, and cost more than they save on pieces of this size.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 _LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Lowercase", "Sequence", "ByteLevel"})
 """Normalizers that change a text independently of what is before a space between two words, and after it."""
+_PRINTABLE = "".join(map(chr, range(ord("!"), ord("~") + 1)))
 _LOCAL_PRE_TOKENIZERS = frozenset({"Split", "ByteLevel", "Sequence", "Digits", "Metaspace", "Punctuation"})
 _MAX_CUT_TOKENS = 64
+_WORD_SHARE = 8
+"""Part of the cache's memory that is for words."""
 _GROUP_CHARACTERS = 64 << 10
 """Characters that are tokenized before the limit on tokens is checked again."""
 _SAMPLE = (
@@ -50,12 +58,14 @@ class ModelTokenizer:
             raise InvalidTokenizer(f"tokenizer.json cannot be loaded: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._cache = PieceCache(cache_bytes)
+        self._cache = PieceCache(cache_bytes - cache_bytes // _WORD_SHARE)
         self.vocabulary_size = self._tokenizer.get_vocab_size()
         """Number of tokens, those included that were added."""
         self._before, self._after = self._template()
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         self._cutter = self._checked_cutter(parsed)
+        gap = self._cutter.gap
+        self._words = None if gap is None else WordCache(gap, self._encode, cache_bytes // _WORD_SHARE)
 
     @property
     def library(self) -> Tokenizer:
@@ -103,16 +113,20 @@ class ModelTokenizer:
 
     def _encode_pieces(self, pieces: Sequence[str], last_is_cut: bool) -> list[bytes]:
         """Returns the tokens of each piece. A piece that does not end at a cut is not kept: it is rarely shared."""
-        found = [self._cache.get(piece) for piece in pieces]
-        missing = [index for index, tokens in enumerate(found) if tokens is None]
-        if missing:
-            batch = self._tokenizer.encode_batch_fast([pieces[index] for index in missing], add_special_tokens=False)
-            for index, encoding in zip(missing, batch, strict=True):
-                tokens = _packed(encoding.ids)
-                found[index] = tokens
+        encoded = []
+        for index, piece in enumerate(pieces):
+            tokens = self._cache.get(piece)
+            if tokens is None:
+                tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece)
                 if last_is_cut or index < len(pieces) - 1:
-                    self._cache.put(pieces[index], tokens)
-        return [tokens for tokens in found if tokens is not None]
+                    self._cache.put(piece, tokens)
+            encoded.append(tokens)
+        return encoded
+
+    def _encode(self, texts: Sequence[str]) -> list[bytes]:
+        """Returns the tokens of each text as a packed buffer."""
+        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [_packed(encoding.ids) for encoding in batch]
 
     def _template(self) -> tuple[bytes, bytes]:
         """Returns the tokens that the tokenizer adds before and after a prompt."""
@@ -134,11 +148,11 @@ class ModelTokenizer:
             and len(token.content) > 2
             and not any(token.content in name and token.content != name for name in names)
         ][:_MAX_CUT_TOKENS]
-        at_words = _may_cut_at_words(definition, added)
-        for cutter in (Cutter(at_words=at_words, before=marks), Cutter(at_words=False, before=marks)):
+        after = _ends_of_words(definition, added)
+        for cutter in (Cutter(after=after, before=marks), Cutter(after="", before=marks)):
             if self._is_exact(cutter, marks):
                 return cutter
-        return Cutter(at_words=False, before=())
+        return Cutter(after="", before=())
 
     def _is_exact(self, cutter: Cutter, marks: Sequence[str]) -> bool:
         """Returns whether texts have the same tokens with the cuts as without."""
@@ -146,30 +160,39 @@ class ModelTokenizer:
         text = "".join(_SAMPLE[shift:] + separators[shift % len(separators)] for shift in range(0, 160, 7))
         for shift in range(8):
             sample = text[shift * 37 :]
-            cut = b"".join(map(self.encode_whole, cutter.pieces(sample)))
-            if cut != self.encode_whole(sample):
+            whole = self.encode_whole(sample)
+            if any(b"".join(map(self.encode_whole, parts)) != whole for parts in _divided(sample, cutter)):
                 return False
         return True
 
 
-def _may_cut_at_words(definition: dict[str, Any], added: Iterable[Any]) -> bool:
-    """Returns whether no token and no rule can join the letter or digit before a space and the letter after it.
+def _divided(text: str, cutter: Cutter) -> Iterable[list[str]]:
+    """Yields a text in pieces, and with all cuts between words."""
+    yield cutter.pieces(text)
+    if cutter.gap is not None:
+        first, *rest = cutter.gap.split(text)
+        yield [first, *(f" {word}" for word in rest)]
 
-    Merges of a BPE model make tokens of the vocabulary only. If no token has a letter or digit, a space and a letter,
-    a text has the same tokens when it is divided at such a place, if its normalizer and pre-tokenizer work locally too.
+
+def _ends_of_words(definition: dict[str, Any], added: Iterable[Any]) -> str:
+    """Returns the characters that no token and no rule can join to a space after them and what follows it.
+
+    Merges of a BPE model make tokens of the vocabulary only. If no token has a character with a space after it, a text
+    has the same tokens when it is divided at such a place, if its normalizer and pre-tokenizer work locally too.
     """
     model = definition.get("model") or {}
     if model.get("type") != "BPE" or model.get("dropout"):
-        return False
+        return ""
     normalizers = _types(definition.get("normalizer"), "normalizers")
     pre_tokenizers = _types(definition.get("pre_tokenizer"), "pretokenizers")
     if not (normalizers <= _LOCAL_NORMALIZERS and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS):
-        return False
+        return ""
     space = "Ġ" if "ByteLevel" in normalizers | pre_tokenizers else "▁"
-    joined = re.compile(f"[A-Za-z0-9][ {space}][A-Za-z]")
-    return not any(map(joined.search, model.get("vocab", ()))) and not any(
-        joined.search(token.content) or (token.rstrip and token.content[-1:].isalnum()) for token in added
-    )
+    joined = re.compile(f"([!-~])[ {space}]")
+    found = {each for token in model.get("vocab", ()) for each in joined.findall(token)}
+    for token in added:
+        found.update(joined.findall(token.content), token.content[-1:] if token.rstrip else "")
+    return "".join(each for each in _PRINTABLE if each not in found)
 
 
 def _types(definition: dict[str, Any] | None, members: str) -> set[str]:

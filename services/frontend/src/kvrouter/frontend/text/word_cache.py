@@ -1,0 +1,83 @@
+"""Remembers the tokens of words, so that a new text costs little where its words are known.
+
+A word ends where ``Cutter`` may cut. So the tokens of a text are those of its words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
+
+_MAX_CHARACTERS = 64
+"""Longest word to keep. Longer ones are hardly ever repeated."""
+_ENTRY_BYTES = 384
+"""Memory of an entry: at most 200 bytes, twice because the tables of Python grow so."""
+_LEARNED = 4
+"""Words that are kept of a text of which most are new. A word costs as much as two of the text: a call each."""
+
+
+class WordCache:
+    """Tokens of words. Usable from several threads.
+
+    There are two generations. When the younger one is full it becomes the older one, and the words of the one before
+    it are dropped, unless they were used since.
+    """
+
+    def __init__(
+        self, gap: re.Pattern[str], encode: Callable[[Sequence[str]], Sequence[bytes]], max_bytes: int
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            gap: Matches the space before each word.
+            encode: Returns the tokens of texts as packed buffers.
+            max_bytes: Memory of the cache.
+        """
+        self._gap = gap
+        self._encode = encode
+        self._max_words = max(1, max_bytes // _ENTRY_BYTES // 2)
+        # By word without the space before it.
+        self._young: dict[str, bytes] = {}
+        self._old: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def encode(self, text: str) -> bytes:
+        """Returns the tokens of a text as a packed buffer."""
+        spaced = text[:1] == " "
+        names = self._gap.split(text[1:] if spaced else text)
+        # Only the first word of a whole text has no space before it.
+        first = "" if spaced else names.pop(0)
+        found = list(map(self._young.get, names))
+        if None in found:
+            known, mostly_new = self._learn(
+                dict.fromkeys(name for name, tokens in zip(names, found, strict=True) if tokens is None),
+                len(names) // 2,
+            )
+            if mostly_new:
+                return self._encode([text])[0]
+            found = [known[name] if tokens is None else tokens for name, tokens in zip(names, found, strict=True)]
+        return (self._encode([first])[0] if first else b"") + b"".join(cast("list[bytes]", found))
+
+    def _learn(self, names: Collection[str], max_new: int) -> tuple[dict[str, bytes], bool]:
+        """Adds words to the younger generation: few of them if there are too many new ones.
+
+        Returns:
+            The tokens of what was added, and whether there were too many.
+        """
+        old = self._old
+        known = {name: old[name] for name in names if name in old}
+        new = [name for name in names if name not in known]
+        too_many = len(new) > max_new
+        if too_many:
+            del new[_LEARNED:]
+        if new:
+            known.update(zip(new, self._encode([f" {name}" for name in new]), strict=True))
+        for name, tokens in known.items():
+            if len(name) <= _MAX_CHARACTERS:
+                if len(self._young) >= self._max_words:
+                    self._old, self._young = self._young, {}
+                self._young[name] = tokens
+        return known, too_many
