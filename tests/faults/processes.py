@@ -54,12 +54,12 @@ class Processes:
     running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     _stubs: dict[tuple[str, str], Any] = field(default_factory=dict)
 
-    async def start(self, kind: str, name: str, *options: str, clock: Path | None = None) -> None:
+    async def start(self, kind: str, name: str, *options: str, clock: Path | None = None, module: str = "") -> None:
         """Starts a service; of several in one process, ``kind`` is their roles with commas between them.
 
-        ``clock`` shifts its clock.
+        ``clock`` shifts its clock. ``module`` runs in place of the service's own.
         """
-        service = ("kvrouter.cli.main", "serve", "--roles", kind) if "," in kind else (f"kvrouter.{kind}",)
+        service = ("kvrouter.cli.main", "serve", "--roles", kind) if "," in kind else (module or f"kvrouter.{kind}",)
         launcher = ["-m", "tests.faults.shifted_clock", str(clock)] if clock else ["-m"]
         command = [sys.executable, *launcher, *service, *self.where, "--instance-id", name, *options]
         self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL, cwd=TREE)

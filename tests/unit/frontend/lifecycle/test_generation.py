@@ -74,9 +74,10 @@ class Pool:
         self.events: list[str] = []
         self._breaks = breaks
 
-    async def abort(self, endpoint: str, request_id: str) -> None:
+    async def abort(self, endpoint: str, request_id: str) -> bool:
         await asyncio.sleep(0)
         self.events.append(f"abort {request_id.partition(BOOKED_ID_MARK)[0]} at {endpoint}")
+        return True
 
     def start(self, endpoint: str, _request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
         self.events.append(f"start at {endpoint}")

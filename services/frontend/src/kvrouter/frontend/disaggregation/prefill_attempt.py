@@ -41,8 +41,8 @@ class PrefillAttempt:
         self.endpoint = endpoint
         self.on_lost: Callable[[PrefillLost], None] | None = None
         """Called if the prefill fails after its transfer parameters are known."""
-        self.completed = False
-        """Whether the worker has computed the prompt, and so keeps its blocks."""
+        self.may_keep_blocks = False
+        """Whether the worker has computed the prompt, or may yet do so, and then keeps its blocks."""
         self.lost: PrefillLost | None = None
         """How the prefill failed after its transfer parameters were known."""
         self._link = link
@@ -72,6 +72,8 @@ class PrefillAttempt:
         """Cancels the prefill if it is running, and frees its booking."""
         self._free()
         if self._attempt is not None:
+            if not self._attempt.ended.done():
+                self.may_keep_blocks = True  # The cancellation may meet a prefill that has just been completed.
             self._attempt.cancel()
 
     def _take(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002 - only the parsed output is read
@@ -93,10 +95,11 @@ class PrefillAttempt:
             return
         self._free()
         if outcome is None:
-            self.completed = True
+            self.may_keep_blocks = True
             message = f"worker {self.booking.rank.worker_id} sent no transfer parameters"
         else:
             message = outcome.message if isinstance(outcome, WorkerFailure) else str(outcome)
+            self.may_keep_blocks = isinstance(outcome, WorkerFailure) and outcome.may_still_run
         if not self._params.done():
             self._params.set_exception(PrefillFailed(message))
         elif outcome is not None:

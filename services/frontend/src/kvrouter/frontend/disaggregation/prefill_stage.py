@@ -189,7 +189,7 @@ class PrefillStage:
         if running is None:
             return
         running.end()
-        if running.completed and not fetched:
+        if running.may_keep_blocks and not fetched:
             self._abandoned.abort(self._workers, running.endpoint, running.booking.key.request_id)
 
     def failed(self, message: str) -> None:
@@ -239,6 +239,7 @@ class PrefillStage:
             latest = self._directory.components.get(view.name)
             worker = None if latest is None else latest.workers.get(worker_id)
         params = draw_room(worker, selection.rank) if worker is not None and runs_concurrently(worker) else None
+        self._abandoned.forget(selection.endpoint, request.request_id)
         self._running = running = PrefillAttempt(booking, selection.endpoint, link, self._metrics, params)
         try:
             running.start(

@@ -39,8 +39,8 @@ class Workers(Protocol):
         """Starts a request at a worker; see ``WorkerClient``."""
         ...
 
-    async def abort(self, endpoint: str, request_id: str) -> None:
-        """Aborts a request that a worker may still run."""
+    async def abort(self, endpoint: str, request_id: str) -> bool:
+        """Aborts a request that a worker may still run. Returns whether the worker could be reached soon."""
         ...
 
 
@@ -91,6 +91,6 @@ class WorkerClient:
         attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=deadline))
         return attempt
 
-    async def abort(self, endpoint: str, request_id: str) -> None:
-        """Aborts a request that a worker may still run, as far as the worker can be reached soon."""
-        await self._pool.abort(endpoint, request_id)
+    async def abort(self, endpoint: str, request_id: str) -> bool:
+        """Aborts a request that a worker may still run. Returns whether the worker could be reached soon."""
+        return await self._pool.abort(endpoint, request_id)

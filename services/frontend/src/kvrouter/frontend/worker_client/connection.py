@@ -98,13 +98,15 @@ class WorkerConnection:
         reading.add_done_callback(self._reading.discard)
         return reading
 
-    async def abort(self, request_id: str) -> None:
-        """Aborts a request, as far as the worker can be reached soon."""
+    async def abort(self, request_id: str) -> bool:
+        """Aborts a request. Returns whether the worker could be reached soon."""
         self._pending += 1
         try:
             await self._stub.abort(AbortRequest(request_ids=[request_id]), deadline=Deadline.after(_ABORT_SECONDS))
-        except KvRouterError:
-            return  # A worker that lost the connection has cancelled the call by itself.
+        except KvRouterError as error:
+            return error.code not in _NO_ANSWER
+        else:
+            return True
         finally:
             self._pending -= 1
 

@@ -71,6 +71,9 @@ def fault_of(error: KvRouterError, deadline: Deadline) -> Fault:
     return fault
 
 
+_WITHOUT_ANSWER = frozenset({"silent", "stalled", grpc.StatusCode.UNAVAILABLE.name})
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
     """Failure of an attempt that is its worker's fault."""
@@ -88,6 +91,11 @@ class WorkerFailure:
     def is_silent(self) -> bool:
         """Whether the worker was left because it stopped answering. It may still serve a later attempt."""
         return self.cause == "silent"
+
+    @property
+    def may_still_run(self) -> bool:
+        """Whether the worker may run the request to its end, since it may not have learned that it was left."""
+        return self.outcome_unknown or self.cause in _WITHOUT_ANSWER
 
     def as_error(self, why_final: str = "", *, has_output: bool = False) -> KvRouterError:
         """Returns the error for the client if no further attempt is made."""

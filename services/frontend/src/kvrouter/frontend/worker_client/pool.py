@@ -70,9 +70,9 @@ class WorkerPool:
         """
         return self._connection(endpoint).generate(request, receiver, deadline=deadline)
 
-    async def abort(self, endpoint: str, request_id: str) -> None:
-        """Aborts a request at a worker, as far as the worker can be reached soon."""
-        await self._connection(endpoint).abort(request_id)
+    async def abort(self, endpoint: str, request_id: str) -> bool:
+        """Aborts a request at a worker. Returns whether the worker could be reached soon."""
+        return await self._connection(endpoint).abort(request_id)
 
     async def probe(self, endpoint: str) -> bool:
         """Checks a worker's health; see ``WorkerConnection.probe``."""

@@ -173,8 +173,9 @@ class ForwardedRequest:
         )
         return attempt
 
-    async def abort(self, endpoint: str, request_id: str) -> None:
-        """Does nothing: an engine aborts a request whose connection is closed."""
+    async def abort(self, endpoint: str, request_id: str) -> bool:  # noqa: ARG002 - nobody is called
+        """Returns True: an engine aborts a request whose connection is closed."""
+        return True
 
     async def _call(
         self,
